@@ -1,4 +1,4 @@
-"""Writes the batch scripts of this folder, from the same parts as odc-mpi job: python jobs/batch_scripts.py."""
+"""Write the batch scripts of this folder, from the parts that odc-mpi job uses: python jobs/batch_scripts.py."""
 
 from pathlib import Path
 
@@ -6,20 +6,20 @@ from odc_mpi.slurm.job import SlurmJob, training_script
 
 _SWEEP = """\
 
-# One line of settings for each number in --array above.
+# One line of settings for each index in --array above.
 settings=(
     "--optim.learning_rate 1e-5"
     "--optim.learning_rate 3e-5"
     "--optim.learning_rate 1e-4"
 )
-read -ra own <<< "${settings[SLURM_ARRAY_TASK_ID]?there is no line of settings for number $SLURM_ARRAY_TASK_ID}"
+read -ra task <<< "${settings[SLURM_ARRAY_TASK_ID]?there is no line of settings for index $SLURM_ARRAY_TASK_ID}"
 directory=runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID
-set -- "$@" "${own[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
+set -- "$@" "${task[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
 """
 
 
 def templates() -> dict[str, str]:
-    """Return the files of jobs/ by name. Local."""
+    """Return the batch scripts of jobs/ by name."""
 
     def usage(name: str) -> str:
         return f"sbatch jobs/{name}.sbatch --config CONFIG [--section.key value ...]"
@@ -27,14 +27,14 @@ def templates() -> dict[str, str]:
     return {
         "train": training_script(
             SlurmJob(),
-            "Training: it saves before its time is up, queues again and goes on by itself.",
+            "Training. The job saves before its time limit, requeues itself and resumes.",
             usage("train"),
         ),
         "sweep": training_script(
             SlurmJob(name="sweep"),
-            "Trainings that differ in some settings, as an array of jobs, each of which saves and goes on by itself.",
+            "Trainings with different settings, as an array of jobs. Each job saves, requeues itself and resumes.",
             usage("sweep"),
-            array="0-2%2             # so many, two at a time",
+            array="0-2%2             # indices of the jobs, two at a time",
             settings=_SWEEP,
         ),
     }

@@ -1,1 +1,1 @@
-"""The command line: `main` has the parser and the exit codes, each command a file with its options and its run."""
+"""Command line: `main` has the parser and the exit codes. Every command is a module with its options and `run`."""

@@ -1,6 +1,6 @@
-"""`odc-mpi bench`: the benchmarks, each with its options and its run.
+"""`odc-mpi bench`: the benchmarks.
 
-Each starts mpiexec where it is not under it, and measures on all ranks. What measures is imported by the ranks alone.
+Outside mpiexec, a benchmark starts mpiexec, and waits. Only the ranks import the modules that measure.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from odc_mpi.simulate.options import LENGTHS, RANKS
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-HELP = "measure what this machine achieves"
+HELP = "benchmark communication, schedules and training"
 
-#: Prints what is measured next.
+#: Prints a line of progress.
 ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: its line of the help, what adds its options, and what measures and returns the exit code."""
+    """A benchmark: its line in the help, a function that adds its options, and one that returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -40,28 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks and their options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
-        description = f"Measure {benchmark.help}. Starts mpiexec if it is not under it."
+        description = f"Measure {benchmark.help}. Outside mpiexec, it starts mpiexec."
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
-        one.add_argument(
-            "--timeout-s", type=positive_int, default=900, metavar="SECONDS", help="until all ends; default: 900"
-        )
+        one.add_argument("--timeout-s", type=positive_int, default=900, metavar="S", help="time limit; default: 900")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Collective, under mpiexec.
-
-    Raises:
-        UserError: An option is wrong.
-    """
+    """Run a benchmark and return the exit code. Collective, under mpiexec."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 
 def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
-    parser.add_argument(
-        "--repeats", type=positive_int, default=repeats, metavar="N", help=f"rounds; default: {repeats}"
-    )
-    parser.add_argument("--ranks", type=positive_int, metavar="N", help="to start; default: 2, or mpiexec's")
+    parser.add_argument("--repeats", type=positive_int, default=repeats, metavar="N", help=f"default: {repeats}")
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="ranks to start; default: 2")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -71,14 +63,13 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Start the ranks, or as one of them measure and let rank 0 print; return the exit code. Collective, under mpiexec.
+    """Start the ranks; on a rank measure, print on rank 0 and return the exit code. Collective, under mpiexec.
 
     Args:
-        arguments: Of the command line.
-        module: The benchmark, imported by the ranks alone.
-        measure: Called with that module, the ranks and a function that prints what is measured next; returns
-            the benchmark's object.
-        ranks: How many to start; None for `--ranks`, or 2.
+        arguments: Parsed command line.
+        module: Benchmark module, imported by the ranks only.
+        measure: Called with the module, the world and a function that prints progress. Returns the result.
+        ranks: Number of ranks to start; None for `--ranks`, or 2.
     """
     if not is_launched():
         try:
@@ -86,19 +77,17 @@ def _measure_on_ranks(
         except TimeoutError as error:
             print_error(error)
             return 1
-    # Not before here, and MPI last: see `odc_mpi.cli.train`.
+    # Imported late, and MPI last: see `odc_mpi.cli.train`.
     with gc_paused(), mpi_startup():
         benchmark = importlib.import_module(module)
         from odc_mpi.runtime.world import World
 
-    # A single wait may last as long as all of it, since a round of some does.
+    # A round of some benchmarks is a single wait.
     world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
     def work() -> None:
         if arguments.ranks not in (None, world.size):
-            raise AllRanksUserError(
-                f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it"
-            )
+            raise AllRanksUserError(f"--ranks {arguments.ranks}: mpiexec started {world.size} ranks: remove --ranks")
         result = measure(benchmark, world, make_progress_printer(world.rank))
         if world.rank == 0:
             print_result(result, arguments.json)
@@ -107,8 +96,8 @@ def _measure_on_ranks(
 
 
 def _add_transport(parser: argparse.ArgumentParser) -> None:
-    meaning = "of units, such as 64K,1M,256M; default: 64K to 256M"
-    parser.add_argument("--sizes", default=DEFAULT_SIZES, metavar="LIST", help=meaning)
+    help_text = "unit sizes in bytes, such as 64K,1M,256M; default: 64K to 256M"
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, metavar="LIST", help=help_text)
     _add_rounds(parser, 7)
 
 
@@ -117,16 +106,16 @@ def _run_transport(arguments: argparse.Namespace) -> int:
     return _measure_on_ranks(
         arguments,
         "odc_mpi.bench.transport",
-        lambda transport, world, say: transport.measure(world, sizes, arguments.repeats, say),
+        lambda transport, world, progress: transport.measure(world, sizes, arguments.repeats, progress),
     )
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
+    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start; default: {RANKS.default}")
     parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign")
     add_scenario(parser, num_minibatches=10, num_units=4)
-    meaning = "seconds an even share of a minibatch is scaled to; default: 1"
-    parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=meaning)
+    help_text = "seconds of a perfectly balanced minibatch, to which all times are scaled; default: 1"
+    parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=help_text)
 
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
@@ -134,49 +123,46 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
 
     scenario = build_scenario(arguments, Scenario)
 
-    def measure(schedule: Any, world: "World", say: ProgressPrinter) -> Any:
+    def measure(schedule: Any, world: "World", progress: ProgressPrinter) -> Any:
         resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))
-        return schedule.measure(world, resized, arguments.step_s, say)
+        return schedule.measure(world, resized, arguments.step_s, progress)
 
     return _measure_on_ranks(arguments, "odc_mpi.bench.schedule", measure, scenario.ranks)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="of odc-mpi train; default: a small model")
-    parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches of a round; default: 4")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: a small model")
+    parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches per round; default: 4")
     parser.add_argument("--model", choices=("qwen2", "llama"), default="qwen2", help="without --config; default: qwen2")
-    parser.add_argument("--no-caches", action="store_true", help="fetch and push anew in each microbatch")
-    parser.add_argument("--exact", action="store_true", help="with run.exact besides, for what it costs")
+    parser.add_argument("--no-caches", action="store_true", help="fetch and push in each microbatch")
+    parser.add_argument("--exact", action="store_true", help="measure the cost of run.exact, too")
     _add_rounds(parser, 7)
 
 
 def _run_train(arguments: argparse.Namespace) -> int:
-    if is_launched():  # a library that fails to load does so before MPI starts
+    if is_launched():  # a library that cannot be loaded must fail before MPI starts
         with gc_paused():
             importlib.import_module("odc_mpi.models.build")
     return _measure_on_ranks(
         arguments,
         "odc_mpi.bench.train",
-        lambda train, world, say: train.measure(
+        lambda train, world, progress: train.measure(
             world,
-            train.configuration(world, arguments.config, say, arguments.model, caches=not arguments.no_caches),
+            train.configuration(world, arguments.config, progress, arguments.model, caches=not arguments.no_caches),
             arguments.steps,
             arguments.repeats,
-            say,
+            progress,
             exact=arguments.exact,
         ),
     )
 
 
-#: In the order of the help.
 BENCHMARKS = {
     "transport": Benchmark(
-        "fetches and pushes beside memcpy, MPI's collectives and gloo", _add_transport, _run_transport
+        "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
     ),
     "schedule": Benchmark(
-        "windows, collectives and tickets on many ranks, with sleeps in place of computation",
-        _add_schedule,
-        _run_schedule,
+        "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
     ),
-    "train": Benchmark("training with windows beside FSDP2, collectives and processes apart", _add_train, _run_train),
+    "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
 }

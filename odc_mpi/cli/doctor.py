@@ -1,18 +1,18 @@
-"""`odc-mpi doctor`: its options and its run. The probe and its tables are in the room `stack`."""
+"""`odc-mpi doctor`: its options. The probe and its tables are in `odc_mpi.probe`."""
 
 import argparse
 
-HELP = "what this MPI stack really does; under mpiexec on all its ranks"
+HELP = "probe the MPI library and show the settings a run will use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.description = "Try the one-sided operations, and say what a run will therefore use."
+    parser.description = "Test the one-sided operations of the MPI library and print the settings that a run will use."
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe the MPI stack, and return the exit code. Collective, in the children of this process."""
+    """Probe the MPI library and return the exit code. Collective, in the children of this process."""
     from odc_mpi.probe.doctor import doctor
 
     return doctor(arguments.json)

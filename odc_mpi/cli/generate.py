@@ -1,4 +1,4 @@
-"""`odc-mpi generate`: its options and its run."""
+"""`odc-mpi generate`: its options, and the start of its ranks."""
 
 import argparse
 from pathlib import Path
@@ -7,38 +7,29 @@ from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
-HELP = "what a model makes of prompts; under mpiexec on all its ranks"
+HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.description = "Continue prompts with a model; under mpiexec its parameters are spread over the ranks."
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        type=Path,
-        help="a run directory, a checkpoint, a Hugging Face directory, or adapters in one of peft",
-    )
-    parser.add_argument("--step", metavar="N", help="of a run: this checkpoint, or best; default: the newest")
-    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSON lines or Parquet with prompt or messages")
+    parser.description = "Complete prompts with a model. Under mpiexec its parameters are sharded over the ranks."
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="run, checkpoint, Hugging Face or peft directory")
+    parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to complete")
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token each time"
-    )
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="above 0 and at most 1; default: 1")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn; default: 0")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write lines; default: text on the terminal")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="a directory or data set with one; default: SOURCE's own"
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus threshold in (0, 1]; default: 1")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="sampling seed; default: 0")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="JSONL file to write; default: print the text")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory or data set; default: that of SOURCE")
     parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute; default: cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")
     parser.add_argument(
         "--attn-implementation",
         type=attention_name,
         metavar="{sdpa,eager}",
-        help="eager: also with soft caps, as Gemma 2 has; default: that of the run, else sdpa",
+        help="eager also supports soft caps, as in Gemma 2; default: that of the run, else sdpa",
     )
     parser.add_argument(
         "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
@@ -46,15 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate, and return the exit code. Collective.
-
-    Raises:
-        UserError: An option is out of its range.
-    """
+    """Generate completions and return the exit code. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
-        # Before MPI: a rank that fails to import anything after its start would leave the others waiting.
+        # Before MPI starts: if an import fails later, the other ranks wait for this one.
         with gc_paused():
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)

@@ -1,4 +1,4 @@
-"""`odc-mpi job`: its options and its run."""
+"""`odc-mpi job`: batch script for Slurm from a configuration."""
 
 import argparse
 import re
@@ -8,59 +8,50 @@ from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
-HELP = "a batch script for Slurm from a configuration"
-#: How large a job is.
+HELP = "print a Slurm batch script for a configuration, or submit it"
+#: Options for the size of the job, with defaults and help.
 JOB = (
-    ("--nodes", job.SlurmJob.nodes, "how many"),
-    ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each, as many as it has GPUs, say"),
+    ("--nodes", job.SlurmJob.nodes, "number of nodes"),
+    ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
     ("--cores-per-rank", job.SlurmJob.cores_per_rank, "cores of each rank"),
 )
-#: Options that are sbatch's own, for sites that ask for them.
+#: Options that are passed to sbatch, for sites that require them.
 CHOICES = ("partition", "account", "gpus-per-node")
-#: Minutes, with seconds or after hours; or hours after days, with minutes and seconds.
+#: Time limits of sbatch: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
 _TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
 _UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
-#: Values of sbatch's and srun's.
-_WORD, _WORD_IN_WORDS = r"[\w.,:/@+=-]+", "a word of letters, digits and . , : / @ + = - _"
-#: A shorter job would be told to stop while it starts.
+#: Values of options of sbatch and srun, and their description in errors.
+_WORD, _WORD_DESCRIPTION = r"[\w.,:/@+=-]+", "a word of letters, digits and . , : / @ + = - _"
+#: A shorter job would receive the stop signal while it starts.
 _SHORTEST_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
-    parser.description = "Print the batch script that trains a configuration, and submit it on request."
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
-    for option, default, help_text in JOB:
-        parser.add_argument(
-            option, type=positive_int, default=default, metavar="N", help=f"{help_text}; default: {default}"
-        )
+    parser.description = "Print a Slurm batch script that trains with CONFIG. With --submit, submit it, too."
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; its path must be valid on every node")
+    for option, default, text in JOB:
+        parser.add_argument(option, type=positive_int, default=default, metavar="N", help=f"{text}; default: {default}")
     limit = job.SlurmJob.time
-    parser.add_argument("--time", default=limit, help=f"limit, as sbatch takes it, 5 minutes or more; default: {limit}")
+    parser.add_argument("--time", default=limit, help=f"time limit, at least 5 minutes; default: {limit}")
     for name in CHOICES:
-        parser.add_argument(f"--{name}", metavar="VALUE", help="of sbatch; default: none")
-    parser.add_argument("--name", default=job.SlurmJob.name, help=f"of the job; default: {job.SlurmJob.name}")
-    parser.add_argument("--stage", metavar="DIR", help="of each node: copy the data set there first")
-    parser.add_argument("--mpi", metavar="TYPE", help="of srun; default: what this environment's MPI library needs")
-    parser.add_argument("--submit", action="store_true", help="hand it to sbatch, too")
+        parser.add_argument(f"--{name}", metavar="VALUE", help="option of sbatch; default: not set")
+    parser.add_argument("--name", default=job.SlurmJob.name, help=f"name of the job; default: {job.SlurmJob.name}")
+    parser.add_argument("--stage", metavar="DIR", help="directory on each node; copy the data set there first")
+    parser.add_argument("--mpi", metavar="TYPE", help="option of srun; default: that of the installed MPI library")
+    parser.add_argument("--submit", action="store_true", help="submit the script with sbatch")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, and submit it if that is asked.
-
-    Returns:
-        The exit code: sbatch's, if it was asked.
-
-    Raises:
-        UserError: The configuration is wrong, or there is no sbatch.
-    """
-    # Not before here: other commands need neither.
+    """Print the script, submit it if requested, and return the exit code, with --submit that of sbatch."""
+    # Imported late: other commands need neither.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
 
     if not arguments.config.exists():
         raise UserError(
-            f"{arguments.config}: expected a configuration file, got none of this name: CONFIG comes first, as in "
+            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
             "odc-mpi job CONFIG --run.steps 5"
         )
     config = configuration.load(arguments.config, arguments.overrides)
@@ -81,21 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_time(time: str) -> str:
-    """Return a time limit that sbatch understands, and that leaves time to train."""
-    found = _TIME.fullmatch(time)
-    if not found:
+    """Return the time limit if sbatch accepts it and it is not too short."""
+    match = _TIME.fullmatch(time)
+    if not match:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
-    seconds = sum(int(number or 0) * unit for number, unit in zip(found.groups(), _UNITS_S, strict=True))
-    if 0 < seconds < _SHORTEST_S:  # 0 is no limit
+    seconds = sum(int(number or 0) * unit for number, unit in zip(match.groups(), _UNITS_S, strict=True))
+    if 0 < seconds < _SHORTEST_S:  # 0 means no limit
         raise UserError(
-            f"--time: expected at least {_SHORTEST_S // 60} minutes, as a job is told to stop up to "
-            f"{job.SIGNAL_S // 60 + 1} before its end, got {time!r}, {seconds / 60:g} minutes"
+            f"--time: expected at least {_SHORTEST_S // 60} minutes, got {time!r}, {seconds / 60:g} minutes: Slurm "
+            f"signals a job up to {job.SIGNAL_S // 60 + 1} minutes before its end"
         )
     return time
 
 
-def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_IN_WORDS) -> str:
-    """Return a value that may stand in a script without quotes; the job's name also in file names."""
+def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_DESCRIPTION) -> str:
+    """Return the value if it needs no quotes in a script; `pattern` restricts it further."""
     if not re.fullmatch(pattern, value, re.ASCII):
         raise UserError(f"--{option}: expected {expected}, got {value!r}")
     return value

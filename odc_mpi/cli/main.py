@@ -1,9 +1,10 @@
-"""The command line: arguments to calls, exceptions to exit codes; nothing else.
+"""Entry point of the command line: parses arguments, calls a command, and converts exceptions to exit codes.
 
-0   done
-2   the user's mistake: one line on standard error, from one rank
-75  stopped on request after saving: start again to go on (0 if the file ODC_MPI_STOPPED_FILE is to tell it)
-141 nobody reads the output any more, as of `odc-mpi checkpoint show run | head`: a shell's code for SIGPIPE
+0   success
+2   user error: one line on standard error, from one rank
+75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
+130 interrupted
+141 the reader of the output is gone, as in `odc-mpi checkpoint show RUN | head`; the code of shells for SIGPIPE
 1   anything else
 """
 
@@ -20,46 +21,48 @@ from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import end_by_interrupt
 
-#: In the order of the help. Each has `HELP`, `add_arguments` and `run`, and imports what takes time when it runs.
+#: Modules with `HELP`, `add_arguments` and `run`, in the order of the help. `run` imports slow modules, and raises
+#: UserError for invalid arguments and input.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
     "train": train,
     "generate": generate,
+    "checkpoint": checkpoint,
+    "report": report,
     "job": job,
     "bench": bench,
     "simulate": simulate,
-    "checkpoint": checkpoint,
-    "report": report,
 }
-#: These take settings, `--SECTION.KEY VALUE`, which are not arguments of the parser.
+#: Commands with settings, `--SECTION.KEY VALUE`, which are not arguments of the parser.
 _WITH_SETTINGS = ("train", "job")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong argument as any other mistake, in one line."""
+    """Reports an invalid argument as a user error, in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it raises UserError instead of exiting."""
-    parser = _Parser(prog="odc-mpi", description="Post-training over MPI windows.", allow_abbrev=False)
+    """Return the parser of all commands. It raises UserError instead of exiting."""
+    description = "Sharded post-training (SFT, LoRA, GRPO) of Hugging Face models over MPI."
+    parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        # `train` shows all settings as its help, which takes a while to load.
+        # The help of `train` lists all settings, whose modules are slow to import.
         add_help = command is not train
         command.add_arguments(commands.add_parser(name, help=command.HELP, allow_abbrev=False, add_help=add_help))
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command, with `words`, all that was written, and `overrides`, the settings.
+    """Return the arguments of a command, with all of `argv` as `words` and the settings as `overrides`.
 
     Raises:
-        UserError: There is no such command or argument.
+        UserError: The command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
@@ -70,35 +73,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Collective, if the command is.
-
-    Args:
-        argv: Arguments, by default those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command and return the exit code. Collective if the command is."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         code = COMMANDS[arguments.command].run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe is heard; Python's own flush at the exit would complain
+        sys.stdout.flush()  # a closed pipe raises here; at the exit, Python would print a traceback
         return code
     except UserError as error:
-        # Before MPI is up every rank makes the same mistake; one voice is enough.
+        # Before MPI starts, every rank has the same error: only one prints it.
         if launched_rank() == 0:
             print_error(error)
         return 2
     except OSError as error:
         if is_launched() and "mpi4py.MPI" in sys.modules:
-            raise  # others may be waiting for this rank: the hook that a `World` has set ends them, too
+            raise  # other ranks may be waiting for this one: the exception hook of `World` ends them, too
         if isinstance(error, BrokenPipeError):
-            # What is still in the buffer has to go somewhere when Python exits.
+            # Python flushes the rest of the buffer at its exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        print_error(file_error(error))  # each rank: it may be this node's files alone
+        print_error(file_error(error))  # on each rank: other nodes may have other files
         return 2
     except KeyboardInterrupt:
         print("odc-mpi: interrupted", file=sys.stderr, flush=True)
         if is_launched():
-            end_by_interrupt()  # some launchers take a rank that returns before MPI is up for one that is done
+            end_by_interrupt()  # some launchers treat a rank that returns before MPI starts as successful
         return 130

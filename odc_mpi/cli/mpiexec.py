@@ -1,6 +1,6 @@
-"""Starts a command of ours under mpiexec, for who did not.
+"""Start of an `odc-mpi` command under mpiexec.
 
-Nothing here knows MPI: this process only waits for mpiexec, passes its exit code on, and ends it when asked to end.
+Does not use MPI: this process waits for mpiexec, returns its exit code, and terminates it on SIGINT or SIGTERM.
 """
 
 import os
@@ -8,56 +8,51 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 from odc_mpi.errors import UserError
 
-#: Open MPI refuses root and more ranks than cores by default; its UCX component prints an error line per window.
-#: MPICH ignores these.
+#: By default, Open MPI refuses root and more ranks than cores, and its UCX component prints an error line per window.
+#: MPICH ignores these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_osc": "^ucx",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-#: Ranks that are started on this node unless it has more cores: each is a process of its own, with torch in it.
+#: Maximum number of ranks on a node with fewer cores: each is a process that imports torch.
 MAX_RANKS = 64
-#: An mpiexec that was asked to end gets this long to end its ranks, then it is killed; ranks notice that themselves.
+#: Seconds from SIGTERM to SIGKILL for mpiexec, in which it ends its ranks. They end themselves if it is killed.
 GRACE_S = 10.0
 
 
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
-    """Run `odc-mpi` with these arguments on some ranks of this node, and wait for the end.
+    """Run `odc-mpi` with these arguments on `ranks` ranks of this node, and wait for the end.
 
-    The ranks inherit standard output and error. An interrupt or a SIGTERM to this process ends them all.
-
-    Args:
-        ranks: How many.
-        arguments: Of `odc-mpi`.
-        timeout_s: Seconds until everything is ended.
+    The ranks inherit standard output and error. SIGINT or SIGTERM to this process ends them.
 
     Returns:
-        The exit code: mpiexec's, or 128 plus the number of the signal that killed it.
+        The exit code of mpiexec, or 128 plus the number of the signal that killed it.
 
     Raises:
-        UserError: There is no mpiexec, or there are to be more ranks than a node bears.
-        TimeoutError: It took longer than `timeout_s`; nothing runs any more.
+        UserError: mpiexec is not installed, or there are too many ranks for one node.
+        TimeoutError: The ranks ran longer than `timeout_s` and were terminated.
     """
     max_ranks = max(MAX_RANKS, os.cpu_count() or 1)
     if ranks > max_ranks:
         raise UserError(
-            f"--ranks {ranks}: expected at most {max_ranks} on this node; to have more, start mpiexec yourself"
+            f"--ranks {ranks}: expected at most {max_ranks} on this node: for more, run the command under mpiexec"
         )
-    with _terminated_as_interrupted(), ExitStack() as stack:
-        with _interrupts_deferred():  # raised within Popen, an interrupt would leave mpiexec running
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does: both end the ranks.
+    with signals_handled(signal.default_int_handler, signal.SIGTERM), ExitStack() as stack:
+        with _interrupts_deferred():  # an interrupt within Popen would leave mpiexec running
             process = subprocess.Popen(
                 [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
                 env=_OPEN_MPI | os.environ,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends mpiexec in good order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends mpiexec cleanly
             )
             stack.callback(_end, process)
         try:
@@ -68,43 +63,37 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the mpiexec beside the running Python, which belongs to its MPI; else the one on the PATH.
+    """Return the path of mpiexec: in the directory of this Python, to whose MPI it belongs, or else on the PATH.
 
     Raises:
         UserError: There is none.
     """
     candidate = Path(sys.executable).with_name("mpiexec")
-    found = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
-    if found is None:
+    path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
         raise UserError(f"no mpiexec beside {sys.executable} or on the PATH: install odc_mpi[mpich] or load an MPI")
-    return found
+    return path
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Turn SIGTERM into what Ctrl-C raises, so that both end the ranks."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals by `handler` in the block, and restore the previous handlers."""
+    previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler_before in zip(numbers, previous, strict=True):
+            signal.signal(number, handler_before)
 
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a SIGINT or SIGTERM at the end of the block instead of within it."""
+    """Defer the KeyboardInterrupt of SIGINT and SIGTERM to the end of the block."""
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
-        yield
+        with signals_handled(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
         if received:
             raise KeyboardInterrupt
 

@@ -1,92 +1,72 @@
-"""`odc-mpi prepare`: its options and its run. No MPI."""
+"""`odc-mpi prepare`: its options. Does not use MPI."""
 
 import argparse
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from odc_mpi.cli.mpiexec import signals_handled
 from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 
-HELP = "turn text into tokens on disk"
+HELP = "tokenize JSONL or Parquet into an HDF5 data set"
 _EPILOG = """\
-An example is a line or a row with the fields of one of these forms, the first that fits:
-  messages                        role and content of each, of which the assistant's are learnt
-  prompt, completion              two texts, or two lists of messages; the completion is learnt
-  conversations                   from and value of each
-  instruction, output (, input)   the output is learnt
-  text                            all of it is learnt
-Conversations take tools (a list, or JSON text of one) and system from the fields of these names.
+Each line or row is an example in one of these formats; the first format whose fields are all present is used:
+  messages                        list of role and content; loss on assistant messages
+  prompt, completion              two texts, or two lists of messages; loss on the completion
+  conversations                   list of from and value; loss on assistant messages
+  instruction, output (, input)   loss on output
+  text                            loss on everything
+Conversations may also have the fields tools (a list, or its JSON text) and system.
 
-Weights, such as a.jsonl:0.7 b.parquet:0.3, are shares of the examples that are taken, in proportion; each example is
-taken at most once unless --stopping-strategy says otherwise, and --seed draws which. Without weights all are taken.
+Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the data set. Examples are sampled with
+--seed; --stopping-strategy decides whether one may be used twice. Without weights, all examples are used.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.description = "Write a data set of token sequences, with a mask of what is trained."
+    parser.description = "Write an HDF5 data set of token sequences with a loss mask."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
         "sources",
         metavar="SOURCE",
         nargs="+",
-        help="a file of JSON lines (.gz and .zst too) or Parquet, a folder of such files, or stdlib: Python's own "
-        "functions; with a weight: SOURCE:WEIGHT",
+        help="JSONL (also .gz and .zst) or Parquet file, a folder of such files, or stdlib, the functions of Python's "
+        "standard library; with a weight: SOURCE:WEIGHT",
     )
-    parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
+    parser.add_argument("out", metavar="OUT.h5", type=Path, help="data set to write")
     parser.add_argument("--prompts-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR|DATA.h5",
-        help="Hugging Face tokenizer directory, or a data set; default: one is trained on the sources",
+        "--tokenizer", type=Path, metavar="DIR|DATA.h5", help="directory or data set; default: train a tokenizer"
     )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
-        "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"
+        "--overlong", choices=("truncate", "drop"), default="truncate", help="treatment of longer sequences"
     )
+    parser.add_argument("--bad-lines", choices=("error", "skip"), default="error", help="treatment of invalid lines")
     parser.add_argument(
-        "--bad-lines",
-        choices=("error", "skip"),
-        default="error",
-        help="what to do with lines and rows that cannot be used",
-    )
-    parser.add_argument(
-        "--eval-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="hold out about so much, such as 0.02, in OUT.eval.h5; for data.eval_path",
+        "--eval-fraction", type=float, default=0.0, metavar="F", help="fraction to hold out in OUT.eval.h5, e.g. 0.02"
     )
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="field of the prompt")
     parser.add_argument("--completion-field", default="completion", metavar="NAME", help="field of the completion")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer that is trained")
-    parser.add_argument("--seed", type=int, default=0, help="draws which examples of sources with weights are taken")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="vocabulary size of a trained tokenizer")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling from sources with weights")
     parser.add_argument(
         "--stopping-strategy",
         choices=("first_exhausted", "all_exhausted"),
         default="first_exhausted",
-        help="where a mixture by weights ends: before an example would be taken twice, or when each was taken",
+        help="end of a weighted mixture: before an example is used twice, or when each has been used",
     )
     parser.add_argument(
-        "--num-proc",
-        type=positive_int,
-        metavar="N",
-        help="processes that tokenise; default: the cores that this process may use, or one where there is little text",
+        "--num-proc", type=positive_int, metavar="N", help="processes; default: the available cores, 1 for little text"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set, and return the exit code.
-
-    Raises:
-        UserError: The source or an option is wrong, or something cannot be written.
-    """
+    """Prepare a data set and return the exit code."""
     if arguments.prompts_only:
         raise UserError(
             "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
@@ -96,18 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
 
-    chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
-    with _tidy_at_sigterm():
-        report = prepare(arguments.sources, arguments.out, PrepareOptions(**chosen), Console(stderr=True))
+    options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
+    # Exit by an exception, so that temporary files are removed.
+    with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
+        report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
     print(report.describe())
     return 0
-
-
-@contextmanager
-def _tidy_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the enclosed code as an exception does, by which temporary files go."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

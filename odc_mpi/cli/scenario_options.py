@@ -1,4 +1,4 @@
-"""The options of a scenario, of `odc-mpi simulate` and `odc-mpi bench schedule`."""
+"""Options of a scenario, for `odc-mpi simulate` and `odc-mpi bench schedule`."""
 
 import argparse
 from dataclasses import fields, replace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options, with other defaults than those of `SCENARIO` for some fields."""
+    """Add the options of a scenario; `defaults` replaces defaults of `SCENARIO`."""
     for field, option in SCENARIO.items():
         add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
     for field, option in CACHES.items():
@@ -23,27 +23,23 @@ def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
-    """Add an option, as it says of itself but for what is given otherwise."""
+    """Add an option; `other` replaces arguments of `add_argument`."""
     kind = type(option.default)
-    usual = {
+    arguments = {
         "type": kind,
         "default": option.default,
         "metavar": "N" if kind is int else "X",
         "help": f"{option.help}; default: {option.default:g}",
     }
-    parser.add_argument(option.name, dest=field, **(usual | other))
+    parser.add_argument(option.name, dest=field, **(arguments | other))
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Return the scenario that the options describe.
-
-    Raises:
-        UserError: A value is wrong, or there are no such lengths.
-    """
+    """Return the scenario, of class `kind`, that the options describe."""
     from odc_mpi.simulate.scenario import REFERENCE_COST
 
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
-    scenario.length_distribution  # noqa: B018 - a wrong name is found here, before anything is started
+    scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
     return scenario

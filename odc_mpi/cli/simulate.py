@@ -1,4 +1,4 @@
-"""`odc-mpi simulate`: its options and its run. One process, no MPI."""
+"""`odc-mpi simulate`: its options. Does not use MPI."""
 
 import argparse
 
@@ -7,27 +7,24 @@ from odc_mpi.cli.scenario_options import add_option, add_scenario, build_scenari
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
 
-HELP = "what schedules would achieve"
-#: At most about so many sequences are drawn by default: a thousand ranks then take ten seconds.
+HELP = "estimate the speed-up of balancing strategies; needs no MPI"
+#: Default limit of sequences in all minibatches together: a thousand ranks then need ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = (
-        "Compute speed-ups of windows over collectives, by balance. Needs no MPI. Of minibatches with thousands of "
-        "sequences fewer are drawn by default."
+        "Estimate the speed-up of windows over collectives, by balancing strategy. Does not need MPI. Large scenarios "
+        "have fewer minibatches by default."
     )
     add_option(parser, "ranks", RANKS)
-    parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign, of grpo: aime")
+    parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign, for grpo: aime")
     parser.add_argument(
-        "--workload",
-        choices=("sft", "grpo"),
-        default="sft",
-        help="sft: training; grpo: generation and training in one minibatch; default: sft",
+        "--workload", choices=("sft", "grpo"), default="sft", help="grpo: generation and training; default: sft"
     )
     for field, option in GENERATION.items():
-        help_text = f"of --workload grpo: {option.help}; default: {option.default:g}"
+        help_text = f"for --workload grpo: {option.help}; default: {option.default:g}"
         add_option(parser, field, option, default=None, help=help_text)
     add_scenario(parser)
     parser.set_defaults(num_minibatches=None)
@@ -35,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario, print the outcome, and return the exit code.
-
-    Raises:
-        UserError: A value is wrong, or there are no such lengths.
-    """
+    """Simulate a scenario, print the results, and return the exit code."""
     from odc_mpi.simulate.recommendation import recommend_batch_size
     from odc_mpi.simulate.rollouts import RolloutScenario, simulate_rollouts
     from odc_mpi.simulate.scenario import Scenario
@@ -48,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_grpo = arguments.workload == "grpo"
     for field, option in GENERATION.items():
         if getattr(arguments, field) is not None and not is_grpo:
-            raise UserError(f"{option.name}: expected --workload grpo, too, got {arguments.workload}")
+            raise UserError(f"{option.name}: expected --workload grpo, got {arguments.workload}")
     if arguments.num_minibatches is None:
         completions = (arguments.completions or GENERATION["completions"].default) if is_grpo else 1
         each = max(1, arguments.ranks * arguments.per_rank * completions)

@@ -1,4 +1,4 @@
-"""`odc-mpi train`: its options and its run. What is set beyond the file are settings of `train.settings`."""
+"""`odc-mpi train`: start of the ranks. Its options are settings of `training.settings`."""
 
 import argparse
 import importlib
@@ -12,23 +12,19 @@ from odc_mpi.runtime.start.launch import launched_rank
 if TYPE_CHECKING:
     from odc_mpi.training.settings import Config
 
-HELP = "train a model; under mpiexec on all its ranks"
+HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.usage = "odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]"
-    parser.description = "Settings come from the file; those on the command line win."
+    parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
     parser.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and return the exit code. Collective.
-
-    Raises:
-        UserError: A setting is wrong; nothing was written.
-    """
+    """Train a model and return the exit code. With invalid settings no file is written. Collective."""
     if arguments.help:
         from odc_mpi.training import settings
 
@@ -37,19 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.observe.rank_log import RankLog
     from odc_mpi.training.stop import StopRequest
 
-    # From here on: a scheduler may want the end of a run that has hardly begun, and libraries warn when imported.
+    # Before the imports: a scheduler may stop a run that has just started, and libraries warn when imported.
     with StopRequest() as stop, RankLog(launched_rank()) as log:
         loaded = _load(arguments)
-        # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In
-        # this order: the last starts MPI, and a rank that fails to import anything after that would leave the others
-        # waiting.
+        # Imported late: torch and transformers need seconds, and errors in settings are reported before. MPI starts
+        # with the last import: if an import failed after that, the other ranks would wait for this one.
         if not isinstance(loaded, UserError):
             with gc_paused():
                 importlib.import_module("odc_mpi.models.build")
         with mpi_startup():
             from odc_mpi.runtime.world import World
 
-        # With mistaken settings ranks meet only to hear so.
+        # With invalid settings the ranks start only to raise the error together.
         world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
 
         def start() -> None:
@@ -63,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
-    """Read the settings once, as they may come from a pipe; return this rank's mistake, of which all are to hear."""
+    """Read the settings once, as the file may be a pipe; return an error, for all ranks to raise."""
     from odc_mpi.training import settings
 
     try:
         return settings.load(arguments.config, arguments.overrides)
-    except UserError as mistake:
-        return mistake
+    except UserError as error:
+        return error
 
 
 def _unwrap(loaded: "Config | UserError") -> "Config":

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, the terminal, a trace, a log of each rank."""
+"""Output of a run: metrics, progress on the terminal, a trace, trackers, and a log file of each rank."""

@@ -1,14 +1,15 @@
-"""What takes part in a step of a run: told of each stage of it, and heard at point A. Nothing here imports torch.
+"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are callbacks, too.
 
-    start              before the first step
-    begin              before the first microbatch
-    after_microbatch   after each of this rank's
-    tell               before A: this rank's numbers
-    hear               after A, before the optimizer: the numbers of all ranks
-    after_step         after B: also what takes communication of its own, as a save or an evaluation may
-    finish             after the last step
+    on_train_begin     before the first step; may be collective
+    on_step_begin      before the first microbatch
+    on_microbatch_end  after each microbatch of this rank
+    local_values       gradients complete: this rank's values for the all-gather, one for each of `gathered_names`
+    on_gathered        after the all-gather, before the optimizer step: the values of all ranks
+    on_step_end        parameters published; may be collective (checkpoints, evaluation)
+    on_train_end       after the last step; may be collective; returns entries of summary.json
 
-All of it is local but for `start`, `on_step_end` and `on_train_end`, which may be collective.
+The other hooks do not communicate. Values travel with the all-gather that completes the gradients, so a callback adds
+no communication (docs/ordering.md). This module does not import torch.
 """
 
 import math
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from odc_mpi.data.loader import Microbatch, Minibatch
     from odc_mpi.shard import model as sharded
 
-#: Bits of a number that is to be added up, below the magnitude that it is told to have at most.
+#: Bits of a rounded summand, counted from the leading bit of `max_magnitude`.
 _EXACT_SUM_BITS = 44
 
 
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
-    """Round a number so that a sum of such numbers is exact, and does not depend on its order.
+    """Round a summand so that float64 sums are exact and independent of the order of summation.
 
     Args:
-        value: The number; one that is not finite stays what it is.
-        max_magnitude: The same for all numbers of a sum, above 0. Sums are exact below 2**8 times it, and numbers are rounded to
-            2**-44 of it or less.
+        value: Non-finite values are returned unchanged.
+        max_magnitude: Bound of all summands, above 0; the same for all of them. The rounding unit is at most 2**-44 of
+            it, and sums below 2**8 times it are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value
@@ -44,9 +45,9 @@ class Step:
 
     Attributes:
         number: Counted from 1.
-        minibatch: Over all ranks.
-        metrics: A line of ``metrics.jsonl``, to which every participant adds what it reports: the same on every rank,
-            but for what depends on this rank's clock.
+        minibatch: Data of all ranks.
+        metrics: Line of ``metrics.jsonl``, filled by the callbacks. Equal on all ranks, except for values that depend
+            on this rank's clock.
     """
 
     number: int
@@ -58,10 +59,10 @@ class MicrobatchResult(NamedTuple):
     """A microbatch that this rank has run.
 
     Attributes:
-        loss: Its part of the objective.
-        began: In seconds of `time.perf_counter`.
-        ended: As `began`.
-        busy_s: Seconds of this rank's own work: fetches and pushes included, waits for slower ranks not.
+        loss: Contribution to the objective.
+        began: Start, in seconds of `time.perf_counter`.
+        ended: End, likewise.
+        busy_s: Seconds of work, including fetches and pushes, without waits for slower ranks.
     """
 
     microbatch: "Microbatch"
@@ -72,12 +73,12 @@ class MicrobatchResult(NamedTuple):
 
 
 class Callback:
-    """Takes part in every step; each method does nothing unless a subclass has something to do.
+    """Hooks of the training loop. Every hook has no effect unless a subclass overrides it.
 
     Attributes:
-        gathered_names: Of the numbers that this participant tells at point A, the same on every rank, unlike any other's.
-        columns: Of the terminal's line per step.
-        summary: Entries of ``summary.json`` that are made from this participant's metrics.
+        gathered_names: Names of `local_values`. Equal on all ranks, and different from those of other callbacks.
+        columns: Columns of the progress line on the terminal.
+        summary: Entries of ``summary.json`` that are reduced from this callback's metrics.
     """
 
     gathered_names: Sequence[str] = ()
@@ -85,38 +86,38 @@ class Callback:
     summary: ClassVar[Mapping[str, SummaryField]] = {}
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Prepare for the steps to come, after `done` steps of a run before. Collective, if need be."""
+        """Prepare to train after `completed_steps` steps of an earlier start. May be collective."""
 
     def on_step_begin(self, step: Step) -> None:
-        """Prepare for a step."""
+        """Prepare for a step, before its first microbatch."""
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Take note of a microbatch of this rank."""
+        """Record a microbatch of this rank."""
 
     def local_values(self) -> Sequence[float]:
-        """Return this rank's numbers, one for each of `names`."""
+        """Return this rank's values for the all-gather, one for each of `gathered_names`."""
         return ()
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Take what all ranks told. Local, after A and before the optimizer's step; the same outcome on every rank."""
+        """Use the values of all ranks, before the optimizer step. The outcome must be the same on every rank."""
 
     def on_step_end(self, step: Step) -> None:
-        """Do what is due between two steps: parameters are published, the metrics complete. Collective, if need be."""
+        """Run between two steps: parameters are published and metrics complete. May be collective."""
 
     def on_train_end(self) -> Mapping[str, Any]:
-        """End, and return entries of ``summary.json``. Collective, if need be."""
+        """Finish the run and return entries of ``summary.json``. May be collective."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state on which the next step depends, for checkpoints, as JSON takes it."""
+        """Return the state on which the next step depends, for checkpoints; JSON-serializable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the `state_dict` of all participants was taken.
+        """Restore the state from the merged `state_dict` of all callbacks.
 
         Raises:
             UserError: The state does not fit the run.
         """
 
     def close(self) -> None:
-        """Close what is open, however the run ends."""
+        """Release resources. Called however the run ends."""

@@ -1,4 +1,4 @@
-"""Where rank 0 tells of a run: the terminal, metrics.jsonl, summary.json."""
+"""Log of a run on rank 0: the terminal, metrics.jsonl and summary.json."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,14 +11,14 @@ from odc_mpi.observe.terminal import ProgressReporter
 
 
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
-    """Where rank 0 tells of the run; on other ranks it only counts. It comes after those who report.
+    """Writes and prints the metrics on rank 0; other ranks only reduce them. Runs after the callbacks that fill them.
 
     Args:
-        run_dir: Of the run.
-        steps: Of the run.
-        startup_lines: Lines to begin with.
-        callbacks: Who reports metrics.
-        is_main_rank: Whether this is the rank that writes and prints.
+        run_dir: Directory of metrics.jsonl and summary.json.
+        steps: Number of steps of the whole run.
+        startup_lines: Text to print first.
+        callbacks: Callbacks that report metrics.
+        is_main_rank: True on the rank that writes and prints.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._run_dir = run_dir
         self._stack = ExitStack()
         entries = {key: entry for callback in callbacks for key, entry in callback.summary.items()}
-        # Of a run that goes on, the summary tells all.
+        # The summary of a resumed run includes the steps of earlier starts.
         self._summary = Summary(entries, read_metrics(run_dir, steps) if is_main_rank else [])
         if is_main_rank:
             print(startup_lines, flush=True)
@@ -36,14 +36,14 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_step_end(self, step: Step) -> None:
-        """Write a line and show it."""
+        """Write and print the metrics of the step."""
         self._summary.add(step.metrics)
         if self._writer and self._reporter:
             self._writer.write(step.metrics)
             self._reporter.report(step.metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Write and show the summary, and return it."""
+        """Complete, write, print and return the summary."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -1,7 +1,7 @@
-"""The figures of a run: ``metrics.jsonl``, an object per step, and ``summary.json``, both in the run directory.
+"""Metrics of a run: ``metrics.jsonl``, an object per step, and ``summary.json``, both in the run directory.
 
-What a step reports, and what becomes of it on the terminal and in the summary, is declared by whoever reports it
-(`observe.callback`). Nothing here communicates: metrics are reduced over ranks where they are made.
+A callback (`observe.callback`) declares how its metrics appear on the terminal and in the summary, and reduces them
+over the ranks. Nothing here communicates. Files are written by rank 0.
 """
 
 import json
@@ -15,18 +15,11 @@ from typing import Any, Literal, NamedTuple
 from odc_mpi.errors import UserError
 from odc_mpi.files import warn_write_failed, write_or_warn
 
-#: The file of a run that has a line per step.
 METRICS = "metrics.jsonl"
 
 
 class ProgressColumn(NamedTuple):
-    """A column of the terminal's line per step.
-
-    Attributes:
-        title: Of the column.
-        width: In characters.
-        show: Makes the cell from the step's metrics.
-    """
+    """A column of the progress line, `width` characters wide. `format_cell` formats it from the step's metrics."""
 
     title: str
     width: int
@@ -34,12 +27,12 @@ class ProgressColumn(NamedTuple):
 
 
 class SummaryField(NamedTuple):
-    """An entry of ``summary.json`` that is made from a metric of all steps.
+    """An entry of ``summary.json`` that is reduced from a metric of all steps.
 
     Attributes:
-        metric: Its name.
-        rule: The sum; the mean, in which each second weighs the same; the sum per step; the first, the last or the
-            least of the steps that were not skipped.
+        metric: Key in ``metrics.jsonl``.
+        reduce: `mean` weights each step by its seconds, `per_step` divides the sum by the number of steps. `first`,
+            `last` and `min` ignore skipped steps.
     """
 
     metric: str
@@ -47,26 +40,26 @@ class SummaryField(NamedTuple):
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """``metrics.jsonl``, open for appending in a run directory that is made if need be. Local; for rank 0.
+    """``metrics.jsonl``, opened for appending. Creates a missing run directory.
 
-    Once it is open, what cannot be written is dropped with a warning: a full disk is no reason to end a run.
+    Lines that cannot be written later are dropped with one warning: a full disk does not end a run.
 
     Raises:
-        UserError: the directory or the file cannot be written.
+        UserError: The directory or the file cannot be written.
     """
 
     def __init__(self, run_dir: Path) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._path = run_dir / METRICS
-            # Without a buffer: it would hand what could not be written over once more, and again on closing.
+            # A buffer would retry a failed write with the next line, and again on closing.
             self._file = self._path.open("ab", buffering=0)
             self._warned = False
         except OSError as error:
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line at once: a run that dies leaves all its finished steps. nan and inf are null."""
+        """Append a line immediately, so that a crash loses no completed step. nan and inf become null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -74,14 +67,14 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 line = line[self._file.write(line) :]
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(begin)  # a part of a line would spoil the next one
+                self._file.truncate(begin)  # a partial line would make the next one unreadable
                 self._file.seek(begin)
             if not self._warned:
                 warn_write_failed(self._path, error)
             self._warned = True
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file. Idempotent."""
         with suppress(OSError):
             self._file.close()
 
@@ -90,7 +83,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
-    """Return the lines of metrics.jsonl up to a step. Local; a line that a killed run left in half is left out."""
+    """Return the lines of metrics.jsonl up to a step, without partial lines of killed runs."""
     lines: dict[int, dict[str, object]] = {}
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -103,11 +96,11 @@ def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
 
 
 class Summary:
-    """A run in few numbers, gathered step by step. Local; for rank 0.
+    """Content of ``summary.json``, reduced step by step.
 
     Args:
-        fields: By their key in ``summary.json``.
-        previous_lines: Lines of ``metrics.jsonl`` of the steps before this start, where a run goes on.
+        fields: Entries by their key in ``summary.json``.
+        previous_lines: Lines of ``metrics.jsonl`` from before a resumed run was started again.
     """
 
     def __init__(self, fields: Mapping[str, SummaryField], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -115,7 +108,7 @@ class Summary:
         self._fields = fields
         self._num_steps, self._step_s = 0, 0.0
         self._values: dict[str, Any] = {
-            key: 0 if rule in ("sum", "mean", "per_step") else None for key, (_, rule) in fields.items()
+            key: 0 if reduce in ("sum", "mean", "per_step") else None for key, (_, reduce) in fields.items()
         }
         for line in previous_lines:
             self.add(line)
@@ -125,46 +118,48 @@ class Summary:
         """Add the metrics of one step."""
         self._num_steps += 1
         self._step_s += metrics["step_s"]
-        for key, (metric, rule) in self._fields.items():
+        for key, (metric, reduce) in self._fields.items():
             value, before = metrics.get(metric), self._values[key]
             if value is None:
-                continue  # of a run that reported something else, or no number
-            if rule in ("sum", "per_step"):
+                continue  # null, or from a run with other callbacks
+            if reduce in ("sum", "per_step"):
                 self._values[key] = before + value
-            elif rule == "mean":
+            elif reduce == "mean":
                 self._values[key] = before + value * metrics["step_s"]
-            elif not metrics["skipped"] and (before is None or rule == "last" or (rule == "min" and value < before)):
+            elif not metrics["skipped"] and (
+                before is None or reduce == "last" or (reduce == "min" and value < before)
+            ):
                 self._values[key] = value
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then
-                added to that of the steps before.
+            fields: Further entries. If one has the key of a reduced sum, it is the more precise value since this start:
+                it replaces the sum over these steps, and the sum over earlier steps is added.
 
         Returns:
-            The facts, an entry for each of `fields`, `steps`, and `elapsed_s`, in which only those steps count of what
-            was before this start.
+            `fields`, the reduced entries, `steps`, and `elapsed_s`: seconds since this start and of the steps before.
         """
-        step_s = self._step_s or math.inf  # without a step, means are 0
-        rules = {key: entry.reduce for key, entry in self._fields.items()}
-        means = {key: self._values[key] / step_s for key, rule in rules.items() if rule == "mean"}
-        means |= {key: self._values[key] / max(1, self._num_steps) for key, rule in rules.items() if rule == "per_step"}
-        measured = {
-            key: fields[key] + self._previous[key] for key, rule in rules.items() if rule == "sum" and key in fields
-        }
+        values = dict(self._values)
+        for key, (_, reduce) in self._fields.items():
+            if reduce == "mean":
+                values[key] /= self._step_s or math.inf  # without a step, means are 0
+            elif reduce == "per_step":
+                values[key] /= max(1, self._num_steps)
+            elif reduce == "sum" and key in fields:
+                values[key] = fields[key] + self._previous[key]
         elapsed_s = perf_counter() - self._start + self._previous_s
-        return {**fields, "steps": self._num_steps, **self._values, **means, **measured, "elapsed_s": elapsed_s}
+        return {**fields, "steps": self._num_steps, **values, "elapsed_s": elapsed_s}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json``, whole or not at all, or warn that it cannot be written. Local; for rank 0."""
+    """Write ``summary.json`` atomically. A failure is only a warning."""
     write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
-    """Return the same with None for every nan and inf: JSON has neither."""
+    """Replace every nan and inf by None: JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -12,13 +12,15 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.job_info import slurm_job
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: Loggers with a handler of their own, which prints.
+#: Loggers whose library installs a handler that prints.
 _SEPARATE_LOGGERS = ("transformers",)
 
 
@@ -33,7 +35,7 @@ class RankLog:
     """
 
     def __init__(self, rank: int) -> None:
-        # Without a target and without a limit: it keeps all.
+        # Without a target and with this flush level, it keeps all records.
         self._buffer = MemoryHandler(capacity=0, flushLevel=logging.CRITICAL + 1)
         self._buffer.setLevel(logging.WARNING)
         self._handlers: list[logging.Handler] = [self._buffer, *([_terminal()] if rank == 0 else [])]
@@ -43,15 +45,14 @@ class RankLog:
         """Write the records kept so far, and all later ones, to this rank's file.
 
         Args:
-            directory: Where the files are written; None: records are dropped.
-            world: This run's ranks and hosts, which the file's name and first lines give.
+            directory: Directory of the files; None drops the records.
 
         Raises:
             UserError: The directory cannot be written.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)
-        self._buffer.close()  # which hands over what it has
+        self._buffer.close()  # flushes the kept records to the target
         self._handlers[0] = handler
         self._direct()
 
@@ -71,7 +72,7 @@ class RankLog:
             handler.close()
 
     def _direct(self) -> None:
-        """Send the root logger's and transformers' records to our handlers.
+        """Send the records of the root logger and of transformers to the handlers of this object.
 
         Call it again after the import of transformers, which installs a handler of its own.
         """
@@ -80,7 +81,7 @@ class RankLog:
 
 
 def rank_header(world: "World") -> str:
-    """Return the first lines of this rank's file: rank, host, cores, process."""
+    """Return the header of this rank's file: rank, host, cores, process, MPI library, Slurm job."""
     cores = sorted(os.sched_getaffinity(0))
     fields = {
         "rank": f"{world.rank} of {world.size}",
@@ -101,19 +102,18 @@ class _Once(logging.Filter):
         super().__init__()
         self._seen: set[tuple[str, str]] = set()
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True for a new message."""
-        key = (record.name, record.getMessage())
-        is_new = key not in self._seen
-        self._seen.add(key)
-        return is_new
+        num_seen = len(self._seen)
+        self._seen.add((record.name, record.getMessage()))
+        return len(self._seen) > num_seen
 
 
 class _OneLine(logging.Formatter):
-    """Formats a record as one line, without a traceback."""
+    """Formats a record as one line, `library: text`, without a traceback."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Return `library: text`."""
         return f"{record.name.partition('.')[0]}: {' '.join(record.getMessage().split())}"
 
 
@@ -125,7 +125,7 @@ def _terminal() -> logging.Handler:
 
 
 def _file(directory: Path, world: "World") -> logging.Handler:
-    # Not before here: what this imports is large, and may warn.
+    # Imported late: its imports are large and may warn.
     from odc_mpi.files import make_directory
 
     try:

@@ -1,11 +1,11 @@
-"""Progress of a run on the terminal: a line per step, a bar, the closing table. Local; for rank 0.
+"""Progress of a run on the terminal of rank 0: a line per step, a progress bar, the closing table.
 
-Terminals under mpiexec (seen with MPICH 5.0 and Open MPI 5.0 on a pseudo-terminal): rank 0's own standard output
-tells nothing. With MPICH it is a pipe, and no rank has a controlling terminal, also where the user sits before one;
-with Open MPI it is a pseudo-terminal of the launcher's, also where mpiexec's output goes into a file. Both forward at
-once and unchanged what rank 0 writes, so a live display is drawn right if and only if *mpiexec's* output is a terminal.
-`terminal_width` looks that up in /proc. It sees no launcher on another node, nor Slurm's: these mean plain lines. What
-other ranks or mpiexec print lands behind the bar; nothing is lost, and the bar is drawn anew on the next line.
+Terminals under mpiexec (tested with MPICH 5.0 and Open MPI 5.0 on a pseudo-terminal): the type of rank 0's standard
+output is not informative. With MPICH it is a pipe, and no rank has a controlling terminal, even on a user's terminal.
+With Open MPI it is a pseudo-terminal of the launcher, even if mpiexec writes to a file. Both forward the output of rank
+0 immediately and unchanged, so a live display works if and only if the output of *mpiexec* is a terminal.
+`terminal_width` determines this from /proc. With a launcher on another node, or with Slurm's, it finds none, and output
+is plain lines. Output of other ranks or of mpiexec appears after the bar, which is drawn again on the next line.
 """
 
 import os
@@ -24,22 +24,19 @@ from rich.text import Text
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import ProgressColumn
 
-# As /proc shows them, cut to 15 characters: MPICH and its kin, Open MPI up to 4, Open MPI from 5 on.
+# Names in /proc, of at most 15 characters: MPICH and derivatives, Open MPI up to 4, Open MPI from 5 on.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
-
-_WAITS = ("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s")
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """What the user sees while a run goes. Local; for rank 0.
+    """Prints a line per step and, on a terminal, a progress bar with elapsed and remaining time.
 
-    On a terminal: a line per step above a bar with elapsed and remaining time. Elsewhere the lines alone, without
-    control characters. Every line is flushed at once. Use it as a context manager, so that an error finds the bar gone.
+    Without a terminal there are no control characters. Every line is flushed. Use it as a context manager, so that the
+    bar is removed before an error is printed.
 
     Args:
-        total_steps: steps of the whole run.
-        columns: of a line, behind the step; of a step that was skipped the first alone is shown.
-        console: where to write; None takes `make_console`'s.
+        columns: Columns of a line, after the step. For a skipped step only the first is printed.
+        console: Output; None for `make_console()`.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
@@ -50,7 +47,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Show one finished step."""
+        """Print a completed step."""
         step = f"{metrics['step']}/{self._total_steps}"
         cells = [column.format_cell(metrics) for column in self._columns]
         if metrics["skipped"]:
@@ -61,12 +58,12 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Remove the bar and show the closing table."""
+        """Remove the bar and print the closing table."""
         self.close()
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Give the terminal back; a second time does nothing."""
+        """Remove the bar. Idempotent."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -83,18 +80,18 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
-    """Start a bar that is drawn once per step: a thread that redraws it would run beside the training it shows."""
+    """Start a bar that is drawn once per step: a thread that redraws it would slow down the training."""
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    gap = TextColumn("")  # before what others print behind the bar
+    gap = TextColumn("")  # before output of other processes after the bar
     bar = Progress(*columns, gap, console=console, auto_refresh=False, speed_estimate_period=3600)
     bar.add_task("steps", total=total_steps)
     bar.start()
-    console.show_cursor(True)  # rich hides it; a rank that is killed could not bring it back
+    console.show_cursor(True)  # rich hides it, and a killed rank could not restore it
     return bar
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the table that ends a run, from the content of ``summary.json``; what is absent shows as "-"."""
+    """Return the closing table of a run from the content of ``summary.json``; absent entries are "-"."""
 
     def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
         value = summary.get(name)
@@ -102,10 +99,12 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
     rows = {
         "steps": f"{format_entry('steps')} ({format_entry('skipped_steps')} skipped)",
-        "loss first -> last": f"{format_entry('loss_first', '.4f')} -> {format_entry('loss_last', '.4f')}",
+        "loss (first -> last)": f"{format_entry('loss_first', '.4f')} -> {format_entry('loss_last', '.4f')}",
         "tokens": f"{format_entry('tokens', ',.0f')}, {format_entry('tokens_per_s', ',.0f')} per second",
-        "idle at boundaries": format_entry("idle_fraction", ".1%"),
-        "fetch, accumulate, boundary wait": ", ".join(f"{format_entry(name, '.2f')} s" for name in _WAITS),
+        "idle (waiting at step ends)": format_entry("idle_fraction", ".1%"),
+        "wait: fetch": f"{format_entry('fetch_wait_s', '.2f')} s",
+        "wait: push": f"{format_entry('accumulate_wait_s', '.2f')} s",
+        "wait: step end": f"{format_entry('boundary_wait_s', '.2f')} s",
         "peak parameter memory": f"{format_entry('peak_parameter_bytes', ',.1f', 2**-20)} MiB",
         "collectives per minibatch": format_entry("collectives_per_minibatch"),
         "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
@@ -113,7 +112,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     }
     if "eval_loss" in summary:
         start = f"{format_entry('eval_loss_start', '.4f')} -> {format_entry('eval_loss', '.4f')}"
-        rows["evaluation loss start -> last"] = f"{start}, perplexity {format_entry('eval_perplexity', ',.4g')}"
+        rows["eval loss (start -> final)"] = f"{start}, perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():
         table.add_row(name, Text(text, overflow="fold"))
@@ -121,9 +120,9 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console on standard output that is a terminal exactly if `terminal_width` finds one.
+    """Return a console on standard output that is a terminal if and only if `terminal_width` finds one.
 
-    ``FORCE_COLOR`` colours the plain lines too; it does not call for a bar, as logs with colours cannot show one.
+    ``FORCE_COLOR`` colors plain lines, too. It does not enable the bar, which a log with colors cannot show.
     """
     width = terminal_width()
     colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
@@ -131,9 +130,9 @@ def make_console() -> Console:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that shows this rank's standard output, or None.
+    """Return the width of the terminal that shows this rank's standard output, or None without one.
 
-    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment decides for those who know better.
+    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection.
 
     Raises:
         UserError: ``ODC_MPI_PROGRESS`` has another value.
@@ -147,26 +146,26 @@ def terminal_width() -> int | None:
 
 
 def _outermost_launcher() -> int | None:
-    """Return the process id of mpiexec itself, not of the helpers between it and this rank; None without one."""
-    pid, found = os.getppid(), None
+    """Return the process id of mpiexec, not of the processes between it and this rank; None if there is none."""
+    pid, launcher = os.getppid(), None
     while pid > 1:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # no /proc here, or not ours to read
-            return found
+        except OSError:  # /proc is missing or not readable
+            return launcher
         name, _, rest = stat.partition("(")[2].rpartition(")")
-        found = pid if name in _LAUNCHERS else found
+        launcher = pid if name in _LAUNCHERS else launcher
         pid = int(rest.split()[1])
-    return found
+    return launcher
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal the launcher, or else this process, writes to; None if that is no terminal."""
+    """Return the width of the terminal to which the launcher, or without one this process, writes; None without it."""
     try:
         if launcher is None:
-            return os.get_terminal_size(1).columns or 80  # 0: a terminal that does not know
+            return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width
         output = Path(f"/proc/{launcher}/fd/1")
-        if not output.is_char_device():  # opening a pipe would make us one of its readers
+        if not output.is_char_device():  # opening a pipe would make this process a reader of it
             return None
         with os.fdopen(os.open(output, os.O_RDONLY | os.O_NOCTTY), "rb") as terminal:
             return os.get_terminal_size(terminal.fileno()).columns or 80

@@ -1,7 +1,9 @@
-"""Where the time of a step goes, over all ranks, who waits for whom, and how many bytes travel."""
+"""Metrics of time and traffic: busy and waiting seconds of the ranks, the slowest rank, and transferred bytes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
@@ -11,12 +13,12 @@ from odc_mpi.shard.minibatch_stats import TRAFFIC
 
 
 class StepTimeMetrics(Callback):
-    """Reports what ranks worked and waited.
+    """Reports busy and waiting time of the ranks.
 
     Args:
-        world: The ranks.
-        model: Counts the seconds of fetches and pushes, and collectives from now on.
-        clock: Returns seconds of this rank's own work, as of `train.loop.Trainer`.
+        world: Ranks that are compared.
+        model: Source of the wait times and of the number of collectives.
+        clock: Returns this rank's busy seconds, as `training.loop.Trainer` counts them.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -38,44 +40,46 @@ class StepTimeMetrics(Callback):
         self._num_steps = self._num_microbatches = 0
         self._began = self._fetch_s = self._accumulate_s = 0.0
 
+    @override
     def on_step_begin(self, step: Step) -> None:
-        """Start to count."""
         self._num_microbatches = 0
         self._fetch_s, self._accumulate_s = self._model.fetch_wait_s, self._model.accumulate_wait_s
         self._began = self._clock()
 
+    @override
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Count a microbatch."""
         self._num_microbatches += 1
 
+    @override
     def local_values(self) -> tuple[float, ...]:
-        """Return this rank's seconds since `begin`, and its microbatches."""
         fetch_s = self._model.fetch_wait_s - self._fetch_s
         accumulate_s = self._model.accumulate_wait_s - self._accumulate_s
         return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
 
+    @override
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Compare the ranks."""
         busy_s, microbatches = gathered.per_rank("busy_s"), gathered.per_rank("microbatches")
         mean_s, slowest_s = float(busy_s.mean()), float(busy_s.max())
         step.metrics |= {
-            # That ranks stood at the boundary.
-            "idle_fraction": 1.0 - mean_s / slowest_s if slowest_s > 0 else 0.0,
+            "idle_fraction": 1.0 - mean_s / slowest_s if slowest_s > 0 else 0.0,  # waiting at the end of the step
             "microbatches_min": int(microbatches.min()),
             "microbatches_max": int(microbatches.max()),
             "slowest_rank": int(busy_s.argmax()),
-            # Means over the ranks: for parameters, for gradients to leave, for other ranks between minibatches.
+            # Means over the ranks: waits for parameters, for pushes, and for other ranks at the end of the step.
             "fetch_wait_s": float(gathered.per_rank("fetch_s").mean()),
             "accumulate_wait_s": float(gathered.per_rank("accumulate_s").mean()),
             "boundary_wait_s": slowest_s - mean_s,
         }
 
+    @override
     def on_step_end(self, step: Step) -> None:
-        """Count the step."""
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return waits as measured in whole, at the boundary also those of N and B, and the memory. Collective."""
+        """Return waits of the whole run, including those for the gradient norm and for publication, and peak memory.
+
+        Collective.
+        """
         model = self._model
         caches = model.cache_bytes
         memory = (model.peak_parameter_bytes, model.peak_gradient_bytes, caches.parameters, caches.gradients)
@@ -86,7 +90,7 @@ class StepTimeMetrics(Callback):
         return {
             "peak_parameter_bytes": max(parameters),
             "peak_gradient_bytes": max(gradients),
-            # What every rank has at least.
+            # Minimum over the ranks.
             "parameter_cache_bytes": min(parameter_caches),
             "gradient_cache_bytes": min(gradient_caches),
             "collectives_per_minibatch": (model.num_collectives - self._num_collectives) / max(1, self._num_steps),
@@ -97,15 +101,15 @@ class StepTimeMetrics(Callback):
 
 
 class TrafficReport(Callback):
-    """Reports bytes that a rank fetches and pushes in a minibatch, from and to its node and others, in the mean.
+    """Reports the bytes that a rank fetches and pushes per minibatch, within its node and to others, on average.
 
-    What an evaluation fetches counts to the minibatch after it.
+    Fetches of an evaluation are included in the minibatch after it.
     """
 
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
 
+    @override
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report."""
         means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
         for key in ("bytes_fetched", "bytes_pushed"):
             step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]

@@ -1,15 +1,16 @@
-"""When each rank computed, fetched, pushed and waited: the last minibatches of a run, as ``trace.json``.
+"""Timeline of the last minibatches of a run in ``trace.json``: when each rank computed, fetched, pushed and waited.
 
-Clocks of different nodes differ, so a rank's times count from when it left point B before the minibatch: all leave it
-about together. While a run goes nothing is communicated; at its end everything is gathered once.
+The clocks of nodes differ. A rank's times are therefore relative to the moment at which it left the publication of
+parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
+end of the run.
 
-    steps                     a list, the oldest first, of
-        step                  counted from 1
-        ranks                 for each rank: `end_s`, when it left B; `microbatches`, a list of [began_s, ended_s,
-                              tokens]; for each kind of `shard.step_phases` a list of [began_s, ended_s];
-                              `left_out_s`, seconds by kind of spans that were too short to be kept
+    steps                     list, the oldest first, of
+        step                  number, counted from 1
+        ranks                 for each rank: `end_s`, when it left the publication of parameters; `microbatches`, a list
+                              of [began_s, ended_s, tokens]; for each kind of `shard.step_phases` a list of [began_s,
+                              ended_s]; `left_out_s`, by kind, seconds of spans that are too short to be in the file
     max_tokens_per_microbatch
-    tokens_per_microbatch     over all ranks and all steps since the run began or went on, `first_step` to `last_step`:
+    tokens_per_microbatch     histogram over all ranks and all steps since this start, `first_step` to `last_step`:
                               `counts` between `edges`
 """
 
@@ -21,6 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.files import write_or_warn
@@ -29,23 +31,23 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Spans in the file, over all ranks and minibatches: a few megabytes. Of more than its part a rank keeps the longest.
+#: Maximum number of spans in the file, a few megabytes. A rank that has more than its share keeps the longest ones.
 MAX_SPANS = 100_000
-#: A rank keeps at least so many of a minibatch.
+#: Minimum share of a rank, per minibatch.
 MIN_SPANS = 50
-#: Bars of the histogram.
+#: Bins of the histogram.
 NUM_BINS = 40
 
 
 class TraceCallback(Callback):
-    """Keeps what this rank did in the last minibatches, and writes it at the end.
+    """Records the timeline of the last minibatches, and writes the file at the end of the run.
 
     Args:
-        world: The ranks.
-        run_dir: Where the file is to be.
-        spans: Those of the model, which has just left B.
-        num_steps: How many minibatches to keep; 0: nothing is kept or written.
-        max_tokens: The most in a microbatch.
+        world: Ranks whose timelines the file contains.
+        run_dir: Directory of the file.
+        spans: Recorder of the model, whose parameters were published just now.
+        num_steps: Number of minibatches in the file; 0 disables it.
+        max_tokens: Maximum number of tokens in a microbatch.
     """
 
     def __init__(self, world: World, run_dir: Path, spans: SpanRecorder, num_steps: int, max_tokens: int) -> None:
@@ -60,12 +62,12 @@ class TraceCallback(Callback):
             spans.start_recording()
         self._began = perf_counter()
 
+    @override
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Take a microbatch."""
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Take what happened since the last call; this rank has just left B."""
+        """Record the step that has just ended with the publication of parameters."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -76,7 +78,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Write the file of all ranks, or warn that it cannot be written. Collective."""
+        """Gather the timelines and write the file; a failure is only a warning. Collective."""
         if self._steps:
             self._write()
         return {}
@@ -92,13 +94,13 @@ class TraceCallback(Callback):
             ]
             tokens = {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
             tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
-            most_tokens = int(self._edges[-1])
-            content = {"steps": steps, "max_tokens_per_microbatch": most_tokens, "tokens_per_microbatch": tokens}
+            max_tokens = int(self._edges[-1])
+            content = {"steps": steps, "max_tokens_per_microbatch": max_tokens, "tokens_per_microbatch": tokens}
             write_or_warn(self._run_dir / NAME, json.dumps(content) + "\n")
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:
-    """Return the tokens of every microbatch of all ranks."""
+    """Return the number of tokens of every microbatch of all ranks."""
     lengths = minibatch.dataset.lengths[minibatch.indices]
     plan = minibatch.plan
     chunk_lengths = chain.from_iterable(np.diff(split.bounds).tolist() for split in plan.splits)
@@ -109,7 +111,7 @@ def _tokens(minibatch: Minibatch) -> list[int]:
 
 
 def _serialize_step(step: dict[str, Any], max_spans: int) -> dict[str, Any]:
-    """Return a rank's minibatch with times from its origin, and the longest spans only if there are too many."""
+    """Return a minibatch of this rank with times relative to its origin, and with its `max_spans` longest spans."""
     origin: float = step["origin"]
     spans: list[Span] = step["spans"]
     limit = sorted((s.ended - s.began for s in spans), reverse=True)[max_spans] if len(spans) > max_spans else -1.0

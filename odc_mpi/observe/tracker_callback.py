@@ -1,11 +1,10 @@
-"""A run's metrics for trackers, such as TensorBoard, which show the series of many runs. Local; for rank 0.
+"""Callback that sends the metrics of a run to trackers such as TensorBoard. On rank 0.
 
-Each tracker has a thread, so no step waits for a library: one that is too slow, hangs or fails is given up with a
-warning. The tags are those that transformers' callbacks write: `train/loss`, `eval/loss`.
+Each tracker has a thread, so no step waits for its library. A tracker that is too slow, hangs or fails is disabled with
+a warning. The tags are those of the callbacks of transformers: `train/loss`, `eval/loss`.
 
-A tracker's files are in `trackers/` of the run directory. A tracker cannot take back what it has written; so a run that
-resumes writes all steps before the checkpoint to a new series, from metrics.jsonl, and steps that it repeats are there
-once.
+Files of trackers are in `trackers/` of the run directory. A tracker cannot delete points, so a resumed run starts a new
+series with the steps before the checkpoint, from metrics.jsonl. Repeated steps then appear once.
 """
 
 import math
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from odc_mpi.errors import one_line_message, warn
 from odc_mpi.observe import trackers
@@ -26,30 +25,24 @@ from odc_mpi.observe.metrics import read_metrics
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-#: The directory of all trackers' files in a run directory.
 DIRECTORY = "trackers"
-#: Points that may wait for a tracker; what comes then is lost.
+#: Maximum number of steps that are queued for a tracker; a slower tracker is disabled.
 MAX_WAITING = 10_000
-#: At the end of a run a tracker gets so long to write what is left.
+#: Seconds that trackers have at the end of a run to write their queued steps.
 FINISH_S = 30.0
-
-
-class LogRecord(NamedTuple):
-    """Values of a step by tag. Steps count from 1; 0 is before the first."""
-
-    step: int
-    values: dict[str, float]
+#: Step and its values by tag. Step 0 is before the first.
+LogRecord: TypeAlias = tuple[int, dict[str, float]]
 
 
 class TrackerCallback(Callback):
-    """Hands the metrics of every step to trackers. It comes after those who report. Making one writes nothing.
+    """Sends the metrics of every step to trackers. Runs after the callbacks that fill the metrics.
 
     Args:
-        names: Of trackers; none on ranks other than 0.
-        run_dir: Of the run, which has its metrics.jsonl.
-        config: All settings by their names.
+        names: Keys of `trackers.TRACKERS`; empty on all ranks except 0.
+        run_dir: Directory with metrics.jsonl.
+        config: All settings by name.
         steps_per_epoch: Steps of a pass over the data.
-        finish_s: At the end a tracker gets so long to write what is left.
+        finish_s: Seconds to wait for the trackers at the end.
     """
 
     def __init__(
@@ -65,24 +58,22 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Start the threads, which write the steps that are done first."""
+        """Start the threads, which first write the completed steps."""
         if not self._names:
             return
         previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
+        run_name = self._run_dir.resolve().name
         for name in self._names:
-            run_name = self._run_dir.resolve().name
             make = partial(_recreate, name, self._run_dir / DIRECTORY / name, run_name, self._config)
             self._threads.append(TrackerThread(name, make, previous))
 
     def on_step_end(self, step: Step) -> None:
-        """Hand on what the step reports. Local; returns immediately."""
-        if self._threads:
-            records = list(self._records(step.metrics))
-            for thread in self._threads:
-                thread.put(records)
+        """Queue the metrics of the step and return immediately."""
+        for thread in self._threads:
+            thread.put(list(self._records(step.metrics)))
 
     def close(self) -> None:
-        """Have the trackers write what is left, for a limited time."""
+        """Wait up to `finish_s` for the trackers to write their queues."""
         end = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.put(None)
@@ -94,12 +85,12 @@ class TrackerCallback(Callback):
         step = int(metrics.pop("step"))
         at_start = {name.removesuffix("_start"): metrics.pop(name) for name in list(metrics) if name.endswith("_start")}
         if at_start:
-            yield LogRecord(step - 1, metrics_by_tag(at_start))
-        yield LogRecord(step, metrics_by_tag({"epoch": step / self._steps_per_epoch, **metrics}))
+            yield step - 1, metrics_by_tag(at_start)
+        yield step, metrics_by_tag({"epoch": step / self._steps_per_epoch, **metrics})
 
 
 class TrackerThread:
-    """A thread that hands points to a tracker."""
+    """Thread that writes queued steps to a tracker. It creates the tracker, too."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -110,10 +101,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, records: list[LogRecord] | None) -> None:
-        """Hand on points; those for which there is no room are lost, with a warning the first time.
-
-        None: the thread ends when all is written.
-        """
+        """Queue the records of a step; None ends the thread. A full queue disables the tracker with a warning."""
         if self._failed:
             return
         try:
@@ -122,30 +110,30 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread for a limited time."""
+        """Wait for the thread; disable the tracker with a warning if it does not end in time."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._give_up("it did not write the last points in time")
+                self._give_up("it did not write the last steps in time")
 
     def _run(self) -> None:
         try:
             tracker = self._make()
             while (records := self._waiting.get()) is not None and not self._failed:
-                for record in records:
-                    tracker.log(record.values, step=record.step)
+                for step, values in records:
+                    tracker.log(values, step=step)
             tracker.finish()
-        except BaseException as error:  # whatever a library does, down to SystemExit, the run goes on
+        except BaseException as error:  # also SystemExit: no error of a library ends the run
             self._give_up(one_line_message(error))
 
     def _give_up(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            warn(f"WARNING: run.report_to: {self._name} is incomplete: {reason}; the run goes on without")
+            warn(f"WARNING: run.report_to: {self._name} disabled for the rest of the run: {reason}")
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among metrics by the tags of transformers' `rewrite_logs`."""
+    """Return the finite numbers by tag, in the form of `rewrite_logs` of transformers."""
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number

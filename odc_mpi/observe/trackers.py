@@ -1,7 +1,7 @@
-"""Trackers of accelerate, each set up for a run directory. Local; for rank 0.
+"""Trackers of accelerate, configured for a run directory. On rank 0.
 
-Trackers write into the run directory and use no network, unless the environment asks for it by the library's own
-variables. A library is imported when its tracker starts, in the thread that writes.
+Trackers write into the run directory and do not use the network, unless environment variables of the library request
+it. A library is imported when its tracker starts, in the thread that writes.
 """
 
 import importlib.util
@@ -16,9 +16,9 @@ from odc_mpi.errors import UserError
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-#: The project of all runs.
+#: Project name of all runs.
 PROJECT = "odc_mpi"
-#: The values of run.report_to, by accelerate's names, and the packages that each needs besides accelerate.
+#: Values of run.report_to, named as in accelerate, and the packages that each requires in addition to accelerate.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
@@ -31,7 +31,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Check that the packages of trackers are installed, and prepare accelerate.
+    """Check that the packages of trackers are installed, and initialize accelerate.
 
     Raises:
         UserError: A package is missing.
@@ -42,48 +42,48 @@ def require_tracker_packages(names: Sequence[str]) -> None:
             if importlib.util.find_spec(package) is None:
                 raise UserError(
                     f"run.report_to: {name} needs the package {package}, which is not installed: "
-                    f"pip install {' '.join(packages)}, or leave {name} out"
+                    f"pip install {' '.join(packages)}, or remove {name}"
                 )
     if names:
         from accelerate import PartialState
         from accelerate.utils import patch_environment
 
-        # accelerate's loggers need this state. With LOCAL_RANK it would start torch.distributed.
+        # Loggers of accelerate need this state. With LOCAL_RANK set, it would start torch.distributed.
         with patch_environment(LOCAL_RANK="-1", ACCELERATE_TORCH_DEVICE="cpu"):
             PartialState()
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker. Local, or with network if the environment asks for it; call `require` before.
+    """Start a tracker. Call `require_tracker_packages` first.
 
     Args:
-        name: One of `TRACKERS`.
-        directory: For the tracker's files; it exists and is empty.
-        run_name: Name of the run.
-        config: All settings by their names.
+        name: Key of `TRACKERS`.
+        directory: Existing, empty directory for the files of the tracker.
+        run_name: Name under which the tracker shows the run.
+        config: All settings by name.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project, options = _options(name, directory.resolve(), run_name)
     tracker = LOGGER_TYPE_TO_CLASS[name](project, **options)
     tracker.start()
-    if name != "tensorboard":  # which would show settings as a second run
+    if name != "tensorboard":  # it would show the settings as a second run
         tracker.store_init_configuration(dict(config))
     return tracker
 
 
 def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, Any]]:
-    """Return the arguments of accelerate's class: the project, and what the library's own function takes."""
+    """Return the arguments of the accelerate class: the project, and options for the function of the library."""
     match name:
         case "tensorboard":
-            # The class appends the project to the directory. A TensorBoard that has read the file that this one
-            # replaces drops those points when it finds purge_step.
+            # The class appends the project to the directory. purge_step makes a running TensorBoard drop the points
+            # of the file that this one replaces.
             return directory.name, {"logging_dir": directory.parent, "purge_step": 0}
         case "mlflow":
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
             import mlflow
 
-            for logger in ("mlflow", "alembic"):  # they report each table that they make
+            for logger in ("mlflow", "alembic"):  # they log each table that they create
                 logging.getLogger(logger).setLevel(logging.ERROR)
             options: dict[str, Any] = {"run_name": run_name}
             if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -93,7 +93,7 @@ def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, 
         case "wandb":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no telemetry
             settings: dict[str, Any] = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
-            settings["x_disable_stats"] = True  # no thread that measures the machine beside the ranks
+            settings["x_disable_stats"] = True  # no thread that samples system metrics
             mode = os.environ.get("WANDB_MODE", "offline")
             options = {"name": run_name, "dir": str(directory), "mode": mode, "settings": settings}
             return os.environ.get("WANDB_PROJECT", PROJECT), options

@@ -1,1 +1,1 @@
-"""Schedules simulated by discrete events. No MPI."""
+"""Simulation of schedules by discrete events. Does not use MPI."""

@@ -1,8 +1,7 @@
-"""How long the sequences of known data sets are, as distributions to draw from; or those of a prepared data set.
+"""Distributions of sequence lengths: of known data sets, or of a prepared data set.
 
-Of the data sets of the ODC paper (arXiv 2601.19362) mean lengths are published, and of LongAlign the range. Lengths of
-sequences look log-normal in general, cut at the longest; how wide they spread, sigma, is an assumption, said in `KNOWN_DISTRIBUTIONS`
-for each. Local, all of it.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets; for LongAlign the range is known, too. Lengths
+are usually about log-normal, truncated at the longest. Their spread, sigma, is assumed: see `KNOWN_DISTRIBUTIONS`.
 """
 
 import math
@@ -23,12 +22,12 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal lengths; longer ones are cut to the longest.
+    """Log-normal lengths, truncated to `max_tokens`.
 
     Attributes:
-        mean_tokens: Mean length, after the cut.
-        max_tokens: The longest length.
-        sigma: Standard deviation of the logarithm, before the cut.
+        mean_tokens: Mean after truncation.
+        max_tokens: Length of the longest sequence.
+        sigma: Standard deviation of the logarithm before truncation.
     """
 
     mean_tokens: float
@@ -36,7 +35,7 @@ class LogNormal:
     sigma: float
 
     def location(self) -> float:
-        """Return the mean of the logarithm that leads to `mean_tokens`, by bisection."""
+        """Return the mean of the logarithm for which the mean is `mean_tokens`, by bisection."""
         low, high = math.log(self.mean_tokens) - self.sigma**2, math.log(self.max_tokens) + 8 * self.sigma
         for _ in range(80):
             middle = (low + high) / 2
@@ -44,12 +43,12 @@ class LogNormal:
         return low
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return lengths, int64 [n], from 1 to `max_tokens`."""
+        """Return `n` lengths from 1 to `max_tokens`, int64 [n]."""
         lengths = np.exp(self.location() + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
     def _mean(self, location: float) -> float:
-        """Return E[min(X, cut)] for X log-normal."""
+        """Return E[min(X, max_tokens)] for log-normal X."""
         sigma, edge = self.sigma, math.log(self.max_tokens)
         below = math.exp(location + sigma**2 / 2) * _normal((edge - location - sigma**2) / sigma)
         return below + self.max_tokens * (1 - _normal((edge - location) / sigma))
@@ -62,55 +61,49 @@ def _normal(x: float) -> float:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Lengths of sequences that there are, drawn with replacement.
-
-    Attributes:
-        lengths: int64 [sequences].
-    """
+    """Lengths of existing sequences, int64 [sequences], sampled with replacement."""
 
     lengths: Tokens
 
     @cached_property
     def max_tokens(self) -> int:
-        """The longest length."""
+        """Length of the longest sequence."""
         return int(self.lengths.max())
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return lengths, int64 [n]."""
+        """Return `n` lengths, int64 [n]."""
         return rng.choice(self.lengths, n)
 
 
-#: Where lengths come from: the longest possible length, and lengths drawn by a generator.
 LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
-#: By name. Means from the ODC paper.
+#: Means are those of the ODC paper.
 KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
-    "equal": EmpiricalLengths(np.array([16_500])),  # there is nothing to balance
-    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in there and
-    # 0.7 % are cut. What follows for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: LB-Mini 1.20, 1.26, 1.27.
+    "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
+    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in the range
+    # and 0.7 % are truncated. Speed-up of LB-Mini for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: 1.20, 1.26, 1.27.
     "longalign": LogNormal(16_500, 65_536, 0.65),
-    # Transcripts of agents that work under the same limits are more alike. Longest length: a model's usual 128K.
+    # Transcripts of agents under the same limits vary less. Longest: 128K, a common context length of models.
     "swesmith": LogNormal(34_700, 131_072, 0.5),
-    # Answers of a reasoning model, from short ones to those that run into the limit of 32K, 1.6 % of them.
+    # Answers of a reasoning model, from short ones to the 1.6 % that reach the limit of 32K.
     "aime": LogNormal(9_000, 32_768, 0.75),
 }
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the source of lengths of a name among `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote.
+    """Return the distribution of a name in `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote.
 
     Raises:
-        UserError: There is neither.
+        UserError: The name is unknown and there is no such data set.
     """
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
         hint = did_you_mean(name, KNOWN_DISTRIBUTIONS)
-        raise UserError(
-            f"expected --lengths among {', '.join(KNOWN_DISTRIBUTIONS)} or the path of a data set, got {name!r}{hint}"
-        )
+        known = ", ".join(KNOWN_DISTRIBUTIONS)
+        raise UserError(f"--lengths: expected {known} or the path of a data set, got {name!r}{hint}")
     try:
         with Dataset(name) as dataset:
             return EmpiricalLengths(np.array(dataset.lengths, dtype=np.int64))
-    except UserError as error:  # which names the setting of a run
+    except UserError as error:  # its message has the name of the setting of a run
         raise UserError(str(error).replace("data.path", "--lengths")) from error

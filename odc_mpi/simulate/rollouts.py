@@ -1,27 +1,29 @@
-"""Post-training with rewards: completions are generated, then trained, in one minibatch. What each schedule would take.
+"""Simulation of GRPO schedules: each minibatch generates completions, then trains on them.
 
-    collective/barrier     ranks generate their prompts, wait for each other, then train in lockstep, evenly split
-    window/barrier         the same, but ranks draw microbatches of what was generated
-    window/on_demand_own   no barrier: a rank that has generated its completions trains them
-    window/on_demand       no barrier: a rank that has generated its completions trains what anybody has finished,
-                           in the order in which prompt groups are finished
-    bound                  no schedule that generates so can end earlier: not before all work is done if nobody ever
-                           waits, nor before the last completion to be generated is trained
+    collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
+    window/barrier         the same, but ranks claim microbatches
+    window/on_demand_own   no barrier: after generating, a rank trains on its own completions
+    window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
+                           order in which they are finished
+    bound                  lower bound of schedules with this generation: all work without any waiting, and the training
+                           of the completion that is generated last
 
-Each prompt has several completions, its prompt group. A rank decodes all completions of its prompts at once: a step
-gives each one more token, and takes a constant time and a time for each completion that is not done. A group can be
-trained when its last completion is done, since only then are the advantages known; it is handed out in `SHARES` shares.
+The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together: a step adds a
+token to each, and needs a constant time plus a time for each unfinished completion. A group can be trained when its
+last completion is finished, since its advantages are known only then. Ranks claim it in `SHARES` shares.
 
-Speed-ups are ratios of the total time of all minibatches, over that of collective/barrier. Local; no MPI.
+The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by that of the schedule.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
@@ -32,22 +34,22 @@ from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
 BASELINE = "collective/barrier"
-#: What is compared, as TRANSPORT/WAY.
+#: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
 SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
 BOUND = "bound"
-#: Into how many shares of about equal cost a finished prompt group is cut, each for whoever is free. Their number is
-#: known before lengths are; fewer leave ranks waiting at the end, more cost a microbatch's constant more often.
+#: Shares of about equal cost of a prompt group, each for any idle rank. Their number must be fixed before lengths are
+#: known. With fewer, ranks wait at the end; with more, the constant cost of a microbatch is paid more often.
 SHARES = 4
 
 
 @dataclass(frozen=True)
 class RolloutScenario(Scenario):
-    """A run of post-training with rewards: a scenario whose `per_rank` counts prompts.
+    """A GRPO run: a scenario whose `per_rank` counts prompts, and whose `lengths` are those of completions.
 
     Attributes:
-        completions: Of each prompt; `lengths` are theirs.
-        decode_step_s: Seconds of a decode step on a rank of speed 1, besides its sequences.
-        decode_sequence_s: Seconds of each sequence in a decode step.
+        completions: Number of completions per prompt.
+        decode_step_s: Constant seconds of a decode step on a rank of speed 1.
+        decode_sequence_s: Seconds per sequence in a decode step.
     """
 
     lengths: str = "aime"
@@ -61,44 +63,39 @@ class RolloutScenario(Scenario):
 
     @property
     def num_groups(self) -> int:
-        """Prompts of a minibatch."""
+        """Number of prompts in a minibatch."""
         return self.ranks * self.per_rank
 
     @property
+    @override
     def num_sequences(self) -> int:
-        """Completions of a minibatch."""
         return self.num_groups * self.completions
 
 
 @dataclass(frozen=True)
 class SimulatedRollouts:
-    """One minibatch. The completion `i` belongs to the prompt group `i // completions`.
-
-    Attributes:
-        scenario: Of what.
-        minibatch: Lengths of all completions, what they take to train, and speeds.
-    """
+    """A minibatch of completions. Completion `i` belongs to prompt group `i // completions`."""
 
     scenario: RolloutScenario
     minibatch: SimulatedMinibatch
 
     def assigned_groups(self, rank: int) -> list[int]:
-        """Return the prompt groups of a rank, dealt out in turn."""
+        """Return the prompt groups of a rank; they are assigned round-robin."""
         return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
 
     def positions(self, group: int) -> range:
-        """Return the positions of a prompt group's completions."""
+        """Return the indices of the completions of a prompt group."""
         count = self.scenario.completions
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return the end and the name of each of a rank's prompt groups, decoded at once, in that order."""
+        """Return end and index of prompt groups that a rank decodes together, sorted."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
-        # Until the next one is done all that are left take a step for each token.
-        left = np.arange(len(order), 0, -1)
+        # Between the ends of two completions, the unfinished ones need one step per token.
+        num_unfinished = np.arange(len(order), 0, -1)
         steps = np.diff(lengths[order], prepend=0)
-        ends = np.cumsum(steps * (self.scenario.decode_step_s + self.scenario.decode_sequence_s * left))
+        ends = np.cumsum(steps * (self.scenario.decode_step_s + self.scenario.decode_sequence_s * num_unfinished))
         each = np.empty(len(order))
         each[order] = ends / self.minibatch.speeds[rank]
         last = each.reshape(len(groups), -1).max(axis=1).tolist()
@@ -106,19 +103,19 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """What `decode_ends_s` returns for each rank and the prompt groups that it is dealt."""
+        """`decode_ends_s` of each rank and its assigned prompt groups."""
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
-        """Return the shares of a finished prompt group, each as its microbatches."""
+        """Return the shares of a finished prompt group, each as a list of microbatches."""
         lengths = self.minibatch.lengths
-        falling = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
-        # There and back again, so that the longest is with the shortest.
-        turns = [*range(SHARES), *reversed(range(SHARES))]
-        parts: list[list[int]] = [[] for _ in range(SHARES)]
-        for turn, position in enumerate(falling):
-            parts[turns[turn % len(turns)]].append(position)
-        return [self.pack(part) for part in parts]
+        longest_first = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
+        # Forth and back over the shares, so that the longest is with the shortest.
+        order = [*range(SHARES), *reversed(range(SHARES))]
+        shares: list[list[int]] = [[] for _ in range(SHARES)]
+        for position, share in zip(longest_first, cycle(order)):
+            shares[share].append(position)
+        return [self.pack(share) for share in shares]
 
     def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
         """Pack completions into few microbatches."""
@@ -126,7 +123,7 @@ class SimulatedRollouts:
         return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the plan of training; `window/on_demand` has none, since it depends on what is finished."""
+        """Return the plan of training. `window/on_demand` has none: it depends on the order of generation."""
         scenario = self.scenario
         if name == "window/on_demand_own":
             positions_of_ranks = (
@@ -138,11 +135,11 @@ class SimulatedRollouts:
         return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
     def bounds_s(self) -> tuple[float, float]:
-        """Return two times in seconds before which no schedule ends.
+        """Return two lower bounds of the time of a schedule, in seconds.
 
         Returns:
-            That at which the completion that is generated last is trained, on the fastest rank, and that of all work on
-            ranks that never wait.
+            Time at which the fastest rank has trained the completion that is generated last, and the time of all work
+            on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -157,19 +154,13 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Compute what each schedule would take.
-
-    Args:
-        rollouts: The scenario; the same one gives the same outcome.
+    """Simulate all schedules. The result is deterministic.
 
     Returns:
-        One object: `scenario`; `speedup` over collective/barrier, `idle_fraction`, in which ranks wait or run padding,
-        and `step_s`, the mean seconds of a minibatch, by schedule and for the bound; `generation_fraction`, the part of
-        the baseline's busy time that is generation; `timeline` of the first minibatch, by schedule: for each rank when
-        it generates or trains, in seconds.
-
-    Raises:
-        UserError: There are no such lengths.
+        JSON object: `scenario`; by schedule and for the bound `speedup` over collective/barrier, `idle_fraction` of the
+        time, including dummy microbatches, and `step_s`, mean seconds of a minibatch; `generation_fraction` of the
+        baseline's busy time; by schedule `timeline`, intervals in which each rank generates or trains, in the first
+        minibatch.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -189,35 +180,32 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Compute what a minibatch takes under a schedule; ranks work when they generate or train."""
+    """Simulate a minibatch under a schedule. Ranks are busy when they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == "window/on_demand":
         return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
-    transport, way = name.split("/")
-    found = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport, minibatch.scenario.ticket_s)
-    begins = [max(free)] * len(free) if way == "barrier" else free
-    ends = [
-        begin + (ends_of_rank[-1][1] if ends_of_rank else 0.0)
-        for begin, ends_of_rank in zip(begins, found.timeline, strict=True)
-    ]
+    transport, synchronization = name.split("/")
+    training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport, minibatch.scenario.ticket_s)
+    begins = [max(free)] * len(free) if synchronization == "barrier" else free
     timeline = [
-        [(0.0, end), *((begin + began, begin + ended) for began, ended in ends_of_rank)]
-        for end, begin, ends_of_rank in zip(free, begins, found.timeline, strict=True)
+        [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
+        for end, begin, intervals in zip(free, begins, training.timeline, strict=True)
     ]
-    return SimulatedTiming(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
+    if synchronization == "barrier":
+        return SimulatedTiming(max(free) + training.end_s, timeline)
+    return SimulatedTiming(max(intervals[-1][1] for intervals in timeline), timeline)
 
 
 def _simulate_shared(
     minibatch: SimulatedRollouts, finished: Sequence[tuple[float, int]], free: Sequence[float]
 ) -> SimulatedTiming:
-    """Let ranks that have generated draw shares of prompt groups, in the order in which these are finished."""
+    """Simulate ranks that, after generating, claim shares of prompt groups in the order in which these are finished."""
     ready, shares = zip(*((end, share) for end, group in finished for share in minibatch.shares(group)), strict=True)
 
     def duration(rank: int, k: int) -> float:
         return math.fsum(minibatch.minibatch.window_s(rank, each, is_first=False) for each in shares[k])
 
-    found = simulate_dynamic(ready, free, duration, minibatch.scenario.ticket_s)
-    return SimulatedTiming(
-        found.end_s, [[(0.0, end), *intervals] for end, intervals in zip(free, found.timeline, strict=True)]
-    )
+    training = simulate_dynamic(ready, free, duration, minibatch.scenario.ticket_s)
+    timeline = [[(0.0, end), *intervals] for end, intervals in zip(free, training.timeline, strict=True)]
+    return SimulatedTiming(training.end_s, timeline)

@@ -1,7 +1,7 @@
-"""What a schedule is tried on: minibatches, what ranks believe of them, and what they really take.
+"""Scenario of a simulation: minibatches with the costs that ranks plan with, and with their true durations.
 
-A scenario knows neither transports nor balances. The simulator computes with its times, and a benchmark of the real
-runtime can sleep for them: both see the same minibatches, since everything follows from the seed.
+A scenario is independent of transports and balancing strategies. The simulator computes with its durations, and
+`bench.schedule` sleeps for them: both see the same minibatches, which are determined by the seed.
 """
 
 import math
@@ -20,35 +20,35 @@ from odc_mpi.simulate.options import CACHES, MAX_S, RANKS, SCENARIO, TICKET_S, v
 
 Floats = npt.NDArray[np.float64]
 
-#: Seconds of a sequence through a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
-#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. It has a constant of
-#: `REFERENCE_OVERHEAD_S`, too, which the reference leaves out when it plans, and so does the default here.
+#: Seconds of a sequence in a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
+#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. The fit also has the constant
+#: `REFERENCE_OVERHEAD_S`, which the reference omits when it plans, as does the default here.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 REFERENCE_OVERHEAD_S = 0.666759
-#: Of that model's parameters, in bf16.
+#: Size of the parameters of that model in bf16.
 MODEL_BYTES = 2 * 1_500_000_000
-#: Keys and values of a token in all layers of such a model, in bf16: 28 layers, two key-value heads of 128.
+#: Size of the keys and values of a token in such a model in bf16: 28 layers, two key-value heads of 128.
 KV_BYTES = 28 * 2 * 2 * 128 * 2
-#: Times that a piece moves the keys and values of the pieces before it: read in forward, read again in backward, and
-#: as many bytes of gradients added.
+#: Number of times that a chunk moves the keys and values of earlier chunks: read in the forward, read again in the
+#: backward, and gradients of the same size.
 KV_MOVES = 3
-#: What is larger was a slip.
+#: Larger values are typos.
 MAX_SEQUENCES = 10**7
 
 
 @dataclass(frozen=True)
 class SimulatedMinibatch:
-    """One minibatch.
+    """One minibatch. All durations are in seconds.
 
     Attributes:
-        lengths: Of its sequences in tokens, int64 [n].
-        sequence_s: What each really takes on a rank of speed 1, in seconds, float64 [n].
-        overhead_s: What a microbatch takes besides on a rank of speed 1, an empty one too, in seconds.
-        communication_s: What a microbatch takes besides on any rank: fetches and pushes that nothing hides, in seconds.
-        speeds: Of each rank in this minibatch, float64 [ranks].
-        cache_saving_s: Of `communication_s`, what windows save where units stay and gradients are added up, in seconds.
-        cache_cost_s: What a rank pays for that in its first microbatch of a minibatch, in seconds.
-        cost: What ranks plan with, in seconds.
+        lengths: Number of tokens of each sequence, int64 [n].
+        sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
+        overhead_s: Constant duration of a microbatch, also of a dummy, on a rank of speed 1.
+        communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
+        speeds: Speed of each rank in this minibatch, float64 [ranks].
+        cache_saving_s: Part of `communication_s` that caches save with windows.
+        cache_cost_s: Cost of filling the caches, in the first microbatch of a rank.
+        cost: Cost model that ranks plan with.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -61,19 +61,19 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1."""
+        """Return the duration of a microbatch, given as indices of sequences, at speed 1 without communication."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the seconds for which a rank is busy with a microbatch."""
+        """Return the duration of a microbatch on a rank, with communication."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the same over windows, where a rank may keep units and gradients."""
+        """Return the duration of a microbatch on a rank with windows, which may cache units and gradients."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others."""
+        """Return the duration of a chunk of a split sequence on a rank, without waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
         error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))
@@ -88,32 +88,28 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to try schedules on. Wrong values raise a `UserError` that names the option of `odc-mpi simulate`.
+    """A run to simulate. Invalid values raise a `UserError` that names the option of `odc-mpi simulate`.
 
     Attributes:
-        ranks: Number of ranks.
-        per_rank: Sequences per rank and minibatch.
-        lengths: Where lengths come from: a name, or the path of a data set; see `lengths.find`.
-        num_minibatches: How many minibatches.
-        seed: Everything follows from it.
-        packing_ratio: The most tokens in a microbatch, in multiples of the longest possible sequence; at least 1. Our
-            reading of the paper's term: with 1 a microbatch holds one longest sequence or several shorter ones.
-        speed_variation: Standard deviation of a rank's speed, whose mean is 1; each rank has one in each minibatch,
-            drawn anew from a log-normal distribution. It stands for everything that slows a rank for seconds.
-        cost_error: Standard deviation of the factor, of mean 1, by which a sequence's time differs from its cost; each
-            sequence has one, drawn from a log-normal distribution. The cost is right on average.
-        cost: Seconds of a sequence on a rank of speed 1, as everybody plans with; its constant is a microbatch's.
-        num_units: Units of the model: each is fetched twice per microbatch, for forward and backward, and pushed once.
-        unit_bytes: Of each unit; 0: of a model of 1.5 B parameters, `MODEL_BYTES` by units.
-        fetch_gb_per_s: 10^9 bytes of a unit that a fetch moves per second; 0: fetches cost nothing.
-        push_gb_per_s: The same for pushes.
-        ticket_s: Seconds that it takes to draw a ticket.
-        parameter_cache_bytes: Of a rank over windows, for fetched units that stay for the minibatch.
-        gradient_cache_bytes: Of a rank over windows, for gradients that are added up and pushed once; they are taken to
-            be as large as parameters.
-        piece_factor: What a piece of a sequence takes to the part that it is of the whole.
-        kv_gb_per_s: 10^9 bytes of keys and values, or of their gradients, that a piece moves per second, of
-            `KV_BYTES` a token and `KV_MOVES` times; 0: they cost nothing.
+        per_rank: Number of sequences per rank and minibatch.
+        lengths: Name or path for `lengths_by_name`.
+        packing_ratio: Maximum tokens of a microbatch, in multiples of the longest possible sequence; at least 1. This
+            interprets the paper's term: with 1 a microbatch holds one longest sequence or several shorter ones.
+        speed_variation: Standard deviation of a rank's speed, whose mean is 1. Each rank samples a speed per minibatch
+            from a log-normal distribution. It models everything that slows a rank down for seconds.
+        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. Ratios are log-normal
+            with mean 1, so the cost is correct on average.
+        cost: Cost model that ranks plan with: seconds on a rank of speed 1. Its constant is per microbatch.
+        num_units: Number of units. Each is fetched twice per microbatch, for forward and backward, and pushed once.
+        unit_bytes: Size of a unit; 0: `MODEL_BYTES` divided by `num_units`.
+        fetch_gb_per_s: Speed of fetches in 10^9 bytes per second; 0: fetches are free. `push_gb_per_s` likewise.
+        ticket_s: Seconds to claim a ticket.
+        parameter_cache_bytes: Memory per rank for units that stay resident for the minibatch, with windows.
+        gradient_cache_bytes: Memory per rank for local gradient accumulation, with windows. Gradients are assumed to be
+            as large as parameters.
+        piece_factor: Cost of a chunk relative to its share of the cost of the unsplit sequence.
+        kv_gb_per_s: Speed of keys, values and their gradients in 10^9 bytes per second; a chunk moves `KV_BYTES` per
+            earlier token `KV_MOVES` times. 0: they are free.
     """
 
     ranks: int = RANKS.default
@@ -137,15 +133,12 @@ class Scenario:
 
     def __post_init__(self) -> None:
         validate_options({"ranks": RANKS, **SCENARIO, "ticket_s": TICKET_S, **CACHES}, self)
-        self._check_together()
-
-    def _check_together(self) -> None:
         if self.num_sequences > MAX_SEQUENCES:
             raise UserError(
                 f"expected at most {MAX_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: lower --per-rank"
             )
         if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
-            raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too, got neither")
+            raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too: set one of them")
         if self.communication_s > MAX_S:
             raise UserError(
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
@@ -153,39 +146,39 @@ class Scenario:
             )
         if self.kv_gb_per_s and self.planned_cost.earlier > 1:
             raise UserError(
-                f"expected keys and values of a token to move within a second, got {self.planned_cost.earlier:.3g} s: "
+                f"expected at most 1 s to move keys and values of a token, got {self.planned_cost.earlier:.3g} s: "
                 "raise --kv-gb-per-s"
             )
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a minibatch."""
+        """Number of sequences in a minibatch."""
         return self.ranks * self.per_rank
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of a microbatch besides its sequences."""
+        """Constant seconds of a microbatch."""
         return self.cost.constant
 
     @cached_property
     def length_distribution(self) -> LengthDistribution:
-        """Where lengths come from."""
+        """Distribution of the sequence lengths."""
         return lengths_by_name(self.lengths)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens in a microbatch."""
+        """Maximum number of tokens in a microbatch."""
         return int(self.packing_ratio * self.length_distribution.max_tokens)
 
     @property
     def communication_s(self) -> float:
-        """Seconds of a microbatch's fetches and pushes."""
+        """Seconds of the fetches and pushes of a microbatch."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that the caches save in a microbatch over windows, and cost in a rank's first of a minibatch."""
+        """Seconds that caches save in a microbatch with windows, and that they cost in the first one of a rank."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -205,15 +198,15 @@ class Scenario:
 
     @property
     def planned_cost(self) -> CostModel:
-        """The cost that ranks plan with, in seconds; communication is part of a microbatch's constant."""
+        """Cost model that ranks plan with, in seconds. Communication is part of the constant of a microbatch."""
         earlier = KV_MOVES * KV_BYTES / (1e9 * self.kv_gb_per_s) if self.kv_gb_per_s else 0.0
         constant = self.cost.constant + self.communication_s
         return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches, the same ones each time."""
+        """Yield the minibatches, which the seed determines."""
         for index in range(self.num_minibatches):
-            # A generator for each kind: whether speeds vary does not change which sequences are drawn.
+            # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
             lengths = self.length_distribution.sample(self.num_sequences, lengths_rng)
             yield SimulatedMinibatch(
@@ -228,6 +221,6 @@ class Scenario:
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
-    """Draw log-normal factors of mean 1 with this standard deviation; never 0 or below, as normal ones would be."""
+    """Sample `n` log-normal factors of mean 1. They are always positive, in contrast to normal ones."""
     variance = math.log1p(deviation**2)
     return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)

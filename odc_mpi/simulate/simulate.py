@@ -1,14 +1,15 @@
-"""What each transport and balance would make of a scenario, without running it.
+"""Simulation of a scenario for all transports and balancing strategies.
 
-    collective/BALANCE   all ranks synchronize at each unit of each microbatch, as FSDP and ZeRO-3 do
-    window/BALANCE       they synchronize at the minibatch boundary only
-    window/split         `dynamic`, where sequences too long for an even share are cut over ranks (`data.plan.context_parallel`)
-    floor                no schedule of whole sequences can end earlier: not before the longest on the fastest rank, nor
-                         before all work is done if nobody ever waits
-    even_share           nor can any schedule, whatever it cuts, end before the latter
+    collective/BALANCE   all ranks synchronize at each unit of each microbatch, as in FSDP and ZeRO-3
+    window/BALANCE       ranks synchronize only at the end of a minibatch
+    window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
+                         over ranks (`data.plan.context_parallel`)
+    floor                lower bound without split sequences: the longest sequence on the fastest rank, and all work
+                         without any waiting
+    even_share           lower bound of all schedules: all work without any waiting
 
-Speed-ups are ratios of the total time of all minibatches, over that of collective/lb_micro, what verl and the ODC paper
-plan for collectives. Local, all of it; no MPI.
+The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by that of the schedule.
+lb_micro is the plan that verl and the ODC paper use for collectives.
 """
 
 import math
@@ -35,7 +36,8 @@ from odc_mpi.simulate.events import (
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
 BASELINE = "collective/lb_micro"
-#: What is compared, as TRANSPORT/BALANCE. LB-Mini and dynamic plans have no turns in which ranks could synchronize.
+#: Schedules to compare, as TRANSPORT/BALANCE. With LB-Mini and dynamic plans, ranks run different numbers of
+#: microbatches, so there are no collectives.
 SCHEDULES = (
     BASELINE,
     "collective/local_sort",
@@ -47,12 +49,10 @@ SCHEDULES = (
 )
 #: Plans by the name of their balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
-FLOOR, EVEN_SHARE = "floor", "even_share"
-#: What bounds schedules, by the same keys as theirs.
-BOUNDS = (FLOOR, EVEN_SHARE)
-#: Of a timeline, pauses below this are left out, in seconds.
+FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
+#: Timelines omit shorter pauses.
 PAUSE_S = 1e-3
-#: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and of what.
+#: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and their scenario.
 PAPER = {
     "source": "arXiv 2601.19362, 1.5 B parameters on A100s",
     "lengths": "longalign",
@@ -64,17 +64,16 @@ PAPER = {
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulation found.
+    """Result of a simulation. All mappings are by schedule; those of time and speed also have `BOUNDS`.
 
     Attributes:
-        scenario: Of what.
-        speedup: Over collective/lb_micro, by schedule and for `BOUNDS`.
-        idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
-        idle_per_rank: The same of each rank, by schedule; `idle_fraction` is the mean.
-        speedup_per_minibatch: Over collective/lb_micro, of each minibatch alone, likewise: quartiles.
-        step_s: Mean seconds of a minibatch, likewise.
-        longest_sequence_bound_fraction: The part of minibatches whose floor is the longest sequence, not the sum of all work.
-        timeline: Of the first minibatch, by schedule: for each rank when it computes, in seconds, padding left out.
+        speedup: Speed-up over collective/lb_micro.
+        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
+        idle_per_rank: The same for each rank, without bounds; `idle_fraction` is the mean.
+        speedup_per_minibatch: Quartiles of the speed-ups of single minibatches over collective/lb_micro.
+        step_s: Mean seconds of a minibatch.
+        longest_sequence_bound_fraction: Fraction of minibatches whose floor is the longest sequence, not all work.
+        timeline: Intervals in which each rank computes in the first minibatch, in seconds, without dummies or bounds.
     """
 
     scenario: Scenario
@@ -94,18 +93,11 @@ class SimulationResult:
         busy: Mapping[str, npt.NDArray[np.float64]],
         timeline: dict[str, list[Intervals]],
     ) -> "SimulationResult":
-        """Sum up, and set the bounds beside.
-
-        Args:
-            scenario: Of what.
-            ends: Seconds of each minibatch, by schedule.
-            busy: Seconds that each rank computed, of all minibatches, float64 [ranks], by schedule.
-            timeline: As for the attribute.
-        """
+        """Reduce the result of `collect_timings`, and add the bounds."""
         floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
         shared = [even for _, even in floors]
         each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
-        # The work of a bound is that of the fewest microbatches.
+        # Bounds assume the fewest possible microbatches.
         bound = scenario.ranks * math.fsum(shared)
         work = {name: float(seconds.sum()) for name, seconds in busy.items()} | dict.fromkeys(BOUNDS, bound)
         return cls(
@@ -123,8 +115,8 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as one object, with those of the paper if it has these lengths."""
-        # To copy the timeline would take as long as a minibatch of a thousand ranks.
+        """Return the result as a JSON object, with the figures of the paper if it has these lengths."""
+        # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
         paper = {**PAPER, "same": is_same} if self.scenario.lengths == PAPER["lengths"] else None
@@ -132,14 +124,7 @@ class SimulationResult:
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Compute what each schedule would take.
-
-    Args:
-        scenario: What is tried; the same one gives the same outcome.
-
-    Raises:
-        UserError: Its lengths are not to be had.
-    """
+    """Simulate all schedules. The result is deterministic."""
     return SimulationResult.from_times(
         scenario, *collect_timings(_timings(scenario, minibatch) for minibatch in scenario.minibatches())
     )
@@ -148,44 +133,45 @@ def simulate(scenario: Scenario) -> SimulationResult:
 def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, SimulatedTiming]:
     plans = {name: plan(scenario, minibatch, name) for name in BALANCE_STRATEGIES}
     plans["split"] = plan(scenario, minibatch, "split", plans["dynamic"])
-    found = {}
+    timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
-        found[name] = simulate_timing(minibatch, plans[balance], transport, scenario.ticket_s, scenario.num_units)
-    return found
+        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.ticket_s, scenario.num_units)
+    return timings
 
 
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of minibatches, each given by schedule.
+    """Collect the timings of minibatches, which are given by schedule.
 
     Returns:
-        By schedule: when each minibatch ends, the seconds that each rank is busy in all, and the first one's timeline.
+        By schedule: the seconds of each minibatch, the total busy seconds of each rank, float64 [ranks], and the
+        timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}
     timeline: dict[str, list[Intervals]] = {}
     for minibatch in minibatches:
-        for name, found in minibatch.items():
+        for name, timing in minibatch.items():
             if name not in timeline:
-                ends[name], busy[name] = [], np.zeros(len(found.timeline))
-                timeline[name] = [merge_intervals(intervals, PAUSE_S) for intervals in found.timeline]
-            ends[name].append(found.end_s)
-            busy[name] += [math.fsum(ended - began for began, ended in intervals) for intervals in found.timeline]
+                ends[name], busy[name] = [], np.zeros(len(timing.timeline))
+                timeline[name] = [merge_intervals(intervals, PAUSE_S) for intervals in timing.timeline]
+            ends[name].append(timing.end_s)
+            busy[name] += [math.fsum(ended - began for began, ended in intervals) for intervals in timing.timeline]
     return ends, busy, timeline
 
 
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup`, `idle_fraction` and `step_s` of an outcome.
+    """Return `speedup`, `idle_fraction` and `step_s`, each by schedule or bound.
 
     Args:
         ends: Seconds of each minibatch, by schedule or bound.
-        work: Seconds that all ranks together are busy in all minibatches, likewise.
-        baseline: The schedule that speed-ups are relative to.
-        ranks: How many there are.
+        work: Total busy seconds of all ranks in all minibatches, likewise.
+        baseline: Schedule to which speed-ups are relative.
+        ranks: Number of ranks.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {
@@ -196,16 +182,16 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch by its lengths alone, as ranks would; the plan of `dynamic`, if known, is for `split`."""
+    """Plan a minibatch from its lengths, as ranks do. `known` is the plan of `dynamic`, optional for `split`."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
 def simulate_timing(
     minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
 ) -> SimulatedTiming:
-    """Compute what a plan takes over a transport, `collective` or `window`."""
+    """Simulate a plan with a transport, `collective` or `window`."""
     if plan.pool or plan.splits:
-        assert transport == "window", "collectives need to know who runs what"
+        assert transport == "window", "collectives require a static plan without split sequences"
         return _simulate_dynamic(minibatch, plan, ticket_s, num_units)
     ranks = list(enumerate(plan.microbatches))
     if transport == "window":
@@ -228,35 +214,34 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, ticket_s: float
         started.add(rank)
         return minibatch.window_s(rank, plan.pool[k], is_first=is_first)
 
-    whole = simulate_dynamic([0.0] * len(plan.pool), available_at, duration, ticket_s if plan.pool else 0.0)
-    return SimulatedTiming(
-        whole.end_s, [[*before, *after] for before, after in zip(chunk_timelines, whole.timeline, strict=True)]
-    )
+    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration, ticket_s if plan.pool else 0.0)
+    timeline = [[*chunks, *unsplit] for chunks, unsplit in zip(chunk_timelines, pool.timeline, strict=True)]
+    return SimulatedTiming(pool.end_s, timeline)
 
 
 def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
-    """Return the times at which each rank computes its pieces, and at which it has left the last of them."""
+    """Return the intervals in which each rank computes its chunks, and the time at which it has finished them."""
     timeline: list[Intervals] = [[] for _ in minibatch.speeds]
     free = [0.0] * len(timeline)
     for split in plan.splits:
         seconds = [
             minibatch.chunk_s(rank, split, index, is_first=not timeline[rank]) for index, rank in enumerate(split.ranks)
         ]
-        found = simulate_context_parallel([free[rank] for rank in split.ranks], seconds, num_units)
-        # A piece leaves its last unit when the pieces after it have.
-        ends = list(accumulate((intervals[-1][1] for intervals in reversed(found)), max))[::-1]
-        for rank, intervals, end in zip(split.ranks, found, ends, strict=True):
+        chunks = simulate_context_parallel([free[rank] for rank in split.ranks], seconds, num_units)
+        # A chunk ends its backward after all later chunks.
+        ends = list(accumulate((intervals[-1][1] for intervals in reversed(chunks)), max))[::-1]
+        for rank, intervals, end in zip(split.ranks, chunks, ends, strict=True):
             timeline[rank] += intervals
             free[rank] = end
     return timeline, free
 
 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
-    """Return two times in seconds before which no schedule of whole sequences ends.
+    """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
 
     Returns:
-        The longest sequence's on the fastest rank, and that of all work, in as few microbatches as there can be, on
-        ranks that never wait.
+        Time of the longest sequence on the fastest rank, and the time of all work in the fewest possible microbatches
+        on ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
@@ -266,5 +251,5 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
         + communication_s
         + minibatch.cache_cost_s
     )
-    # Communication takes the same on each rank, work the less the faster it is.
+    # Communication does not depend on the speed of a rank.
     return longest, (work + fewest * communication_s * float(minibatch.speeds.min())) / float(minibatch.speeds.sum())

@@ -1,8 +1,8 @@
-"""Batch scripts for Slurm, for a training configuration; jobs/batch_scripts.py makes templates of the same parts.
+"""Batch scripts for Slurm that train a configuration. jobs/batch_scripts.py writes templates from the same parts.
 
-Nothing here starts MPI. The scripts are plain bash, to be read and changed: the choices of a site stand at the top.
-Before the time is up Slurm sends a signal to the batch script alone, which passes it on to the running command. The
-ranks save and end, and leave a file that tells a stop from an end at the last step. Then the job queues itself again.
+Does not use MPI. The scripts are plain bash, to be read and edited; settings of a site are at the top. Before the time
+limit Slurm signals only the batch script, which forwards the signal to the running command. The ranks save, exit, and
+leave a file that distinguishes this stop from a completed run. The job then requeues itself.
 """
 
 import shlex
@@ -19,53 +19,53 @@ _HEAD = """\
 #
 #     {usage}
 #
-# What stands in a line #SBATCH may be given to sbatch instead, as in sbatch --nodes=4 ...
+# Options of sbatch override the lines #SBATCH, as in sbatch --nodes=4 ...
 #
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={ranks}       # ranks: one per GPU, or one per group of cores
-#SBATCH --cpus-per-task={cores}         # cores of a rank
+#SBATCH --ntasks-per-node={ranks_per_node}       # ranks: one per GPU, or one per group of cores
+#SBATCH --cpus-per-task={cores_per_rank}         # cores of a rank
 #SBATCH --time={time}
 """
 _RESTART = """\
-#SBATCH --signal=B:USR1@{signal_s}     # seconds before the end: enough for one step and a checkpoint
+#SBATCH --signal=B:USR1@{signal_s}     # seconds before the time limit: enough for one step and a checkpoint
 #SBATCH --requeue
-#SBATCH --open-mode=append        # one log for all starts
+#SBATCH --open-mode=append        # one log for all starts of the job
 """
 _SITE = """\
 #SBATCH --output={output}
 {choices}
-# The same for your site: modules, an environment in which odc-mpi is found on every node, a container.
+# Also for your site: modules, an environment with odc-mpi on every node, a container.
 #   module load ...
 #   . venv/bin/activate
 #   container=(apptainer exec --nv IMAGE)
 container=()
-# By what the ranks find each other: pmix for Open MPI, pmi2 for MPICH. srun --mpi=list shows what this Slurm has.
+# Process management interface: pmix for Open MPI, pmi2 for MPICH. srun --mpi=list shows the types of this Slurm.
 export SLURM_MPI_TYPE={mpi}
 """
 _STAGING = """\
-# STAGE=DIR DATA=FILE: read this data set from a directory that each node has of its own, such as /tmp. Empty: no copy.
+# STAGE=DIR DATA=FILE: copy this data set to a local directory of each node, such as /tmp. Empty: no copy.
 stage={stage}
 data={data}
 """
 _CHECK_STAGING = """\
 if [ -n "$stage" ]; then
-    mistake=
-    [ -n "$data" ] || mistake="STAGE=$stage: expected DATA, the data set to copy there, got none"
-    case " $*" in *" --data.path"*) mistake="STAGE=$stage copies $data: leave --data.path out" ;; esac
-    [ -z "$mistake" ] || { echo "error: $mistake" >&2; exit 2; }
+    error=
+    [ -n "$data" ] || error="STAGE=$stage: expected DATA, the data set to copy there, but it is empty"
+    case " $*" in *" --data.path"*) error="STAGE=$stage sets data.path to its copy of $data: remove --data.path" ;; esac
+    [ -z "$error" ] || { echo "error: $error" >&2; exit 2; }
 fi
 """
 _ARGUMENTS = """\
 
 set -- {arguments} "$@"
 """
-#: Bash hears a signal when a command in the foreground is over, or in a wait. 138 is 128 + 10: the wait was ended, or
-#: what was waited for did not listen to the signal.
+#: Bash handles a signal after a command in the foreground has ended, or during a wait. 138 is 128 + SIGUSR1: the signal
+#: interrupted the wait, or killed a command that does not handle it.
 _RUN = """\
 
-# SIGUSR1 before the time is up may come at any moment. What runs is told once: told twice, ranks would not save. Ranks
-# that srun is only starting it tells nothing: they find a file.
+# SIGUSR1 before the time limit may arrive at any moment. It is forwarded once: after a second signal, ranks would exit
+# without saving. Ranks that are still starting do not receive it; they find a file.
 signaled_at=
 export ODC_MPI_STOP_FILE=$PWD/.odc-mpi-$SLURM_JOB_ID.stop
 rm -f "$ODC_MPI_STOP_FILE"
@@ -102,22 +102,22 @@ if [ -n "$stage" ]; then
     set -- "$@" --data.path "$local_data"
 fi
 """
-#: Every task may use all GPUs of its node: with one each, tasks could not open each other's memory.
+#: Every task can access all GPUs of its node. With one GPU each, tasks could not map each other's memory.
 _BINDING = """\
 
 binding=(--distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --mem-bind=local)
-binding+=(--gpu-bind=none)        # every rank reads the memory of all GPUs of its node
+binding+=(--gpu-bind=none)        # every rank maps the memory of all GPUs of its node
 """
 _TRAIN = """\
 
-# srun ends all ranks when one ends badly; so those that stop as asked end well, and leave this file.
+# srun kills all ranks when one fails. Ranks that stop on request therefore exit with 0, and leave this file.
 export ODC_MPI_STOPPED_FILE=$PWD/.odc-mpi-$SLURM_JOB_ID.stopped
 rm -f "$ODC_MPI_STOPPED_FILE"
 began=$SECONDS
 run srun --kill-on-bad-exit=1 "${binding[@]}" "${container[@]}" odc-mpi train "$@"
 code=$?
 rm -f "$ODC_MPI_STOP_FILE"
-# Told so early, some ranks may not have listened yet: then this was no failure.
+# Soon after the start, some ranks may not handle the signal yet. Then this is not a failure.
 if [ -n "$signaled_at" ] && [ "$code" -ne 0 ] && [ $((signaled_at - began)) -lt 120 ]; then
     code=75
 fi
@@ -126,15 +126,15 @@ if [ -n "$stage" ] && [ "$code" -ne 0 ]; then
 fi
 if [ -e "$ODC_MPI_STOPPED_FILE" ] || [ "$code" -eq 75 ]; then
     rm -f "$ODC_MPI_STOPPED_FILE"
-    # By its number alone the last task of an array would stand for all of them.
+    # The job ID alone of the last task of an array would mean the whole array.
     scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
-    exit 75                       # taken for the job's only if the requeue fails
+    exit 75                       # exit code of the job only if the requeue fails
 fi
 exit "$code"
 """
-#: Seconds before the end of a job at which it is told to stop; Slurm may be up to a minute early.
+#: Seconds from the signal to the time limit. Slurm may send the signal up to a minute early.
 SIGNAL_S = 120
-#: Options of sbatch that a site may ask for; those that are not given stay comments.
+#: Options of sbatch that a site may require, with examples. Options that are not given are comments in the script.
 _CHOICES = {
     "partition": "PARTITION",
     "account": "ACCOUNT",
@@ -146,19 +146,15 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The resources that a batch script asks Slurm for, and the command that it runs.
+    """Resources that a batch script requests from Slurm, and the command that it runs.
 
     Attributes:
-        nodes: Number of nodes.
-        ranks_per_node: Tasks on each node.
-        cores_per_rank: Cores of a task.
-        time: Time limit, as sbatch takes it.
-        mpi: Value of srun --mpi, as a bash expression: see `unless_set`.
-        name: Name of the job.
-        choices: Further options of sbatch, by name.
-        arguments: Arguments of odc-mpi train; the script takes more.
-        stage: Directory on each node to copy the data set to; None reads the data set where it is.
-        data: The data set to copy.
+        time: Time limit in the format of sbatch.
+        mpi: Value of srun --mpi as a bash expression; see `unless_set`.
+        choices: Names and values of further options of sbatch.
+        arguments: Arguments of odc-mpi train. The script accepts more.
+        stage: Directory on each node to which the data set is copied; None: no copy.
+        data: Path of the data set to copy.
     """
 
     nodes: int = 1
@@ -174,33 +170,23 @@ class SlurmJob:
 
 
 def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
-    """Return the batch script of a training.
+    """Return the text of a batch script.
 
     Args:
         job: Resources and command.
-        headline: First line of the script: its purpose.
-        usage: How to submit the script.
-        array: The numbers of an array of jobs; none if empty.
-        settings: Bash that gives each job of the array settings of its own.
+        headline: Purpose of the script, its first line.
+        usage: Command that submits the script.
+        array: Value of sbatch --array; no array if empty.
+        settings: Bash code that appends the settings of each job of the array.
     """
-    staging = {
-        "stage": shlex.quote(job.stage) if job.stage else "${STAGE:-}",
-        "data": shlex.quote(job.data) if job.data else "${DATA:-}",
-    }
+    stage = shlex.quote(job.stage) if job.stage else "${STAGE:-}"
+    data = shlex.quote(job.data) if job.data else "${DATA:-}"
     parts = [
-        _HEAD.format(
-            headline=headline,
-            usage=usage,
-            name=job.name,
-            nodes=job.nodes,
-            ranks=job.ranks_per_node,
-            cores=job.cores_per_rank,
-            time=job.time,
-        ),
+        _HEAD.format(headline=headline, usage=usage, **vars(job)),
         *([f"#SBATCH --array={array}\n"] if array else []),
         _RESTART.format(signal_s=SIGNAL_S),
         _site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
-        _STAGING.format(**staging),
+        _STAGING.format(stage=stage, data=data),
         _CHECK_STAGING,
         *([_ARGUMENTS.format(arguments=shlex.join(job.arguments))] if job.arguments else []),
         settings,
@@ -210,45 +196,45 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Hand a batch script to sbatch, whose words and exit code become this program's.
+    """Submit a batch script and return the exit code of sbatch, which prints the job ID.
 
     Raises:
-        UserError: There is no sbatch.
+        UserError: sbatch is not installed.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise UserError("--submit: no sbatch on the PATH: run this where jobs are submitted, or leave --submit out")
+        raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")
     return subprocess.run([sbatch], input=script, text=True, check=False).returncode
 
 
 def unless_set(mpi: str) -> str:
-    """Return a bash expression for the value of srun --mpi: SLURM_MPI_TYPE, or `mpi` where it is unset."""
+    """Return the bash expression for SLURM_MPI_TYPE, or `mpi` if it is unset."""
     return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
 def script_for_config(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
-    """Return the script that trains a configuration.
+    """Return the batch script that trains a configuration.
 
     Args:
-        job: Resources; the command is filled in.
-        config: The configuration, a file that every node has under the same name.
+        job: Resources. This function sets the command.
+        config: Configuration file, with the same path on every node.
         overrides: Further arguments of odc-mpi train.
-        data: The data set that the configuration names, for staging.
+        data: Data set of the configuration, for staging.
     """
-    # As it was named: what a link stands for here may be another place on the nodes.
+    # Symbolic links are not resolved: they may have other targets on the nodes.
     arguments = ("--config", str(config.absolute()), *overrides)
     job = replace(job, arguments=arguments, data=data if job.stage else None)
     name = "".join(letter if letter.isprintable() else "?" for letter in config.name)  # in a comment of one line
-    headline = f"Training of {name}: it saves before its time is up, queues again and goes on by itself."
+    headline = f"Trains {name}. The job saves before its time limit, requeues itself and resumes."
     return training_script(job, headline, "sbatch FILE [--section.key value ...]")
 
 
 def _site(job: SlurmJob, output: str) -> str:
-    """Return the part of a script that a site changes, with the name of the log as sbatch takes it."""
+    """Return the part of a script that a site edits; `output` is the file name of the log in the format of sbatch."""
     chosen = dict(job.choices)
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
-    left = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
-    if left:
-        lines.append("# To choose for your site, with one # less:")
-        lines += [f"##SBATCH --{name}{'=' if example else ''}{example}" for name, example in left]
+    others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
+    if others:
+        lines.append("# Options for your site; remove one # to enable them:")
+        lines += [f"##SBATCH --{name}{'=' if example else ''}{example}" for name, example in others]
     return _SITE.format(output=output, choices="\n".join(lines), mpi=job.mpi)

@@ -117,7 +117,7 @@ def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):
     assert cli.main(["job", str(link)]) == 0
     script = capsys.readouterr().out
     check(script)
-    assert script.splitlines()[1].startswith("# Training of two?lines.yaml: ")
+    assert script.splitlines()[1].startswith("# Trains two?lines.yaml. ")
     assert f"set -- --config '{link}' \"$@\"" in script, "a link may be another file on a node"
 
 

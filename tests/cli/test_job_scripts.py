@@ -110,7 +110,7 @@ def test_a_stopped_task_of_an_array_queues_itself_alone(place):
 
 def test_a_number_without_settings_does_not_train(place):
     code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
-    assert code != 0 and "there is no line of settings for number 3" in output
+    assert code != 0 and "there is no line of settings for index 3" in output
     assert place.calls("srun") == []
 
 
@@ -182,8 +182,8 @@ def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
     ("arguments", "env", "words"),
     [
         ([], {"STAGE": "/local"}, "STAGE=/local: expected DATA"),
-        (["--data.path", "x"], STAGED, "leave --data.path out"),
-        (["--data.path=x"], STAGED, "leave --data.path out"),
+        (["--data.path", "x"], STAGED, "remove --data.path"),
+        (["--data.path=x"], STAGED, "remove --data.path"),
     ],
 )
 def test_mistakes_of_staging(place, arguments, env, words):

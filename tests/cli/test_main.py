@@ -111,7 +111,7 @@ def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
 def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert cli.main(["train", "--config", str(config)]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
-    assert "loss first -> last" in capsys.readouterr().out
+    assert "loss (first -> last)" in capsys.readouterr().out
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):

@@ -112,20 +112,21 @@ class TestClosingTable:
         summary.add(STEP | {"loss": 7.0})
         text = self.render({**summary.finish(FACTS), "run_dir": "runs/[bold]x"})
         for part in (
-            *("steps 2 (0 skipped)", "loss first -> last 8.2500 -> 7.0000", "tokens 2,000, 2,000 per second"),
-            *("idle at boundaries 25.0%", "boundary wait 0.02 s, 0.04 s, 0.06 s", "parameter memory 3.0 MiB"),
+            *("steps 2 (0 skipped)", "loss (first -> last) 8.2500 -> 7.0000", "tokens 2,000, 2,000 per second"),
+            *("idle (waiting at step ends) 25.0%", "parameter memory 3.0 MiB"),
+            *("wait: fetch 0.02 s", "wait: push 0.04 s", "wait: step end 0.06 s"),
             *("collectives per minibatch 3", "MPI library MPICH Version: 5.0 run", "run directory runs/[bold]x"),
         ):
             assert part in text
 
     def test_it_tells_of_an_evaluation(self):
         figures = {"eval_loss_start": 8.0, "eval_loss": 2.0, "eval_perplexity": 7.389}
-        assert "evaluation loss start -> last 8.0000 -> 2.0000, perplexity 7.389" in self.render(figures)
+        assert "eval loss (start -> final) 8.0000 -> 2.0000, perplexity 7.389" in self.render(figures)
         assert "evaluation" not in self.render({})
 
     def test_what_is_missing_shows_as_a_dash(self):
         text = self.render({})
-        assert "loss first -> last - -> -" in text and "run directory -" in text
+        assert "loss (first -> last) - -> -" in text and "run directory -" in text
 
 
 SHOW_WIDTH = "from odc_mpi.observe.terminal import terminal_width; open('width', 'w').write(str(terminal_width()))"

@@ -194,7 +194,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypat
     train(tmp_path / "run", "broken", done=0, steps=20, scale=1.0)
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert "run.report_to: broken is incomplete: the disk is full; the run goes on without" in errors
+    assert "run.report_to: broken disabled for the rest of the run: the disk is full" in errors
 
 
 def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
@@ -207,7 +207,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     for number in range(1, 4):
         tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
     tracked.close()
-    assert "it did not write the last points in time" in capsys.readouterr().err
+    assert "it did not write the last steps in time" in capsys.readouterr().err
     tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2)
     tracked.on_train_begin(0)
     for number in range(1, 200):

@@ -138,7 +138,7 @@ def test_the_command_prints_an_object_and_a_table(capsys):
     ("arguments", "words"),
     [
         (["--completions", "4"], ["--completions", "--workload grpo"]),
-        (["--workload", "grpo", "--completions", "0"], ["--completions from 1"]),
+        (["--workload", "grpo", "--completions", "0"], ["--completions: expected a number from 1"]),
         (["--workload", "grpo", "--decode-step-s", "nan"], ["--decode-step-s"]),
         (["--workload", "grpo", "--per-rank", "100000", "--ranks", "50"], ["got 40000000", "--per-rank"]),
         (["--workload", "rlhf"], ["--workload", "rlhf"]),

@@ -325,7 +325,7 @@ def test_the_command_draws_so_many_unless_it_is_told(capsys, workload, count):
 
 def test_no_ranks_are_a_mistake(capsys):
     assert cli.main(["simulate", "--ranks", "0"]) == 2
-    assert "--ranks from 1 to" in capsys.readouterr().err
+    assert "--ranks: expected a number from 1 to" in capsys.readouterr().err
 
 
 def test_the_command_prints_tables(capsys):

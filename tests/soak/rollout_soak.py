@@ -161,8 +161,8 @@ class Rollouts:
         self._source.on_gathered(step, gathered)
         assert gathered.sum("groups_generated") == len(indices)
         self.num_checked += int(trained.sum())
-        self.num_claimed_from_others += step.metrics["groups_from_others"]
-        self.num_not_stored += step.metrics["groups_kept"]
+        self.num_claimed_from_others += step.metrics["groups_claimed_from_other_ranks"]
+        self.num_not_stored += step.metrics["groups_not_stored"]
 
 
 def soak(world, path, num_steps, seed, store_bytes):

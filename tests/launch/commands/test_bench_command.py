@@ -87,7 +87,7 @@ def test_other_ranks_than_mpiexec_started_are_a_mistake():
     done = odc_mpi(2, *SMALL, "--ranks", 3)
     assert done.code == 2
     errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2 ranks: remove --ranks"]
     assert "Traceback" not in done.err
 
 

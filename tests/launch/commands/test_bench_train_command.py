@@ -45,8 +45,8 @@ def test_it_starts_its_ranks_and_prints_one_object(config, tmp_path):
     ("options", "output"),
     [
         (("--config", "nowhere.yaml"), "nowhere.yaml"),
-        (("--steps", 0), "--steps: expected a whole number above 0"),
-        (("--repeats", "1" + 20 * "0"), "--repeats: expected a whole number above 0, at most"),
+        (("--steps", 0), "--steps: expected an integer above 0"),
+        (("--repeats", "1" + 20 * "0"), "--repeats: expected an integer above 0, at most"),
         (("--ranks", 100000), "--ranks 100000: expected at most"),
     ],
 )

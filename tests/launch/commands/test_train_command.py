@@ -70,7 +70,7 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert configuration.load(run / "config.yaml") == configuration.load(config)
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
-    assert "loss first -> last" in done.out
+    assert "loss (first -> last)" in done.out
     opening = done.out.splitlines()[:6]
     assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "caches", "output"]
     assert max(map(len, opening[1:])) < 120 and str(run) in opening[-1]

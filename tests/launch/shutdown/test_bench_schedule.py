@@ -63,7 +63,7 @@ def test_fewer_sequences_than_ranks_have_use_for():
     ("options", "output"),
     [
         (("--lengths", "longaling"), "longalign"),
-        (("--per-rank", 0), "--per-rank from 1 to 100000, got 0"),
+        (("--per-rank", 0), "--per-rank: expected a number from 1 to 100000, got 0"),
         (("--step-s", 0), "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         (("--step-s", "inf"), "--step-s"),
         (("--ranks", 100000), "--ranks 100000: expected at most"),
@@ -84,7 +84,7 @@ def test_other_ranks_than_mpiexec_started_are_a_mistake():
     done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
     assert done.code == 2
     errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2 ranks: remove --ranks"]
 
 
 def test_under_mpiexec_it_takes_the_ranks_it_finds():
