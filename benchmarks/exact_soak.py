@@ -68,8 +68,8 @@ def train_slowed(arguments):
 
         setattr(of, name, late)
 
-    slow(SFTObjective, "after_microbatch")
-    slow(GRPOObjective, "after_microbatch")
+    slow(SFTObjective, "on_microbatch_end")
+    slow(GRPOObjective, "on_microbatch_end")
     slow(RolloutSource, "_generate")
     return odc_mpi(arguments)
 

@@ -66,7 +66,7 @@ _MIN_BYTES = 1 << 20
 #: Reason for omitting windows on GPUs that were not requested.
 SET = "set by --window-device"
 #: Called with the result so far and a line about the next measurement.
-Listener = Callable[[dict[str, Any], str], None]
+ReportFunction = Callable[[dict[str, Any], str], None]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def main() -> int:
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
-    def tell(result: dict[str, Any], doing: str = "") -> None:
+    def report(result: dict[str, Any], doing: str = "") -> None:
         if world.rank == 0 and (result["sizes"] or result["kernels"] or result["step"]):
             print(json.dumps(result), flush=True)
         if doing:
@@ -116,7 +116,7 @@ def main() -> int:
     def work() -> None:
         device = world.run_on_all(lambda: _find(world.host_rank))
         options = Options(**{**vars(given), "sizes": parse_sizes(given.sizes)})
-        tell(measure(world, device, options, tell))
+        report(measure(world, device, options, report))
 
     return run_on_all_ranks(world, work)
 
@@ -131,14 +131,14 @@ def _find(host_rank: int) -> Device:
 
 
 def measure(
-    world: World, device: Device, options: Options, tell: Listener = lambda result, doing: None
+    world: World, device: Device, options: Options, report: ReportFunction = lambda result, doing: None
 ) -> dict[str, Any]:
     """Measure all parts. Collective.
 
     Args:
         device: GPU of this rank; all ranks have one.
         options: The same on every rank.
-        tell: Called on every rank before each part.
+        report: Called on every rank before each part.
 
     Returns:
         The object that the module's docstring describes; parts that rank 0 measures alone are missing on other ranks.
@@ -153,7 +153,7 @@ def measure(
     with ExitStack() as stack:
         wanted = world.rank == 0 and "step" in options.parts
         config = world.run_on_all(lambda: _configuration(options, stack) if wanted else None)
-        part = _Parts(world, device, options, config, tell)
+        part = _Parts(world, device, options, config, report)
         part.result = {
             **header(world, "gpu", before, repeats=options.repeats, devices=devices, torch=torch.__version__),
             "left_out": left_out(against),
@@ -175,21 +175,21 @@ def measure(
     return part.result
 
 
-def reduction_objections(world: World, device: Device, wish: str) -> dict[str, str]:
+def reduction_objections(world: World, device: Device, window_device: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
     kept = load_device_report(world, device)
-    against = judge(kept if kept is not None else environment_report(world), wish)
+    against = judge(kept if kept is not None else environment_report(world), window_device)
     if len(against) == len(REDUCTIONS):
         return against
     troubles = [trouble for trouble in world.gather_objects(allocation_error(device, _MIN_BYTES)) if trouble]
     return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
 
 
-def judge(report: ProbeReport, wish: str) -> dict[str, str]:
+def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Does not communicate."""
-    if wish == "cpu":
+    if window_device == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
-    if wish == "auto":
+    if window_device == "auto":
         proof = summarize(report)
         return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
     # Requested unconditionally; but the benchmark ends if an operation delivers wrong data.
@@ -214,11 +214,13 @@ class _Parts:
 
     Args:
         config: Configuration of the steps on rank 0; None on other ranks.
-        tell: Called with the result so far before each part.
+        report: Called with the result so far before each part.
     """
 
-    def __init__(self, world: World, device: Device, options: Options, config: Config | None, tell: Listener) -> None:
-        self._world, self._device, self._options, self._config, self._tell = world, device, options, config, tell
+    def __init__(
+        self, world: World, device: Device, options: Options, config: Config | None, report: ReportFunction
+    ) -> None:
+        self._world, self._device, self._options, self._config, self._report = world, device, options, config, report
         self._threads = world.cores_per_rank()
         self.result: dict[str, Any] = {}
 
@@ -227,7 +229,7 @@ class _Parts:
         torch.set_num_threads(self._threads)  # also after steps, whose configuration may have another number
         where = " with windows on GPUs" if reductions else ""
         for i, num_bytes in enumerate(self._options.sizes):
-            self._tell(self.result, f"units of {format_size(num_bytes)}{where}")
+            self._report(self.result, f"units of {format_size(num_bytes)}{where}")
             size = gpu_windows.measure_size(self._world, self._device, num_bytes, self._options.repeats, reductions)
             self.result["sizes"][i : i + 1] = [size]
         self._free()
@@ -238,7 +240,7 @@ class _Parts:
         if reason is not None:
             self.result["left_out"]["kernels"] = reason
         for num_bytes in self._options.sizes:
-            self._tell(self.result, f"kernels on shards of {format_size(num_bytes)}")
+            self._report(self.result, f"kernels on shards of {format_size(num_bytes)}")
             measured = self._on_first(
                 lambda num_bytes=num_bytes: gpu_kernels.measure_size(  # type: ignore[misc]
                     self._device, num_bytes, self._options.repeats, reason is None
@@ -255,7 +257,7 @@ class _Parts:
         """
         if on_device and self.result["step"] is None:
             return
-        self._tell(self.result, f"steps{' with windows on GPUs' if on_device else ''}")
+        self._report(self.result, f"steps{' with windows on GPUs' if on_device else ''}")
         measured, reason = self._on_first(lambda: self._steps(on_device))
         if reason is not None:
             self.result["left_out"]["step_device_windows" if on_device else "step"] = reason
@@ -273,7 +275,7 @@ class _Parts:
             options = self._options
 
             def say(what: str) -> None:
-                self._tell(self.result, what)
+                self._report(self.result, what)
 
             try:
                 return gpu_step.measure(

@@ -4,7 +4,7 @@
     add_fp32, add_bf16     additions of an owner, `native.add_segments_`: `SLOTS` segments of that type, each as long as
                            the shard, are added to it
     flatten_fp32, flatten_bf16
-                           preparation of a push, `native.flatten`: a unit's gradients of that type, `PIECES` of them
+                           preparation of a push, `native.flatten`: a unit's gradients of that type, `SEGMENTS` of them
                            with gaps in between, are written to a flat fp32 array, and the largest magnitude is
                            computed
     NAME_torch             the same with torch's operators
@@ -37,7 +37,7 @@ from odc_mpi.comm.kernels import native
 from odc_mpi.simulate.events import quartiles
 
 SLOTS = 4
-PIECES = 12
+SEGMENTS = 12
 #: Maximum number of elements between two segments: alignment leaves such gaps.
 GAP = 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -80,8 +80,8 @@ class Tasks:
         lays = {TORCH: native.flatten_with_torch, "": native.flatten}
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
-            slots = [self._pieces([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
-            gradients = [self._pieces(cut(self._numel), dtype) for _ in range(self._num_shards)]
+            slots = [self._segments([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
+            gradients = [self._segments(cut(self._numel), dtype) for _ in range(self._num_shards)]
             for who in (*ours, TORCH):
                 self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
                 self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, lays[who])
@@ -89,7 +89,7 @@ class Tasks:
     def _shards(self, value: float) -> list[torch.Tensor]:
         return [torch.full((self._numel,), value, device=self._device) for _ in range(self._num_shards)]
 
-    def _pieces(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Segment]:
+    def _segments(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Segment]:
         """Create gradients of ones, of twos and so on: these and all their sums are exact in bf16, too."""
         return [
             (start, torch.full((numel,), i + 1.0, dtype=dtype, device=self._device))
@@ -138,9 +138,9 @@ def _bytes(pieces: Sequence[native.Segment]) -> int:
 
 def cut(numel: int) -> list[tuple[int, int]]:
     """Return start and length of each segment of a flat array of `numel` elements, each followed by a gap."""
-    step = numel // min(PIECES, numel)
+    step = numel // min(SEGMENTS, numel)
     length = step - min(GAP, step // 2)
-    return [(i * step, length) for i in range(min(PIECES, numel))]
+    return [(i * step, length) for i in range(min(SEGMENTS, numel))]
 
 
 def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: bool) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
     if wrong:
         raise RuntimeError(f"{wrong[0]} gave a wrong result on shards of {num_bytes} bytes")
     moved = {name: task.moved_bytes for name, task in tasks.by_name.items()}
-    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": task_entries(moved, times)}
+    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": SEGMENTS, "tasks": task_entries(moved, times)}
 
 
 def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
