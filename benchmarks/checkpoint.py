@@ -1,17 +1,17 @@
-"""Measure writing and reading checkpoints, beside plain files of the same bytes and torch.distributed.checkpoint (dcp).
+"""Compare writing and reading checkpoints with plain files of the same size and torch.distributed.checkpoint (dcp).
 
     mpiexec -n 2 python benchmarks/checkpoint.py [--size 1G] [--dir DISK] [--repeats 5]
 
-Every rank owns a part of a stack of matrices and of AdamW's state of them. All ranks do the same at the same time, each
-variant in turn, round after round; the slowest rank's time counts.
+Every rank owns a part of a stack of matrices and of their AdamW state. All ranks run the same variant at the same time,
+the variants alternate in rounds, and the time is that of the slowest rank.
 
     write   plain: one file per rank in blocks, synced to the disk
             odc_mpi: the copy, the files of the ranks with checksums, index, manifest, name; synced
             dcp: torch.distributed.checkpoint, synced
-            what the round before wrote is removed first, beside the time: that takes a disk as long as it likes
-    read    the same back into the memory of the model, with checksums where there are some; what the node's memory
-            still has of the files is dropped before, as far as the system lets it be
-    pause   what training waits for, by the time of writing: the copy, the manifest's beginning, the thread's start
+            files of the round before are removed first, untimed: the time for that varies between disks
+    read    the same files, back into the memory of the model, with checksums where available; the node's page cache of
+            the files is dropped before, if the system permits
+    pause   the part of the writing time for which training waits: the copy, preparing the manifest, starting the thread
 
 `measure` returns, and rank 0 prints as one line of JSON:
 
@@ -20,7 +20,7 @@ variant in turn, round after round; the slowest rank's time counts.
     load_average   [before, after], the node's over a minute
     left_out       {variant: reason}
     variants       {write_plain, write_odc_mpi, write_dcp, read_plain, read_odc_mpi, read_dcp, pause:
-                    {seconds: {low, median, high}, gb_per_s}}, of the bytes of all ranks together
+                    {seconds: {low, median, high}, gb_per_s}}, for the bytes of all ranks together
     goals          a list of {goal, figure, expected, reached}, medians over rounds of ratios within a round
 """
 
@@ -54,14 +54,14 @@ from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 
-#: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
+#: 16 MiB per matrix: the mean of a model of 1.5 B parameters. Each costs the same time in the index, whatever its size.
 _WIDTH = 2048
 _BLOCK_BYTES = 4 << 20
-#: What each way leaves in the directory.
+#: Files of each variant in the directory.
 _WRITTEN = {"plain": "plain_*", "odc_mpi": "step_*", "dcp": "dcp"}
 #: A parameter in fp32 and two moments of AdamW.
 _BYTES_PER_PARAMETER = 12
-#: Each with two variants, whose times' ratio in a round is the figure.
+#: Goals: two variants each, whose ratio of times in a round is the figure.
 GOALS = (
     (Goal("write_of_plain", ">=", 0.7), "write_plain", "write_odc_mpi"),
     (Goal("read_of_plain", ">=", 0.7), "read_plain", "read_odc_mpi"),
@@ -74,9 +74,9 @@ GOALS = (
 def main() -> int:
     """Measure, let rank 0 print the object, and return the exit code. Collective."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1G", help="of the state of all ranks")
-    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that is measured")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--size", default="1G", help="size of the state of all ranks")
+    parser.add_argument("--dir", type=Path, default=Path(), help="directory on the disk to measure")
+    parser.add_argument("--repeats", type=int, default=5, help="number of rounds")
     given = parser.parse_args()
     world = World(timeout_s=900.0)
 
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 class _Drawn:
-    """Parameters that are nobody's: numbers as random as trained ones."""
+    """Parameters of no model: numbers as random as trained ones."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `shard.local_shards.WeightSource`."""
@@ -97,12 +97,11 @@ class _Drawn:
 
 
 class State:
-    """A model and an optimizer of some size, and what becomes of them on a disk. Making one is collective.
+    """A model and an optimizer of a given size, and their checkpoints on a disk. Construction is collective.
 
     Args:
-        world: The ranks.
-        num_bytes: Of parameters and optimizer state, over all ranks.
-        directory: Where to write; seen by all ranks.
+        num_bytes: Size of parameters and optimizer state, over all ranks.
+        directory: Directory to write to, visible to all ranks.
     """
 
     def __init__(self, world: World, num_bytes: int, directory: Path) -> None:
@@ -123,14 +122,14 @@ class State:
         self._round = 0
 
     def write_plain(self) -> None:
-        """Write as many bytes as this rank has into a file. Local."""
+        """Write a file of the size of this rank's state."""
         with (self._directory / f"plain_{self._world.rank}").open("wb", buffering=0) as file:
             for block in self._blocks():
                 file.write(block)
             os.fsync(file.fileno())
 
     def write_odc_mpi(self) -> None:
-        """Save as a run does, and wait for it. Collective."""
+        """Save as a run does, and wait until the checkpoint is written. Collective."""
         world = self._world
         self._round += 1
         saver = Saver(self._directory, world.rank, world.size, f"{self._round}", warn=_fail)
@@ -148,14 +147,14 @@ class State:
         dcp.save(self._tensors(), storage_writer=writer)
 
     def read_plain(self) -> None:
-        """Read the file back. Local."""
+        """Read the file back."""
         with (self._directory / f"plain_{self._world.rank}").open("rb", buffering=0) as file:
             for block in self._blocks():
                 file.readinto(block)
 
     @torch.no_grad()
     def read_odc_mpi(self) -> None:
-        """Read this rank's slices, as a run does that resumes. Local."""
+        """Read this rank's slices, as a resumed run does."""
         with Checkpoint(self._directory / step_name(1)) as checkpoint:
             weights = CheckpointWeights(checkpoint)
             for piece, tensor in self.model.slices():
@@ -167,14 +166,14 @@ class State:
         dcp.load(self._tensors(), storage_reader=dcp.FileSystemReader(self._directory / "dcp"))
 
     def remove(self, name: str) -> None:
-        """Remove what was written in a way, so that the disk has nothing left to do. Local."""
+        """Remove the files of a variant, so that the disk has no pending work."""
         if self._world.rank == 0:
             for path in self._directory.glob(_WRITTEN[name]):
                 path.unlink() if path.is_file() else shutil.rmtree(path)
             os.sync()
 
     def forget(self) -> None:
-        """Drop this node's copies of the files in memory. Local."""
+        """Drop this node's page cache of the files."""
         for path in self._directory.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
@@ -196,16 +195,15 @@ class State:
 
 
 def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str, Any]:
-    """Write and read checkpoints of so many bytes, in every way. Collective.
+    """Write and read checkpoints with all variants. Collective.
 
     Args:
-        world: The ranks.
-        num_bytes: Of the state, over all ranks.
-        repeats: Rounds.
-        place: A directory on the disk that is meant.
+        num_bytes: Size of the state, over all ranks.
+        repeats: Number of rounds.
+        place: Directory on the disk to measure.
 
     Returns:
-        See the module's docstring; the same on every rank.
+        The object that the module's docstring describes, the same on every rank.
     """
     before = os.getloadavg()[0]
     made = tempfile.mkdtemp(prefix=".odc_mpi-bench-", dir=place) if world.rank == 0 else ""
@@ -229,7 +227,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
     seconds |= slowest(world, {"pause": state.pauses_s})
     return {
         **header(world, "checkpoint", before, repeats=repeats, state_bytes=state.num_bytes),
-        "left_out": {} if gloo else {"dcp": "its group here ends at the node"},
+        "left_out": {} if gloo else {"dcp": "its process group here is limited to one node"},
         "variants": {
             name: {"seconds": quartiles(times), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()
@@ -239,7 +237,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
 
 
 def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -> float:
-    """Return the slowest rank's seconds for some work that all begin together."""
+    """Return the slowest rank's seconds for work that all ranks begin together."""
     prepare()
     what = "reading or writing a checkpoint"
 

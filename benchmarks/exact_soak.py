@@ -1,9 +1,9 @@
-"""An exact run in all the ways that it can be run: on any number of ranks, slowed, on two hosts, killed and resumed.
+"""Exact runs in many variants: on any number of ranks, slowed, on two hosts, killed and resumed.
 
     python benchmarks/exact_soak.py --steps 50
-    python benchmarks/exact_soak.py --steps 50 --only '4_*' killed     # some of the ways: names are printed
+    python benchmarks/exact_soak.py --steps 50 --only '4_*' killed     # some of the variants: names are printed
 
-All must end with the digest of the run on one rank, and a run that adds gradients up in fp32 must not.
+All must end with the digest of the run on one rank, and a run that sums gradients in fp32 must not.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TIMEOUT_S = 600
 SLOWED = [__file__, "--slowed"]
 PLAIN = ["-m", "odc_mpi"]
 SETTINGS = {"run.exact": "true", "run.checkpoint_every": 5, "optim.adam_epsilon": 1e-8, "optim.weight_decay": 0.1}
-#: Begins the names of the ways that learn from rewards.
+#: Prefix of the names of the variants that use GRPO.
 REWARDED = "rl_"
 REWARD = """
 def rising(completion_ids, start, **kwargs):
@@ -39,7 +39,7 @@ def rising(completion_ids, start, **kwargs):
 
 
 class Way(NamedTuple):
-    """How a run is started."""
+    """Variant of a run: how it is started."""
 
     name: str
     ranks: int | str  # of each of two hosts, if it is a text
@@ -47,13 +47,13 @@ class Way(NamedTuple):
     settings: dict[str, object]
 
     def run(self, arguments):
-        """Launch python with these arguments; return how it ended."""
+        """Launch python with these arguments; return the completed process."""
         begin = two_hosts.launch if isinstance(self.ranks, str) else launch
         return begin(self.ranks, *arguments, timeout_s=TIMEOUT_S)
 
 
 def train_slowed(arguments):
-    """The program of a rank: a training in which each microbatch, and each generation, may take longer."""
+    """Train as a rank, with a random delay in each microbatch and each generation."""
     from odc_mpi.cli.main import main as odc_mpi
     from odc_mpi.training.objectives.grpo import GRPOObjective
     from odc_mpi.training.objectives.sft import SFTObjective
@@ -68,14 +68,14 @@ def train_slowed(arguments):
 
         setattr(of, name, late)
 
-    slow(SFTObjective, "after_microbatch")
-    slow(GRPOObjective, "after_microbatch")
+    slow(SFTObjective, "on_microbatch_end")
+    slow(GRPOObjective, "on_microbatch_end")
     slow(RolloutSource, "_generate")
     return odc_mpi(arguments)
 
 
 def ways():
-    """Return the ways of training on examples, and of learning from rewards."""
+    """Return the variants of SFT and of GRPO."""
     found = []
     for ranks, reduction, prefetch in itertools.product((2, 3, 4, 8), ("accumulate", "mailbox"), (0, 2)):
         number = len(found) + 1
@@ -93,7 +93,7 @@ def ways():
         settings |= {"rl.store_bytes": (0, 700, 1 << 20)[len(found) % 3], "comm.zero_copy": ("auto", "off")[ranks % 2]}
         found.append(Way(f"{REWARDED}{ranks}_{reduction}", ranks, SLOWED, settings))
     if reason := two_hosts.missing():
-        print(f"left out: two hosts ({reason})")
+        print(f"omitted: two hosts ({reason})")
         return found
     for ranks, reduction in itertools.product(("1", "2", "2,1"), ("accumulate", "mailbox")):
         settings = {"comm.reduction": reduction}
@@ -103,7 +103,7 @@ def ways():
 
 
 def soak(directory, steps, only):
-    """Run all ways whose names match one of the patterns `only`; return how many there were."""
+    """Run all variants whose names match one of the patterns `only`; return their number."""
     number, all_ways = 0, ways()
     for kind, write in (("", _config), (REWARDED, rewarded_config)):
         chosen = [way for way in all_ways if way.name.startswith(REWARDED) == bool(kind) and matches(way.name, only)]
@@ -113,21 +113,21 @@ def soak(directory, steps, only):
             soaking = Soaking(directory / f"{kind}runs", write, steps)
             wanted = soaking.digest(Way(f"{kind}alone", 1, PLAIN, {}))
             for way in chosen:
-                assert soaking.digest(way) == wanted, f"{way.name} has other bits"
+                assert soaking.digest(way) == wanted, f"{way.name} has another digest"
             if matches(killed, only):
-                assert soaking.killed(killed) == wanted, f"{killed} has other bits"
+                assert soaking.killed(killed) == wanted, f"{killed} has another digest"
             number += len(chosen) + matches(killed, only)
     return number
 
 
 class Soaking:
-    """Runs of one configuration, each in a directory of its own."""
+    """Runs of one configuration, each in a separate directory."""
 
     def __init__(self, directory, write, steps):
         self._directory, self._config, self._steps = directory, write(directory), steps
 
     def command(self, way):
-        """Return the arguments of python that train in this way."""
+        """Return the arguments of python for a variant."""
         where = {"run.steps": self._steps, "run.dir": self._directory / way.name}
         given = [text for key, value in (where | SETTINGS | way.settings).items() for text in (f"--{key}", value)]
         return (*way.program, "train", "--config", self._config, *given)
@@ -155,7 +155,7 @@ class Soaking:
 
 
 def rewarded_config(directory):
-    """Write prompts, a reward and a configuration that learns from both; return the path of the configuration."""
+    """Write prompts, a reward function and a GRPO configuration; return the path of the configuration."""
     import yaml
     from small_run import MODEL
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -187,12 +187,12 @@ def rewarded_config(directory):
 
 
 def matches(name, only):
-    """Say whether one of the patterns fits."""
+    """Return True if one of the patterns matches."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
 
 def floats_differ(directory, steps):
-    """Check that runs whose gradients are added up in fp32 differ, with all else as in the soak."""
+    """Check that runs that sum gradients in fp32 differ, with all other settings as in the soak."""
     found, config = set(), _config(directory)
     for ranks in (1, 3):
         name = f"floats_{ranks}"
@@ -200,17 +200,17 @@ def floats_differ(directory, steps):
         assert launch(ranks, *PLAIN, "train", *where, timeout_s=TIMEOUT_S).code == 0
         done = launch(0, *PLAIN, "checkpoint", "digest", directory / name)
         found.add(done.out.split()[0])
-    assert len(found) == 2, "runs with fp32 sums agree: the comparison shows nothing"
+    assert len(found) == 2, "runs with fp32 sums agree: the comparison proves nothing"
 
 
 def main():
-    """Run all the ways that were asked for; or be a rank, with `--slowed`."""
+    """Run all selected variants; with `--slowed`, run as a rank."""
     if sys.argv[1:2] == ["--slowed"]:
         return train_slowed(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of ways: 4_*, killed, floats"
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of variants: 4_*, killed, floats"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

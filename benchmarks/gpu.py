@@ -1,29 +1,29 @@
-"""Measure what a GPU, its link and our kernels give, and what our runtime costs a step there.
+"""Measure bandwidths of a GPU and its link, the CUDA kernels of odc_mpi, and the overhead of a training step.
 
-    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are left out
+    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are omitted
     mpiexec -n 2 python benchmarks/gpu.py [--parts bandwidths kernels step] [--sizes 4M,16M,64M,256M] [--repeats 7]
     mpiexec -n 1 python benchmarks/gpu.py --parts step [--config FILE] [--steps 4]
 
-    bandwidths   all ranks: units that come to a GPU and leave it (`gpu_windows.py`)
+    bandwidths   all ranks: fetches of units to a GPU and pushes from it (`gpu_windows.py`)
     kernels      rank 0, while the others wait: the owner's add and `flatten` (`gpu_kernels.py`)
-    step         rank 0 as a job of one rank, while the others wait: training beside plain torch (`gpu_step.py`)
+    step         rank 0 as a job of one rank, while the others wait: training compared with plain torch (`gpu_step.py`)
 
-What uses windows on GPUs may crash or hang whatever a doctor has proved. So all of the above is measured without them
-first; then, where they are to be used, bandwidths and steps once more with them, everything else beside them anew in
-the same run. Rank 0 prints the object as a line of JSON after each part: the last line holds all that was measured.
+Operations on GPU windows may crash or hang even if a doctor has proved them. So all of the above is measured without
+them first; then, if they are to be used, bandwidths and steps are measured again with them and with all other variants
+in the same run. Rank 0 prints the object as a line of JSON after each part: the last line has all results.
 
     library, ranks, nodes, repeats, devices, torch, load_average ([before, after], the node's over a minute)
     left_out     {what: reason}: variants, `bandwidths`, `kernels`, `step`, `step_device_windows`
-    sizes        a list of {size_bytes, num_units, crossing_bytes (of a unit, what other ranks own), variants}
-                 variants: {variant: {seconds, gb_per_s, of_copy, of_link}}, of one operation and the whole unit
+    sizes        a list of {size_bytes, num_units, crossing_bytes (of a unit, owned by other ranks), variants}
+                 variants: {variant: {seconds, gb_per_s, of_copy, of_link}}, for one operation and the full unit
     kernels      a list of {size_bytes (of a shard in fp32), slots, pieces, tasks}
                  tasks: {task: {moved_bytes, seconds, gb_per_s, of_copy, of_torch}}
     step         steps, param_dtype, model_numel, reduction, loss_deviation, tolerance, losses, and for `plain`,
-                 `host_windows`, `device_windows`: seconds, tokens_per_s (of a minibatch), overhead (our time by plain
-                 torch's in the same round, less 1)
+                 `host_windows`, `device_windows`: seconds, tokens_per_s (of a minibatch), overhead (odc_mpi's time
+                 divided by plain torch's in the same round, minus 1)
 
-`seconds`, `gb_per_s` and `overhead` are {low, median, high}, the quartiles over the rounds; what begins with `of_` is a
-speed as a multiple of another's, the median over rounds.
+`seconds`, `gb_per_s` and `overhead` are {low, median, high}, the quartiles over the rounds; keys that begin with `of_`
+are speeds as multiples of another variant's, medians over rounds.
 """
 
 import argparse
@@ -59,28 +59,28 @@ from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.training.settings import Config
 
-#: What can be measured alone.
+#: Parts that can be measured separately.
 PARTS = ("bandwidths", "kernels", "step")
-#: Without room for so much a GPU has none for windows.
+#: Minimum free GPU memory for windows.
 _MIN_BYTES = 1 << 20
-#: Why there are no windows on GPUs where nobody wants them.
+#: Reason for omitting windows on GPUs that were not requested.
 SET = "set by --window-device"
-#: Called with the result so far and a line on what is measured next.
-Listener = Callable[[dict[str, Any], str], None]
+#: Called with the result so far and a line about the next measurement.
+ReportFunction = Callable[[dict[str, Any], str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for.
+    """Options of the benchmark.
 
     Attributes:
-        sizes: Of units, and of shards, in bytes.
-        repeats: Rounds.
-        steps: Minibatches of a round.
-        config: A configuration of `odc-mpi train`; None for the benchmark's own.
-        window_device: Windows on GPUs: auto, where a doctor has proved them; cuda, in any case; cpu, not at all.
-        timeout_s: Seconds that a wait may last.
-        parts: Some of `PARTS`.
+        sizes: Sizes of units, and of shards, in bytes.
+        repeats: Number of rounds.
+        steps: Minibatches per round.
+        config: Path of a configuration of `odc-mpi train`; None for the benchmark's own.
+        window_device: Windows on GPUs: auto, if a doctor has proved them; cuda, always; cpu, never.
+        timeout_s: Maximum seconds of a wait.
+        parts: Subset of `PARTS`.
     """
 
     sizes: Sequence[int]
@@ -95,17 +95,19 @@ class Options:
 def main() -> int:
     """Measure, let rank 0 print the object after each part, and return the exit code. Collective."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="4M,16M,64M,256M", help="of units and shards")
-    parser.add_argument("--config", help="of odc-mpi train; default: a model of 1 B parameters in bf16")
-    parser.add_argument("--steps", type=int, default=4, help="minibatches of a round")
+    parser.add_argument("--sizes", default="4M,16M,64M,256M", help="sizes of units and shards")
+    parser.add_argument("--config", help="configuration of odc-mpi train; default: a model of 1 B parameters in bf16")
+    parser.add_argument("--steps", type=int, default=4, help="minibatches per round")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
-    parser.add_argument("--window-device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: as proved")
+    parser.add_argument(
+        "--window-device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: if the doctor has proved them"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="by default all")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of a wait for another rank")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="maximum seconds of a wait for another rank")
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
-    def tell(result: dict[str, Any], doing: str = "") -> None:
+    def report(result: dict[str, Any], doing: str = "") -> None:
         if world.rank == 0 and (result["sizes"] or result["kernels"] or result["step"]):
             print(json.dumps(result), flush=True)
         if doing:
@@ -114,14 +116,14 @@ def main() -> int:
     def work() -> None:
         device = world.run_on_all(lambda: _find(world.host_rank))
         options = Options(**{**vars(given), "sizes": parse_sizes(given.sizes)})
-        tell(measure(world, device, options, tell))
+        report(measure(world, device, options, report))
 
     return run_on_all_ranks(world, work)
 
 
 def _find(host_rank: int) -> Device:
     if not torch.cuda.is_available():
-        raise UserError(f"expected a GPU that torch sees, torch {torch.__version__} sees none")
+        raise UserError(f"expected a GPU, torch {torch.__version__} sees none")
     device = find_device("cuda", host_rank)
     assert device is not None
     device.set_current()
@@ -129,22 +131,21 @@ def _find(host_rank: int) -> Device:
 
 
 def measure(
-    world: World, device: Device, options: Options, tell: Listener = lambda result, doing: None
+    world: World, device: Device, options: Options, report: ReportFunction = lambda result, doing: None
 ) -> dict[str, Any]:
-    """Measure everything. Collective.
+    """Measure all parts. Collective.
 
     Args:
-        world: The ranks.
-        device: This rank's; all ranks have one.
+        device: GPU of this rank; all ranks have one.
         options: The same on every rank.
-        tell: Called on every rank before each part.
+        report: Called on every rank before each part.
 
     Returns:
-        What the module's docstring describes; on other ranks than the first without what that one measures alone.
+        The object that the module's docstring describes; parts that rank 0 measures alone are missing on other ranks.
 
     Raises:
-        AgreedError: A setting asks for what cannot be, too little memory, or losses differ; on every rank.
-        RuntimeError: Something came out wrong.
+        AgreedError: A setting is not supported, memory is insufficient, or losses differ; on every rank.
+        RuntimeError: A result is wrong.
     """
     before = os.getloadavg()[0]
     against = reduction_objections(world, device, options.window_device)
@@ -152,7 +153,7 @@ def measure(
     with ExitStack() as stack:
         wanted = world.rank == 0 and "step" in options.parts
         config = world.run_on_all(lambda: _configuration(options, stack) if wanted else None)
-        part = _Parts(world, device, options, config, tell)
+        part = _Parts(world, device, options, config, report)
         part.result = {
             **header(world, "gpu", before, repeats=options.repeats, devices=devices, torch=torch.__version__),
             "left_out": left_out(against),
@@ -166,7 +167,7 @@ def measure(
             if name in options.parts:
                 measured[name]()
             else:
-                part.result["left_out"][name] = "not asked for (--parts)"
+                part.result["left_out"][name] = "not requested (--parts)"
         if proved and "bandwidths" in options.parts:
             part.bandwidths(proved)
         part.step(on_device=True)
@@ -174,34 +175,34 @@ def measure(
     return part.result
 
 
-def reduction_objections(world: World, device: Device, wish: str) -> dict[str, str]:
+def reduction_objections(world: World, device: Device, window_device: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
     kept = load_device_report(world, device)
-    against = judge(kept if kept is not None else environment_report(world), wish)
+    against = judge(kept if kept is not None else environment_report(world), window_device)
     if len(against) == len(REDUCTIONS):
         return against
     troubles = [trouble for trouble in world.gather_objects(allocation_error(device, _MIN_BYTES)) if trouble]
     return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
 
 
-def judge(report: ProbeReport, wish: str) -> dict[str, str]:
-    """Return the reductions not to measure with windows on devices, each with the reason. Local."""
-    if wish == "cpu":
+def judge(report: ProbeReport, window_device: str) -> dict[str, str]:
+    """Return the reductions not to measure with windows on devices, each with the reason. Does not communicate."""
+    if window_device == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
-    if wish == "auto":
+    if window_device == "auto":
         proof = summarize(report)
         return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
-    # Asked for in any case; but the benchmark itself ends where something arrives wrongly.
+    # Requested unconditionally; but the benchmark ends if an operation delivers wrong data.
     against = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
             if any(report.is_wrong("from_device", kind, needed) for needed in (operation, "get")):
-                against[name] = "odc-mpi doctor has seen it deliver wrong data"
+                against[name] = "in odc-mpi doctor it delivered wrong data"
     return against
 
 
 def left_out(against: dict[str, str]) -> dict[str, str]:
-    """Return the variants that need windows on devices and have none, each with the reason. Local."""
+    """Return the variants that need windows on devices and have none, each with the reason."""
     reasons = {f"push_device_{name}": reason for name, reason in against.items()}
     if len(against) == len(REDUCTIONS):
         reasons = {"fetch_device": next(iter(against.values())), **reasons}
@@ -209,18 +210,17 @@ def left_out(against: dict[str, str]) -> dict[str, str]:
 
 
 class _Parts:
-    """The parts of the benchmark, each of which adds to the result. Making it is collective.
+    """The parts of the benchmark, each of which adds to the result. Construction is collective.
 
     Args:
-        world: The ranks.
-        device: This rank's.
-        options: What is asked for.
-        config: For the steps; None on other ranks than the first.
-        tell: Called with the result so far before each part.
+        config: Configuration of the steps on rank 0; None on other ranks.
+        report: Called with the result so far before each part.
     """
 
-    def __init__(self, world: World, device: Device, options: Options, config: Config | None, tell: Listener) -> None:
-        self._world, self._device, self._options, self._config, self._tell = world, device, options, config, tell
+    def __init__(
+        self, world: World, device: Device, options: Options, config: Config | None, report: ReportFunction
+    ) -> None:
+        self._world, self._device, self._options, self._config, self._report = world, device, options, config, report
         self._threads = world.cores_per_rank()
         self.result: dict[str, Any] = {}
 
@@ -229,7 +229,7 @@ class _Parts:
         torch.set_num_threads(self._threads)  # also after steps, whose configuration may have another number
         where = " with windows on GPUs" if reductions else ""
         for i, num_bytes in enumerate(self._options.sizes):
-            self._tell(self.result, f"units of {format_size(num_bytes)}{where}")
+            self._report(self.result, f"units of {format_size(num_bytes)}{where}")
             size = gpu_windows.measure_size(self._world, self._device, num_bytes, self._options.repeats, reductions)
             self.result["sizes"][i : i + 1] = [size]
         self._free()
@@ -240,7 +240,7 @@ class _Parts:
         if reason is not None:
             self.result["left_out"]["kernels"] = reason
         for num_bytes in self._options.sizes:
-            self._tell(self.result, f"kernels on shards of {format_size(num_bytes)}")
+            self._report(self.result, f"kernels on shards of {format_size(num_bytes)}")
             measured = self._on_first(
                 lambda num_bytes=num_bytes: gpu_kernels.measure_size(  # type: ignore[misc]
                     self._device, num_bytes, self._options.repeats, reason is None
@@ -250,14 +250,14 @@ class _Parts:
             self._free()
 
     def step(self, *, on_device: bool = False) -> None:
-        """Measure what a step costs on rank 0. Collective.
+        """Measure a training step on rank 0. Collective.
 
         Args:
-            on_device: With windows on the device too, if they are to be used and memory sufficed for the rest.
+            on_device: Measure windows on the device, too, if they are to be used and memory sufficed for the rest.
         """
         if on_device and self.result["step"] is None:
             return
-        self._tell(self.result, f"steps{' with windows on GPUs' if on_device else ''}")
+        self._report(self.result, f"steps{' with windows on GPUs' if on_device else ''}")
         measured, reason = self._on_first(lambda: self._steps(on_device))
         if reason is not None:
             self.result["left_out"]["step_device_windows" if on_device else "step"] = reason
@@ -266,7 +266,7 @@ class _Parts:
         self._free()
 
     def _steps(self, on_device: bool) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the entry `step` and the reason for a part that was left out; None for either. Local."""
+        """Return the entry `step` and the reason for a part that was omitted; None for either."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
         with self._world.self_world() as alone:
@@ -275,7 +275,7 @@ class _Parts:
             options = self._options
 
             def say(what: str) -> None:
-                self._tell(self.result, what)
+                self._report(self.result, what)
 
             try:
                 return gpu_step.measure(
@@ -283,10 +283,10 @@ class _Parts:
                 ), None
             except torch.OutOfMemoryError as error:
                 errors = str(error).split(". ")[0]
-                return None, f"the GPU's memory does not hold all models ({errors}): give a smaller one with --config"
+                return None, f"the GPU's memory does not hold all models ({errors}): pass a smaller model with --config"
 
     def _against_step(self, alone: World) -> str | None:
-        """Return the reason not to have the windows of a single rank on its device, None if there is none. Local."""
+        """Return the reason against windows of a single rank on its device, or None."""
         if self._options.window_device == "cpu":
             return SET
         try:
@@ -300,10 +300,10 @@ class _Parts:
         return allocation_error(self._device, _MIN_BYTES)
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
-        """Let rank 0 work while the others wait, and give all what came of it. Collective.
+        """Call a function on rank 0 while the others wait, and broadcast its result. Collective.
 
         Raises:
-            AgreedError: It raised a UserError.
+            AgreedError: The function raised a UserError.
         """
         done, error = None, None
         if self._world.rank == 0:
@@ -311,14 +311,14 @@ class _Parts:
                 done = work()
             except UserError as raised:
                 error = str(raised)
-        self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for what rank 0 measures alone")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for measurements of rank 0")
         done, error = self._world.gather_objects((done, error))[0]
         if error is not None:
             raise AllRanksUserError(error)
         return done
 
     def _free(self) -> None:
-        """Give the GPU's memory back that torch keeps for later. Local."""
+        """Free the GPU memory that torch caches."""
         gc.collect()
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,25 +1,26 @@
-"""What is done with gradients on a GPU, by kernels of ours and by torch's operators. Local.
+"""Operations on gradients on a GPU, by odc_mpi's CUDA kernels and by torch's operators.
 
     copy                   a shard in fp32 copied within the GPU's memory, by torch
     add_fp32, add_bf16     additions of an owner, `native.add_segments_`: `SLOTS` segments of that type, each as long as
-                           the shard, added into it
+                           the shard, are added to it
     flatten_fp32, flatten_bf16
-                           what who pushes does, `native.flatten`: a unit's gradients of that type, `PIECES` of them
-                           with gaps between, laid into a flat array in fp32, the largest magnitude found
+                           preparation of a push, `native.flatten`: a unit's gradients of that type, `SEGMENTS` of them
+                           with gaps in between, are written to a flat fp32 array, and the largest magnitude is
+                           computed
     NAME_torch             the same with torch's operators
 
-GB/s are 10^9 bytes per second that the task has to move, whoever does it: what is read and what is written, each once.
-Of n elements and k slots of b bytes each
+GB/s are 10^9 bytes per second. Bytes are those that the task must move with any implementation: inputs read once,
+outputs written once. For n elements and k slots of b bytes per element:
 
     copy      8 n           4 read, 4 written
     add       (8 + k b) n   the shard read and written once, each slot read once
-    flatten   b m + 4 n     the m elements of gradients read, all of the flat array written
+    flatten   b m + 4 n     m elements of gradients read, the full flat array written
 
-A kernel moves just that; torch's operators move more (a pass over the shard for each slot, say) and are counted alike,
-so a ratio of GB/s is one of times. `of_copy` is the speed as a multiple of the copy's, so counted.
+A kernel moves only these; torch's operators move more (a pass over the shard for each slot, for example), which is not
+counted, so a ratio of GB/s is a ratio of times. `of_copy` is the speed as a multiple of the copy's.
 
-A row of operations is queued on the stream that computes and waited for at its end. Shards take turns, as
-`gpu_windows.py` has it. Results are checked after the measurement.
+A sequence of operations is queued on the computing stream and waited for at its end. Shards alternate as in
+`gpu_windows.py`. Results are checked after the measurement.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,8 @@ from odc_mpi.comm.kernels import native
 from odc_mpi.simulate.events import quartiles
 
 SLOTS = 4
-PIECES = 12
-#: Elements between two pieces, at most: alignment leaves such gaps.
+SEGMENTS = 12
+#: Maximum number of elements between two segments: alignment leaves such gaps.
 GAP = 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPY = "copy"
@@ -46,12 +47,12 @@ TORCH = "_torch"
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do.
+    """Operation to measure.
 
     Attributes:
         operations: One for each shard.
-        moved_bytes: Of one operation, as the module's docstring counts them.
-        is_right: Whether all that was done so far came out right.
+        moved_bytes: Bytes of one operation, as counted in the module's docstring.
+        is_right: Returns True if all results so far are correct.
     """
 
     operations: Sequence[Callable[[], object]]
@@ -60,18 +61,14 @@ class Task:
 
 
 class Tasks:
-    """All tasks on shards of one size. Making them is local.
+    """All tasks on shards of one size.
 
     Args:
-        device: Where they are.
-        num_bytes: Of a shard in fp32.
-        with_kernels: Whether there are kernels; if not, only torch's operators are measured.
-
-    Attributes:
-        by_name: The tasks.
+        num_bytes: Size of a shard in fp32.
+        with_kernels: Measure the kernels, too, not only torch's operators.
 
     Raises:
-        UserError: Too little memory.
+        UserError: GPU memory is insufficient.
     """
 
     def __init__(self, device: Device, num_bytes: int, with_kernels: bool) -> None:
@@ -83,8 +80,8 @@ class Tasks:
         lays = {TORCH: native.flatten_with_torch, "": native.flatten}
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
-            slots = [self._pieces([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
-            gradients = [self._pieces(cut(self._numel), dtype) for _ in range(self._num_shards)]
+            slots = [self._segments([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
+            gradients = [self._segments(cut(self._numel), dtype) for _ in range(self._num_shards)]
             for who in (*ours, TORCH):
                 self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
                 self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, lays[who])
@@ -92,8 +89,8 @@ class Tasks:
     def _shards(self, value: float) -> list[torch.Tensor]:
         return [torch.full((self._numel,), value, device=self._device) for _ in range(self._num_shards)]
 
-    def _pieces(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Segment]:
-        """Make pieces of ones, of twos and so on: exact in bf16, too, and so are all sums that come up."""
+    def _segments(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Segment]:
+        """Create gradients of ones, of twos and so on: these and all their sums are exact in bf16, too."""
         return [
             (start, torch.full((numel,), i + 1.0, dtype=dtype, device=self._device))
             for i, (start, numel) in enumerate(spans)
@@ -140,40 +137,40 @@ def _bytes(pieces: Sequence[native.Segment]) -> int:
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """Return start and length of each piece of a flat array of so many elements, with gaps behind. Local."""
-    step = numel // min(PIECES, numel)
+    """Return start and length of each segment of a flat array of `numel` elements, each followed by a gap."""
+    step = numel // min(SEGMENTS, numel)
     length = step - min(GAP, step // 2)
-    return [(i * step, length) for i in range(min(PIECES, numel))]
+    return [(i * step, length) for i in range(min(SEGMENTS, numel))]
 
 
 def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: bool) -> dict[str, Any]:
-    """Measure all tasks on shards of one size. Local.
+    """Measure all tasks on shards of one size.
 
     Args:
-        device: Where; nobody else is to use it meanwhile.
-        num_bytes: Of a shard in fp32, a multiple of 4.
-        repeats: Rounds.
+        device: GPU that no other process uses meanwhile.
+        num_bytes: Size of a shard in fp32, a multiple of 4.
+        repeats: Number of rounds.
         with_kernels: As for `Tasks`.
 
     Returns:
-        An entry of `kernels` of the object of `gpu.py`.
+        Entry of `kernels` in the object of `gpu.py`.
 
     Raises:
-        UserError: Too little memory.
-        RuntimeError: Something came out wrong.
+        UserError: GPU memory is insufficient.
+        RuntimeError: A result is wrong.
     """
     tasks: Tasks = in_memory(lambda: Tasks(device, num_bytes, with_kernels))
     samples = {name: partial(_sample, device, task) for name, task in tasks.by_name.items()}
     times = sized_rounds(samples, repeats, SAMPLE_S, MAX_OPERATIONS)
     wrong = [name for name, task in tasks.by_name.items() if not task.is_right()]
     if wrong:
-        raise RuntimeError(f"{wrong[0]} came out wrong on shards of {num_bytes} bytes")
+        raise RuntimeError(f"{wrong[0]} gave a wrong result on shards of {num_bytes} bytes")
     moved = {name: task.moved_bytes for name, task in tasks.by_name.items()}
-    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": task_entries(moved, times)}
+    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": SEGMENTS, "tasks": task_entries(moved, times)}
 
 
 def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name. Local."""
+    """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name."""
     per_byte = {name: [one / moved_bytes[name] for one in own] for name, own in times.items()}
     found = entries(per_byte, 1, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
     return {

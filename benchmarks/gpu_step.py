@@ -1,14 +1,14 @@
-"""What our runtime costs a step on a GPU: one rank of it beside plain torch, on the same minibatches.
+"""Overhead of a training step on a GPU: one rank of odc_mpi compared with plain torch, on the same minibatches.
 
-    plain            `Plain`: everything stays on the GPU, nothing is fetched or pushed
+    plain            `Plain`: all tensors stay on the GPU, without fetches and pushes
     host_windows     `odc-mpi train` on one rank, shards on the host
     device_windows   the same, shards on the GPU
 
-All compute in `model.param_dtype`, add gradients and optimize in fp32, on the GPU, with the same optimizer; under bf16
-each keeps fp32 masters. On one rank there is nobody to wait for: what is left is what moving units costs, and the
-runtime's own work. Many ranks may gain more than that by not waiting for each other, which is not measured here.
+All compute in `model.param_dtype`, sum gradients and optimize in fp32, on the GPU, with the same optimizer; with bf16
+each keeps fp32 masters. One rank does not wait for other ranks: the overhead is moving units, and the runtime's own
+work. With many ranks, less waiting may save more than this costs, which is not measured here.
 
-In rounds, as `odc_mpi/bench/contenders.py` has it. A round ends when the GPU is done.
+Contenders alternate in rounds, as in `odc_mpi/bench/contenders.py`. A round ends when the GPU has finished.
 """
 
 import math
@@ -37,16 +37,16 @@ from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfi
 from odc_mpi.training.update import make_optimizer
 
 PLAIN, HOST, DEVICE = "plain", "host_windows", "device_windows"
-#: Where the shards are, by contender.
+#: Device of the shards, by contender.
 WINDOW_DEVICE = {HOST: "cpu", DEVICE: "cuda"}
-#: Losses may differ by so much of the loss, by `model.param_dtype`: the same sums in another order, on a GPU also from
-#: one run to the next (attention's backward adds as it comes), carried on through the steps.
+#: Maximum relative difference of losses, by `model.param_dtype`: sums have another order, on a GPU also from one run to
+#: the next (the backward of attention adds atomically), and differences accumulate over the steps.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
 
-#: What all contenders do alike, by setting.
+#: Settings that all contenders share.
 COMPARABLE = {"model.gradient_checkpointing": (False,), "model.reduce_dtype": ("float32",)}
 
-#: What is trained unless a configuration is given: a Qwen2 of 1.03 billion parameters, one sequence per microbatch.
+#: Default configuration: a Qwen2 of 1.03 billion parameters, one sequence per microbatch.
 LENGTH, VOCAB_SIZE = 4096, 32000
 MODEL = {
     "model_type": "qwen2",
@@ -63,15 +63,15 @@ SEQUENCES = 64
 
 
 def configuration(path: Path | None, own_data: Path, timeout_s: float) -> Config:
-    """Return the configuration to compare with. Local.
+    """Return the configuration of all contenders.
 
     Args:
-        path: Of a configuration of `odc-mpi train`; None for `MODEL`.
-        own_data: Where to write the data set for `MODEL`, which is then made.
-        timeout_s: Seconds that a wait may last.
+        path: Configuration file of `odc-mpi train`; None for `MODEL`.
+        own_data: Path of the data set that is written for `MODEL`.
+        timeout_s: Maximum seconds of a wait.
 
     Raises:
-        UserError: As for `load`, or it asks for what only we do.
+        UserError: As for `load`, or a setting is specific to odc_mpi.
     """
     if path is not None:
         return comparable(load(path))
@@ -85,10 +85,10 @@ def configuration(path: Path | None, own_data: Path, timeout_s: float) -> Config
 
 
 def comparable(config: Config) -> Config:
-    """Return a configuration as all contenders run it: on the GPU, at a constant learning rate. Local.
+    """Return a configuration as all contenders run it: on the GPU, at a constant learning rate.
 
     Raises:
-        UserError: It asks for what only we do.
+        UserError: A setting is specific to odc_mpi.
     """
     check_comparable(config, COMPARABLE, "benchmarks/gpu.py")
     return replace(
@@ -101,7 +101,7 @@ def comparable(config: Config) -> Config:
 
 
 def write_data(path: Path) -> None:
-    """Write a data set of sequences of one length, their tokens drawn by Zipf's law: a loss falls slowly. Local."""
+    """Write a data set of sequences of equal length, with tokens sampled by Zipf's law, so that a loss falls slowly."""
     rng = np.random.default_rng(0)
     with DatasetWriter(path, vocab_size=VOCAB_SIZE, tokenizer="none", source="Zipf's law") as writer:
         for _ in range(SEQUENCES):
@@ -118,22 +118,21 @@ def measure(
     repeats: int,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Train in plain torch and in our ways. Local: the world has one rank.
+    """Train with plain torch and with odc_mpi on one rank. Does not communicate.
 
     Args:
-        alone: A world of this rank; it is to be closed afterwards, and with it goes the rest of the memory.
-        config: As `comparable` returns it.
-        device: This rank's, that of the configuration.
-        names: Of our ways, `HOST` and `DEVICE`.
-        steps: Minibatches of a round.
-        repeats: Rounds.
-        report: Called with a line on what comes next.
+        alone: World of this rank only; close it afterward to free the remaining memory.
+        config: Configuration from `comparable`.
+        names: Contenders of odc_mpi: `HOST` and `DEVICE`.
+        steps: Minibatches per round.
+        repeats: Number of rounds.
+        report: Called with a line about the next measurement.
 
     Returns:
-        The entry `step` of the object of `gpu.py`.
+        Entry `step` of the object of `gpu.py`.
 
     Raises:
-        UserError: Settings, data and model do not fit together, too little memory, or losses differ.
+        UserError: Settings, data and model do not match, memory is insufficient, or losses differ.
     """
     assert alone.size == 1
     torch.set_num_threads(config.run.threads or alone.cores_per_rank())
@@ -162,7 +161,7 @@ def measure(
 
 
 def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
-    """Return times of a minibatch, speeds and overheads; the first round was to warm up. Local."""
+    """Return times of a minibatch, speeds and overheads, without the first round, which warms up."""
     step_s = {name: [done.seconds / len(done.losses) for done in some[1:]] for name, some in rounds.items()}
     speeds = {name: [done.num_tokens / done.seconds for done in some[1:]] for name, some in rounds.items()}
     overheads = {
@@ -178,9 +177,9 @@ def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
 
 
 class Plain(UnshardedBaseline):
-    """Plain torch that rounds where a run of ours rounds, and keeps 18 bytes per parameter under AdamW in bf16.
+    """Plain torch that rounds where odc_mpi rounds, and keeps 18 bytes per parameter with AdamW in bf16.
 
-    With `model.param_dtype: bfloat16` both compute in bf16, add gradients in fp32 and optimize fp32 masters.
+    With `model.param_dtype: bfloat16` both compute in bf16, sum gradients in fp32 and optimize fp32 masters.
     """
 
     def __init__(self, config: Config, loader: Loader, device: torch.device) -> None:
@@ -221,7 +220,7 @@ def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
 
 
 class _Contenders:
-    """All ways to train, each with a model of its own."""
+    """All contenders, each with a separate model."""
 
     def __init__(
         self, alone: World, config: Config, device: Device, names: Sequence[str], report: Callable[[str], None]
@@ -242,12 +241,12 @@ class _Contenders:
             self.by_name[name] = OdcContender(self._trainers[name], rank=0)
 
     def describe(self) -> dict[str, Any]:
-        """Return the size of the model and the reduction of each contender. Local."""
+        """Return the size of the model and the reduction of each contender."""
         shapes = next(iter(self._trainers.values())).model.parameter_shapes().values()
         return {"model_numel": sum(map(math.prod, shapes)), "reduction": self._reductions}
 
     def close(self) -> None:
-        """End them. Local."""
+        """Close all contenders."""
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()

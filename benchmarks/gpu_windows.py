@@ -1,19 +1,20 @@
-"""Units that come to a GPU and leave it, in every way there is, beside plain copies; for `gpu.py`.
+"""Fetches of units to a GPU and pushes from it, with all transports, compared with plain copies; for `gpu.py`.
 
     copy_device            a copy of the unit within the GPU's memory
     copy_to_device, copy_to_host
-                           between pinned memory and the GPU: what the link between them gives
-    fetch_host             from windows on the hosts of all owners, by way of pinned memory
-    fetch_host_in_place    the same where a node's ranks read each other's windows in place
+                           between pinned memory and the GPU: the bandwidth of the link
+    fetch_host             from windows on the hosts of all owners, through pinned memory
+    fetch_host_in_place    the same if ranks of a node read each other's windows directly
     push_host_NAME         the unit's gradient to its owners' hosts, for each reduction
     fetch_device, push_device_NAME
                            the same with windows on the GPUs
 
-One operation after the other, as in training, through the same transports. A fetch ends when the unit is on the GPU, a
-row of pushes with ordering point A, a row of copies with the event behind the last: nothing that was merely started is
-counted as done. Copies of a row queue on one stream, so what it takes to launch them shows for small units only.
+Operations run one after another, as in training, through the same transports. A fetch ends when the unit is on the GPU,
+a sequence of pushes when the gradients are complete, a sequence of copies with the event after the last: no operation
+that was only started counts as done. Copies of a sequence are queued on one stream, so launch times matter for small
+units only.
 
-As in `odc_mpi/bench/fetch_and_push.py` units take turns, values are small whole numbers, and every sum is checked
+As in `odc_mpi/bench/fetch_and_push.py` units alternate, values are small whole numbers, and every sum is checked
 exactly.
 """
 
@@ -32,13 +33,13 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 
-#: There are so many units that they hold at least so much, more than the caches of a GPU (H100: 50 MiB) ...
+#: Minimum bytes of all units together, more than the caches of a GPU (H100: 50 MiB) ...
 UNITS_BYTES = 256 << 20
-#: ... but at most so many: each has a window or two per transport.
+#: ... but at most this number of units: each has a window or two per transport.
 MAX_UNITS = 32
-#: A sample lasts about so long, so that beginning together (0.2 ms) does not show in it ...
+#: Approximate seconds of a sample, so that the ranks' common start (0.2 ms) is negligible ...
 SAMPLE_S = 0.1
-#: ... but has at most so many operations.
+#: ... but it has at most this number of operations.
 MAX_OPERATIONS = 1024
 
 COPY = "copy_device"
@@ -46,22 +47,21 @@ _TO_DEVICE, _TO_HOST = "copy_to_device", "copy_to_host"
 
 
 class DeviceUnits:
-    """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
+    """Units of one size, in all memory that the variants need. Construction is collective.
 
     Args:
-        world: The ranks.
-        device: Of this rank; all ranks have one.
-        num_bytes: Of each whole unit, a multiple of 4.
-        reductions: Those to measure with windows on the devices; without any there are no such windows.
+        device: GPU of this rank; all ranks have one.
+        num_bytes: Size of each full unit, a multiple of 4.
+        reductions: Reductions to measure with windows on the devices; without any no such window is created.
 
     Attributes:
-        variants: By name.
-        links: The variant of plain copies that goes the way of another.
-        num_units: How many there are.
-        crossing_bytes: Of a unit, what this rank does not own itself.
+        variants: Operations by name.
+        links: For a variant, that of plain copies over the same link.
+        num_units: Number of units.
+        crossing_bytes: Bytes of a unit that other ranks own.
 
     Raises:
-        UserError: Too little memory, on every rank.
+        UserError: Memory is insufficient, on every rank.
     """
 
     def __init__(self, world: World, device: Device, num_bytes: int, reductions: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class DeviceUnits:
         self._transports: list[Transport] = []
         self._last: Event = device.record_event()
         unit = 4 * world.size * self._layout.shard_numel
-        # Each rank: two of pinned memory for each unit, and two to land in. All together: parameters and gradients of
+        # Each rank: two pinned buffers for each unit, and two destinations. All together: parameters and gradients of
         # two transports, a mailbox's slots.
         require_host_memory(world, world.local_size * (2 * self.num_units + 2) * unit + 5 * self.num_units * unit)
         self.variants = world.run_on_all(lambda: in_memory(self._copies))
@@ -101,7 +101,7 @@ class DeviceUnits:
             pinned[i].fill_(2.0)
             targets[i].zero_()
             landed[i].zero_()
-        # A mark behind what fills them; what is copied from here on only follows its own stream.
+        # An event after the kernels that fill them; later copies only follow their own stream.
         filled = device.record_event()
         return {
             COPY: self._copy(targets, sources, 1.0, filled),
@@ -129,7 +129,7 @@ class DeviceUnits:
         return Variant([partial(copy, i) for i in range(self.num_units)], is_right, finish=finish)
 
     def _add(self, transport: Transport, fetch: str, place: str, reduction: str) -> None:
-        """Add what can be measured through a transport: its pushes, and its fetches unless another's stand for them."""
+        """Add the variants of a transport: its pushes, and its fetches unless another transport has the same ones."""
         self._transports.append(transport)
         transport.allocate([self._layout] * self.num_units)
         for i in range(self.num_units):
@@ -143,7 +143,7 @@ class DeviceUnits:
 
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
-        # Each in memory of its own, as a model's are: what is handed over is known by where it begins.
+        # Each in separate memory, as in a model: an event is recorded for a buffer by its address.
         gradients = self._world.run_on_all(
             lambda: in_memory(lambda: [self._flat(transport.gradients.empty) for _ in units])
         )
@@ -163,18 +163,17 @@ def measure_size(
     """Measure all variants for units of one size. Collective.
 
     Args:
-        world: The ranks; all do the same at the same time, and the slowest one's time counts.
-        device: Of this rank.
-        num_bytes: Of a unit, a multiple of 4.
-        repeats: Rounds.
+        world: Ranks that run the same variant at the same time; the time is that of the slowest.
+        num_bytes: Size of a unit, a multiple of 4.
+        repeats: Number of rounds.
         reductions: As for `DeviceUnits`.
 
     Returns:
-        An entry of `sizes` of the object of `gpu.py`.
+        Entry of `sizes` in the object of `gpu.py`.
 
     Raises:
-        UserError: Too little memory, on every rank.
-        RuntimeError: Something was moved wrongly.
+        UserError: Memory is insufficient, on every rank.
+        RuntimeError: Data arrived incorrectly.
     """
     units = DeviceUnits(world, device, num_bytes, reductions)
     check(world, units.variants)
@@ -192,7 +191,7 @@ def measure_size(
 
 
 def times_in(one_s: float, sample_s: float, most: int) -> int:
-    """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`. Local."""
+    """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`."""
     return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))
 
 
@@ -203,41 +202,43 @@ def sized_rounds(
     most: int,
     agree: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
 ) -> dict[str, list[float]]:
-    """Measure variants in rounds, each with as many operations in a row as take about `sample_s`. Local, if they are.
+    """Measure variants in rounds, with as many consecutive operations as take about `sample_s`.
+
+    Collective if the variants are.
 
     Args:
-        samples: By name: takes a number of operations, and returns the seconds of one.
-        repeats: Rounds.
-        sample_s: Seconds of a row.
-        most: Operations of a row at most.
+        samples: By name, a function of the number of operations that returns the seconds of one.
+        repeats: Number of rounds.
+        sample_s: Seconds of a sequence of operations.
+        most: Maximum number of operations of a sequence.
         agree: Makes the times the same on every rank.
 
     Returns:
-        The seconds of an operation in each round.
+        Seconds of an operation in each round.
     """
-    # The first row touches memory for the first time: the second one tells how long the others should be.
+    # The first sequence touches memory for the first time: the second one determines the length of the others.
     first = agree(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
     rows = {name: partial(sample, times_in(first[name][-1], sample_s, most)) for name, sample in samples.items()}
     return agree(interleaved(rows, repeats))
 
 
 def in_memory(allocate: Callable[[], Any]) -> Any:
-    """Call what allocates memory of a GPU; if there is too little, that is the user's to change. Local.
+    """Call a function that allocates GPU memory; convert an out-of-memory error to a UserError.
 
     Raises:
-        UserError: There is too little.
+        UserError: GPU memory is insufficient.
     """
     try:
         return allocate()
     except torch.OutOfMemoryError as error:
         errors = str(error).split(". ")[0]
         raise UserError(
-            f"the GPU's memory does not hold the units ({errors}): free some of it, or choose smaller --sizes"
+            f"the GPU's memory does not hold the units ({errors}): free some of it, or use smaller --sizes"
         ) from None
 
 
 def _sample(world: World, variant: Variant, times: int) -> float:
-    world.wait_collective(world.comm.Ibarrier(), "beginning a row of operations")
+    world.wait_collective(world.comm.Ibarrier(), "starting a sequence of operations")
     taken = seconds(variant.operations, times, variant.finish)
     variant.proceed()
     return taken

@@ -3,12 +3,12 @@
     mpiexec -n 2 python benchmarks/grpo_against_trl.py ours FOLDER
     TRL_PYTHON benchmarks/grpo_against_trl.py trl FOLDER
 
-TRL_PYTHON is the Python of an environment with trl beside the same torch and transformers; it needs no MPI. The first
-command trains two steps for each case on completions that are drawn at random, not generated, and writes the model, the
-policy before the second step (which is apart from the reference then), the rollouts, and the loss and gradient of that
-step. The second one hands the rollouts to TRL as its `rollout_func`, so that rewards, advantages, masks and loss are
-TRL's, and prints a row for each case: by how much the loss differs, of the sum of the sizes of all tokens' losses, and
-the norm of the difference of the gradients, of the norm of the gradient.
+TRL_PYTHON is the Python of an environment with trl and the same torch and transformers; it needs no MPI. The first
+command trains two steps for each case on random completions, which are not generated, and writes the model, the policy
+before the second step (which then differs from the reference), the rollouts, and the loss and gradient of that step.
+The second one passes the rollouts to TRL as its `rollout_func`, so that rewards, advantages, masks and loss are TRL's,
+and prints a row for each case: the difference of the losses relative to the sum of the magnitudes of all tokens'
+losses, and the norm of the difference of the gradients relative to the gradient's norm.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def shorter(completion_ids: list[list[int]], **columns: Any) -> list[float | Non
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
-    """Reward even tokens, but do not apply to completions that begin with certain tokens."""
+    """Reward even tokens; not applicable to completions that begin with certain tokens."""
     return [None if tokens[0] % 5 == 0 else float(sum(t % 2 == 0 for t in tokens)) for tokens in completion_ids]
 
 
@@ -64,14 +64,14 @@ def prompts() -> list[str]:
 
 
 def completions(prompt: int) -> list[list[int]]:
-    """Return the tokens of a prompt's completions, about a quarter of them cut."""
+    """Return the tokens of a prompt's completions, about a quarter of them truncated."""
     draws = random.Random(f"completions of {prompt}")
     found = [[draws.randrange(60) for _ in range(draws.randint(1, MAX_LENGTH))] for _ in range(NUM_GENERATIONS)]
     return [tokens if draws.random() < 0.25 else [*tokens[:-1], END] for tokens in found]
 
 
 def ours(folder: Path) -> None:
-    """Train with odc_mpi, and write what TRL is to be compared with. Collective."""
+    """Train with odc_mpi, and write the files for the comparison with TRL. Collective."""
     import numpy as np
     import torch
 
@@ -165,7 +165,7 @@ def _two_steps(folder: Path, world: Any, trainer: Any) -> None:
 
 
 def trl(folder: Path) -> None:
-    """Compute the same with TRL, and print by how much it differs. Local."""
+    """Compute the same with TRL, and print the differences."""
     import torch
     import transformers
     from safetensors import safe_open
@@ -177,7 +177,7 @@ def trl(folder: Path) -> None:
     print("Versions: " + ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch")))
     print("| `loss_type` | `scale_rewards` | masked | `beta` | loss | difference | gradient's norm | difference |")
     print("|---|---|---|---|---|---|---|---|")
-    # TRL's `use_bias_correction_kl` changes the gradient of the divergence, and not its value.
+    # TRL's `use_bias_correction_kl` changes the gradient of the divergence, but not its value.
     todo = [(number, False) for number in range(len(CASES))]
     todo += [(number, True) for number, case in enumerate(CASES) if case[-1]]
     for number, corrected in todo:
@@ -199,7 +199,7 @@ def trl(folder: Path) -> None:
 def _loss_of_trl(
     folder: Path, state: dict[str, Any], number: int, *, corrected: bool
 ) -> tuple[float, float, dict[str, Any]]:
-    """Return TRL's loss, the sum of the sizes of all tokens' losses, and gradients by name, in float64."""
+    """Return TRL's loss, the sum of the magnitudes of all tokens' losses, and gradients by name, in float64."""
     import datasets
     import torch
     import transformers
@@ -237,7 +237,7 @@ def _loss_of_trl(
         use_cpu=True,
         report_to="none",
     )
-    # The reference is the model in this folder; the policy has come further.
+    # The reference is the model in this folder; the policy has been trained further.
     policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
     given = {name.removeprefix("policy."): value for name, value in state.items() if name.startswith("policy.")}
     policy.load_state_dict(given, strict=False)
@@ -260,7 +260,7 @@ def _loss_of_trl(
 
 
 def _size(loss_type: str, scored: dict[str, Any]) -> float:
-    """Return the loss with the sizes of all advantages: with their signs the sum may be near 0."""
+    """Return the loss with the magnitudes of all advantages: with their signs the sum may be near 0."""
     sizes = scored["advantages"].abs()[:, None] * scored["completion_mask"]
     if loss_type == "grpo":
         return float((sizes.sum(1) / scored["completion_mask"].sum(1).clamp(min=1)).mean())
@@ -271,6 +271,6 @@ def _size(loss_type: str, scored: dict[str, Any]) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=["ours", "trl"])
-    parser.add_argument("folder", type=Path, help="new for ours, the same for trl")
+    parser.add_argument("folder", type=Path, help="a new folder for ours, the same for trl")
     arguments = parser.parse_args()
     sys.exit({"ours": ours, "trl": trl}[arguments.which](arguments.folder))

@@ -1,6 +1,6 @@
-"""Compare the speed of learning from rewards with that of TRL: completion tokens generated and trained per second.
+"""Compare the speed of GRPO with that of TRL: completion tokens generated and trained per second.
 
-    make run-rl                                                  # makes the model and the prompts
+    make run-rl                                                  # creates the model and the prompts
     python -m venv TRL && TRL/bin/pip install trl                # with torch of the same version
     python benchmarks/grpo_speed.py --trl TRL/bin/python [--rounds 5] [--steps 10]
 
@@ -11,10 +11,10 @@ The model, the prompts and the settings of jobs/grpo.yaml, one thread for each p
     two          odc_mpi, two ranks, which share a step's completions
     apart        two processes at once that exchange nothing, each odc_mpi on one rank with half of the completions
 
-In rounds, each way in a process of its own that begins anew: a step of each process is not counted, nor is what comes
-before it. Prints the tokens per second of each round, and medians over the rounds of each way and of the ratios between
-them; also per second of processor time, which tells the same of processes that wait for nobody, and which other load on
-the machine disturbs less. With `--lines FILE` rounds of several calls count together.
+The variants alternate in rounds, each in a new process; the start and the first step of a process are not counted.
+Prints the tokens per second of each round, and medians over the rounds of each variant and of the ratios between them;
+also per second of processor time, which is equivalent for processes that do not wait, and less disturbed by other load
+on the machine. With `--lines FILE` rounds of several calls are evaluated together.
 """
 
 import argparse
@@ -34,14 +34,14 @@ CONFIG, PROMPTS = Path("jobs/grpo.yaml"), Path("runs/digits/prompts.jsonl")
 
 
 def main() -> None:
-    """Run all ways in turn, or one of them, which prints its figures."""
+    """Run all variants alternately, or run one and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl", help="Python of an environment with trl; without it, trl is left out")
+    parser.add_argument("--trl", help="Python of an environment with trl; default: omit trl")
     parser.add_argument("--mpiexec", default="mpiexec")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lines", type=Path, help="file of rounds, one a line, to which those of this call are added")
-    parser.add_argument("--way", choices=WAYS, help="only this one, in this process")
+    parser.add_argument("--lines", type=Path, help="file of rounds, one per line; rounds of this call are appended")
+    parser.add_argument("--way", choices=WAYS, help="run only this variant, in this process")
     arguments = parser.parse_args()
     if arguments.way:
         (with_trl if arguments.way == "trl" else with_odc_mpi)(arguments.way, arguments.steps)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def one_round(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
-    """Run a way in processes of its own, and return what it prints."""
+    """Run a variant in new processes, and return its output."""
     ranks = {"trl": [], "one": ["-n", "1"]}.get(way, ["-n", "2"])
     start = [arguments.mpiexec, *ranks, sys.executable] if ranks else [arguments.trl]
     command = [*start, __file__, "--way", way, "--steps", str(arguments.steps)]
@@ -95,7 +95,7 @@ def show(rounds: list[dict[str, Any]]) -> None:
 
 
 def with_odc_mpi(way: str, steps: int) -> None:
-    """Train by the trainer of `odc-mpi train`, and print the figures on rank 0. Collective."""
+    """Train with the trainer of `odc-mpi train`, and print the figures on rank 0. Collective."""
     import numpy as np
     import torch
     import transformers
@@ -131,7 +131,7 @@ def with_odc_mpi(way: str, steps: int) -> None:
 
 
 def with_trl(way: str, steps: int) -> None:
-    """Train by TRL's trainer with the same settings, and print the figures."""
+    """Train with TRL's trainer and the same settings, and print the figures."""
     import torch
     import transformers
     import trl
@@ -186,7 +186,7 @@ def with_trl(way: str, steps: int) -> None:
 
 
 def report(tokens: int, seconds: float, cpu_s: float, generate_fraction: float | None, versions: str) -> None:
-    """Print the figures of a way as JSON."""
+    """Print the figures of a variant as JSON."""
     figures = {"tokens": tokens, "tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / cpu_s}
     print(json.dumps(figures | {"generate_fraction": generate_fraction, "versions": versions}), flush=True)
 

@@ -1,12 +1,12 @@
-"""Loss and norm of the gradient of every step, to the last bit: to compare two checkouts with each other.
+"""Loss and gradient norm of every step, in full precision, to compare two checkouts.
 
     python benchmarks/loss_trace.py OUT.json [--ranks N]       with the Python of a checkout's environment
     python benchmarks/loss_trace.py --compare A.json B.json    exit code 1 if they differ
 
-It trains a small model through the command line of the odc_mpi that this Python finds: from the start, from a
-checkpoint, and with many settings changed. On one rank both checkouts have to compute the same bits; on several ranks
-gradients are added in any order, and the comparison allows 1e-6 of each value. Both traces have to be made on the same
-machine with the same libraries: other processors and other versions of torch multiply in another order.
+It trains a small model through the command line of the odc_mpi that this Python imports: from the start, from a
+checkpoint, and with many settings changed. On one rank both checkouts must compute the same bits; on several ranks
+gradients are summed in any order, and the comparison allows 1e-6 of each value. Both traces must be recorded on the
+same machine with the same libraries: other processors and other versions of torch sum in another order.
 """
 
 import argparse
@@ -30,7 +30,7 @@ data: {path: data.h5, minibatch_sequences: 12, max_tokens_per_microbatch: 128}
 optim: {learning_rate: 0.01, weight_decay: 0.01, warmup_steps: 2}
 run: {dir: run, steps: 10, checkpoint_every: 5, seed: 7, threads: 1}
 """
-#: By name: the arguments. The second goes on where the first stopped.
+#: Arguments by name. The second run resumes from the first.
 RUNS = {
     "start": ("--run.steps", "7"),
     "resumed": ("--run.resume", "auto"),
@@ -47,7 +47,7 @@ def main():
     """Write a trace, or compare two; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT.json", help="where to write the trace")
-    parser.add_argument("--ranks", type=int, default=1, help="under mpiexec if there are several")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks, under mpiexec if several")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     arguments = parser.parse_args()
     if (arguments.out is None) == (arguments.compare is None):
@@ -62,7 +62,7 @@ def main():
 
 
 def trace(ranks):
-    """Train; return by run step, loss and norm of the gradient of each step."""
+    """Train; return step, loss and gradient norm of each step, by run."""
     launcher = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks)] if ranks > 1 else []
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def call(folder, arguments, launcher=()):
 
 
 def compare(first, second):
-    """Print where two traces differ; return the exit code."""
+    """Print the differences of two traces; return the exit code."""
     ranks = max(first["ranks"], second["ranks"])
     differing = [] if first["runs"].keys() == second["runs"].keys() else ["other runs"]
     for name in first["runs"].keys() & second["runs"].keys():
@@ -98,7 +98,7 @@ def compare(first, second):
 
 
 def same(step, other, ranks):
-    """Say whether two steps agree as far as they have to."""
+    """Return True if two steps agree within the tolerance."""
     if ranks == 1 or None in (*step, *other):
         return step == other
     return all(math.isclose(value, another, rel_tol=TOLERANCE) for value, another in zip(step, other, strict=True))

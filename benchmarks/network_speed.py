@@ -1,19 +1,19 @@
-"""How fast two hosts train beside one, and what crosses the network between them. For a person, as root.
+"""Compare the speed of training on two hosts and on one, and count the bytes on the network. Requires root.
 
     python benchmarks/network_speed.py                                # the quick start's model, ten minutes
     python benchmarks/network_speed.py --link "netem rate 1gbit delay 500us"
     python benchmarks/network_speed.py --larger                       # a Llama of 9 million parameters
-    python benchmarks/network_speed.py --cache-bytes 2M               # also with so much for each of the two caches
+    python benchmarks/network_speed.py --cache-bytes 2M               # also with this size of each of the two caches
 
-One rank on each of two hosts, then two ranks on one host, in turn. In each such job, in rounds: training by plain torch
-that exchanges nothing (`apart`), and ours with the caches of `comm.parameter_cache_bytes` and
-`comm.gradient_cache_bytes` as they are by default, by `lb_mini` and by `dynamic`, and without caches, on the same
-minibatches. Each is made anew, so that no thread of one takes time from another. Speeds are multiples of `apart` in the
-same round: what the machine does from one minute to the next is in both.
+Jobs with one rank on each of two hosts alternate with jobs with two ranks on one host. Each job compares in rounds, on
+the same minibatches: plain torch in processes that exchange nothing (`apart`), odc_mpi with the default sizes of
+`comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
+caches. Each training is created from scratch, so that no thread of one takes time from another. Speeds are multiples of
+`apart` in the same round, so variations of the machine's speed affect both.
 
-Each library has its own environment: run it with the python of each. `--link` is what `tc qdisc add dev eth0 root`
-takes, and holds for either end of the link, so that a round trip takes twice its delay. A kernel without netem limits
-the rate alone: "tbf rate 1gbit burst 128kb latency 100ms".
+Each MPI library has its own environment: run the script with the python of each. `--link` is the argument of `tc qdisc
+add dev eth0 root`, applied to both ends of the link, so that a round trip takes twice its delay. A kernel without netem
+can only limit the rate: "tbf rate 1gbit burst 128kb latency 100ms".
 """
 
 import argparse
@@ -41,12 +41,12 @@ LARGER = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-#: Steps of each training that do not count.
+#: Steps of each training that are not counted.
 WARM_UP = 2
 
 
 def configuration(arguments):
-    """Return what is trained: settings of the quick start, for as long as it is asked for."""
+    """Return the configuration: settings of the quick start, with the requested number of steps."""
     from odc_mpi.training.settings import load
 
     config = load(mpi_launch.ROOT / "jobs/quickstart.yaml")
@@ -61,7 +61,7 @@ def configuration(arguments):
 
 
 def caches(config, size):
-    """Return the configuration with so many bytes for each of the two caches."""
+    """Return the configuration with the given size of each of the two caches."""
     from odc_mpi.training.setting_types import Size
 
     each = Size(size)
@@ -69,7 +69,7 @@ def caches(config, size):
 
 
 def train(world, name, config, steps):
-    """Train anew for some steps; return tokens per second, and per minibatch and rank bytes and microbatches."""
+    """Train from scratch; return tokens per second, and per minibatch and rank bytes and microbatches."""
     from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
     from odc_mpi.bench.rank_timing import slowest_s
     from odc_mpi.training.inputs import open_inputs
@@ -94,7 +94,7 @@ def train(world, name, config, steps):
 
 
 def job(arguments):
-    """Be a rank: train in every way, in rounds; rank 0 prints the figures of each as JSON."""
+    """Run as a rank: train all variants in rounds; rank 0 prints the figures of each as JSON."""
     import torch
 
     from odc_mpi.bench.measure import interleaved
@@ -115,7 +115,7 @@ def job(arguments):
 
 
 def run(hosts, arguments):
-    """Launch a job; return the figures of each way in each of its rounds."""
+    """Launch a job; return the figures of each variant in each of its rounds."""
     command = [__file__, "--job", "--steps", arguments.steps, "--sequences", arguments.sequences]
     command += ["--rounds", arguments.rounds, "--timeout-s", arguments.timeout_s]
     command += ["--larger"] if arguments.larger else []
@@ -131,14 +131,16 @@ def run(hosts, arguments):
 
 def main():
     """Run the jobs and print the speeds as multiples of `apart`."""
-    parser = argparse.ArgumentParser(description="Train on one host and on two, and compare.")
-    parser.add_argument("--jobs", type=int, default=2, help="on one host, and as many on two")
+    parser = argparse.ArgumentParser(description="Compare training on one host and on two hosts.")
+    parser.add_argument("--jobs", type=int, default=2, help="number of jobs on one host, and as many on two")
     parser.add_argument("--rounds", type=int, default=5, help="of each job")
-    parser.add_argument("--steps", type=int, default=6, help="that count, of each training")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of each training")
     parser.add_argument("--sequences", type=int, default=64, help="of a minibatch")
     parser.add_argument("--link", default="", metavar="QDISC", help='such as "netem rate 1gbit delay 500us"')
     parser.add_argument("--larger", action="store_true", help="a Llama of 9 million parameters")
-    parser.add_argument("--cache-bytes", default="", metavar="SIZE", help="also so much for each of the caches")
+    parser.add_argument(
+        "--cache-bytes", default="", metavar="SIZE", help="size of each of the two caches, as a further variant"
+    )
     parser.add_argument("--timeout-s", type=float, default=900, help="of a job")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measure what a progress thread achieves for ranks that access a rank that computes, and what it costs that rank.
+"""Measure the effect of a progress thread on accesses to a rank that computes, and its cost for that rank.
 
     mpiexec -n 2 python benchmarks/progress.py [--sizes 64,1M,16M] [--push-sizes 512K,2M,8M,32M] [--repeats 9]
 
@@ -6,40 +6,40 @@ Every rank is bound to one core. Rank 0 accesses the target, a rank of another n
 
     get         rank 0 reads from an ordinary window of the target, which idles in MPI, or computes: in large matrix
                 products, in small torch operations, in pure Python
-    politeness  all ranks train a small net each, without a thread, with the one of `accumulate`, which only drives MPI,
-                and with the one of `mailbox`, which polls the inbox, too; none has anything to serve
+    politeness  each rank trains a small net: without a thread, with the one of `accumulate`, which only makes MPI
+                progress, and with the one of `mailbox`, which polls the inbox, too; no messages arrive
     reduction   rank 0 pushes to the target, which computes: a plain Put, and each reduction (`progress_pushes.py`)
 
-Whatever is compared takes turns, round after round. Run once more with MPIR_CVAR_ASYNC_PROGRESS=1 in the environment,
-MPICH's own thread is there, too: how much longer `without` then takes is what that one costs.
+Variants alternate in rounds. With MPIR_CVAR_ASYNC_PROGRESS=1 in the environment MPICH's own thread runs, too: the
+increase of `without` is its cost.
 
 `measure` returns, and rank 0 prints as one line of JSON:
 
     benchmark        "progress"
     library, ranks, nodes, repeats
-    cores            of every rank the number of the one that it keeps to
-    target           the rank that rank 0 turns to
-    other_node       whether it is on another node
-    mpich_async_progress   whether MPICH's own asynchronous progress was on
-    load_average     [before, after], the node's over a minute: above `ranks`, somebody else was computing
-    get              a list, as asked for, of
+    cores            core number of every rank
+    target           the rank that rank 0 accesses
+    other_node       true if it is on another node
+    mpich_async_progress   true if MPICH's own asynchronous progress was enabled
+    load_average     [before, after], the node's over a minute: above `ranks`, other programs were running
+    get              a list, in the order of --sizes, of
         size_bytes
         kinds        {idle, large_products, small_operations, python: {median_s, longest_s, computed_s}}: of a Get,
-                     complete at rank 0; and for how long the target computed around it, the median; 0 for idle
+                     complete at rank 0; and the median time for which the target computed meanwhile; 0 for idle
     politeness
         steps        of training a small net, in a sample
         seconds      {without, accumulate, mailbox: {low, median, high}}, the quartiles over the rounds of the slowest
                      rank's seconds: without a thread, and with the one of each reduction
-        slow_down    {accumulate, mailbox: {low, median, high}}, by which part of `without` of the same round it took
-                     longer
+        slow_down    {accumulate, mailbox: {low, median, high}}, increase of the time relative to `without` of the same
+                     round
     reduction        a list, the smallest size first, of
         size_bytes   of a push, all of which the target owns
         variants     {put, accumulate, mailbox: {num_samples, seconds, gb_per_s, of_put}}: of a push, complete at the
-                     target, or, for the mailbox, in its hands, as {low, median, high}; GB/s are 10^9 bytes per second;
-                     the speed as a multiple of Put's, the median over rounds
+                     target, or, for the mailbox, received by it, as {low, median, high}; GB/s are 10^9 bytes per
+                     second; the speed as a multiple of Put's, the median over rounds
         left_out     {variant: reason}: those that were too slow in a smaller size
-    goals            a list of {goal, size_bytes, variant, figure, expected, reached}; size_bytes is null where there is
-                     none
+    goals            a list of {goal, size_bytes, variant, figure, expected, reached}; size_bytes is null if not
+                     applicable
         get_delay_s      median seconds of a Get, beyond those from an idle target: at most 0.005
         slow_down        median: at most 0.05
         mailbox_of_put   at least 0.25
@@ -80,7 +80,7 @@ GET_DELAY, SLOW_DOWN = Goal("get_delay_s", "<=", 5e-3), Goal("slow_down", "<=", 
 MAILBOX_OF_PUT = Goal("mailbox_of_put", ">=", 0.25)
 #: Values of MPICH's variables that enable something.
 _ON = ("1", "y", "yes", "t", "true", "on")
-#: A prime, so that no page of the window is like the one before.
+#: A prime, so that no two consecutive pages of the window are equal.
 _PERIOD = 251
 #: Seconds of a sample of `politeness`, about a hundred polls of the thread, and of the trial that times a step.
 SAMPLE_S, _TRIAL_S = 0.25, 0.1
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--push-sizes", default="512K,2M,8M,32M", help="of pushes")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument("--budget-s", type=float, default=10.0, help="seconds for the pushes of a size by one variant")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of a wait for another rank")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="maximum seconds of a wait for another rank")
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
@@ -117,22 +117,22 @@ def measure(
     budget_s: float,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure all three. Collective.
+    """Measure all three parts. Collective.
 
     Args:
-        world: The ranks, two or more.
-        sizes: In bytes, of Gets.
-        push_sizes: In bytes, of pushes, multiples of 4.
+        world: Two ranks or more.
+        sizes: Sizes of Gets in bytes.
+        push_sizes: Sizes of pushes in bytes, multiples of 4.
         repeats: Samples of each Get and push; there are twice as many rounds of politeness.
         budget_s: Seconds for the pushes of a size by one variant.
-        report: Called with a line on what comes next.
+        report: Called with a line about the next measurement.
 
     Returns:
-        What the module's docstring describes, the same on every rank.
+        The object that the module's docstring describes, the same on every rank.
 
     Raises:
-        AgreedError: There is one rank; MPI does not let threads call it; there is too little memory.
-        RuntimeError: Something was read or summed wrongly.
+        AgreedError: There is one rank, MPI does not support calls from threads, or memory is insufficient.
+        RuntimeError: A value or sum is wrong.
     """
     _require(world, sizes, push_sizes)
     load = os.getloadavg()[0]
@@ -140,7 +140,7 @@ def measure(
     cores = take_one_core_each(world, first=(0, target))
     report(f"Gets of {', '.join(map(format_size, sizes))} from rank {target}")
     read = measure_gets(world, target, sizes, repeats)
-    report("what a thread with nothing to serve costs")
+    report("cost of a thread without messages")
     polite = measure_politeness(world, 2 * repeats)
     report(f"pushes of {', '.join(map(format_size, sorted(push_sizes)))} to rank {target}")
     pushed = measure_pushes(world, target, push_sizes, repeats, budget_s)
@@ -163,7 +163,7 @@ def measure(
 
 
 def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare `get`, `politeness` and `reduction` of the object with the goals; return `goals`. Local."""
+    """Compare `get`, `politeness` and `reduction` of the object with the goals; return `goals`."""
     judged = []
     for size in read:
         kinds = {name: entry["median_s"] for name, entry in size["kinds"].items()}
@@ -184,12 +184,12 @@ def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[
 
 
 def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
-    """Check what the machine has to have. Collective."""
+    """Check the requirements of the machine. Collective."""
     if world.size == 1:
-        raise AllRanksUserError("expected two ranks or more, of which one computes, got 1")
+        raise AllRanksUserError("expected two ranks or more, got 1")
     if not all(world.gather_objects(window_transport(world).threads)):
         raise AllRanksUserError("expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
-    # Of Gets: a window, and two copies. Of pushes: windows and shards of all sizes, an inbox, what is put, and copies.
+    # Gets: a window and two copies. Pushes: windows and shards of all sizes, an inbox, sources of Puts, and copies.
     reading, inbox = 3 * max(sizes), DEFAULT_MAILBOX_BYTES
     pushing = 3 * sum(push_sizes) + inbox + 4 * max(push_sizes)
     wanted = world.local_size * max(reading, pushing)
@@ -199,7 +199,7 @@ def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
 
 
 def _async_progress(library: str, environment: Mapping[str, str]) -> bool:
-    """Whether MPICH was asked for its own asynchronous progress. Local."""
+    """Return True if MPICH's own asynchronous progress is enabled."""
     return library.startswith("MPICH") and environment.get("MPIR_CVAR_ASYNC_PROGRESS", "").lower() in _ON
 
 
@@ -207,32 +207,30 @@ def read(world: World, window: Window, target: int, memory: np.ndarray) -> float
     """Read the first bytes of a target's part of a window; return the seconds. One-sided.
 
     Args:
-        world: The ranks.
-        window: Of bytes, which hold the `pattern` of each rank.
-        target: Whose part is read.
-        memory: As many bytes as are read, uint8.
+        window: Window of bytes that contains the `pattern` of each rank.
+        target: Rank whose part is read.
+        memory: Destination, uint8; its size is the number of bytes to read.
 
     Raises:
-        RuntimeError: Something else came.
+        RuntimeError: The data is wrong.
     """
-    memory[:] = _PERIOD  # which is nowhere in the pattern
+    memory[:] = _PERIOD  # a value that the pattern does not contain
     began = perf_counter()
     with world.deadline(f"reading {len(memory)} bytes of a rank that computes", [target]):
         window.get(target, memory)
         window.flush(target)
     seconds = perf_counter() - began
     if not np.array_equal(memory, pattern(len(memory), target)):
-        raise RuntimeError(f"a Get of {len(memory)} bytes from rank {target} brought something else")
+        raise RuntimeError(f"a Get of {len(memory)} bytes from rank {target} returned wrong data")
     return seconds
 
 
 def measure_gets(world: World, target: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Read from a target that computes, each kind of work in turn. Collective.
+    """Read from a target that computes, alternating the kinds of work. Collective.
 
     Args:
-        world: The ranks.
-        target: Who computes.
-        sizes: In bytes.
+        target: Rank that computes.
+        sizes: Sizes of Gets in bytes.
         repeats: Samples of each kind and size.
 
     Returns:
@@ -248,7 +246,7 @@ def measure_gets(world: World, target: int, sizes: list[int], repeats: int) -> l
     result = []
     for num_bytes in sizes:
         read_once = partial(read, world, window, target, buffer[:num_bytes])
-        spells.sample(None, read_once)  # pays for connections and fresh pages
+        spells.sample(None, read_once)  # includes connections and fresh pages
         samples = interleaved({name: partial(spells.sample, work, read_once) for name, work in kinds.items()}, repeats)
         result.append({"size_bytes": num_bytes, "kinds": {name: _get_entry(taken) for name, taken in samples.items()}})
     progress.close()
@@ -265,7 +263,7 @@ def _get_entry(samples: list[Sample]) -> dict[str, float]:
 
 
 def pattern(num_bytes: int, rank: int) -> np.ndarray:
-    """Return the bytes that a rank writes into its part of the window, `[num_bytes]` uint8. Local."""
+    """Return the content of a rank's part of the window, `[num_bytes]` uint8."""
     period = np.roll(np.arange(_PERIOD, dtype=np.uint8), -rank)
     return np.resize(period, num_bytes)
 
@@ -274,15 +272,15 @@ def measure_politeness(world: World, rounds: int, sample_s: float = SAMPLE_S) ->
     """Compute with and without a progress thread. Collective.
 
     Args:
-        world: The ranks, none of which has a progress thread.
-        rounds: Ratios to take.
+        world: Ranks without a progress thread.
+        rounds: Number of ratios to measure.
         sample_s: Seconds of a sample.
 
     Returns:
         `politeness` of the object, the same on every rank.
     """
     step = _training_step()
-    step()  # the first is none like the others
+    step()  # the first one is slower
     steps = max(world.gather_objects(ceil(sample_s / _step_s(step))))
     mailbox = MailboxGradientStore(world, torch.float32)
     mailbox.plan([unit_layout(1, world.size)])
@@ -301,7 +299,7 @@ def measure_politeness(world: World, rounds: int, sample_s: float = SAMPLE_S) ->
 
 
 def slow_downs(without: list[float], with_thread: list[float]) -> list[float]:
-    """Return for each round by which part of the time it took longer. Local."""
+    """Return the relative increase of the time in each round."""
     return [b / a - 1 for a, b in zip(without, with_thread, strict=True)]
 
 
@@ -313,10 +311,10 @@ def _run_with_thread(world: World, serve: Callable[[], bool], run: Callable[[], 
 
 
 def _run(world: World, step: Callable[[], object], steps: int) -> float:
-    """Return the slowest rank's seconds for some steps that all begin together. Collective."""
+    """Return the slowest rank's seconds for steps that all ranks begin together. Collective."""
 
     def compute() -> None:
-        # Nothing of this rank but the thread, if there is one, is to enter MPI.
+        # Only this rank's progress thread, if any, may enter MPI.
         with world.background_progress_off():
             for _ in range(steps):
                 step()

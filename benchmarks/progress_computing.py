@@ -1,11 +1,11 @@
-"""What a rank does while another one measures how it is reached: kinds of computing, one core each, and their end.
+"""Computation of a target rank while another rank measures accesses to it: kinds of work, one core per rank, their end.
 
     begin     a barrier; then one of them, the target, computes and does not enter MPI, or idles at `end`
-    measure   rank 0 waits a moment, does what is to be timed, and puts the sample's number into the target's memory
+    measure   rank 0 waits a moment, runs the timed operation, and puts the sample's number into the target's memory
     end       the target sees that number and stops; a barrier, and all ranks receive the seconds
 
-So the target computes for as long as the measurement takes, and notices its end without entering MPI: that its
-progress thread takes the number in is a part of what is measured. Ranks that have no part wait at `end`.
+So the target computes for as long as the measurement takes, and notices its end without entering MPI: receiving the
+number in its progress thread is part of the measurement. The other ranks wait at `end`.
 """
 
 import os
@@ -22,18 +22,17 @@ from odc_mpi.comm.progress import IDLE_SHARE, IDLE_SLEEP_S
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
-#: Rank 0 waits for so long: until the target computes, and its progress thread looks as rarely as one that had nothing
-#: to serve for long.
+#: Seconds that rank 0 waits until the target computes, and its progress thread polls as rarely as one without messages.
 SETTLE_S = IDLE_SLEEP_S / IDLE_SHARE
-#: A row of small operations takes about a millisecond, a large product some tens.
+#: A sequence of small operations takes about a millisecond, a large product some tens.
 _PRODUCT_WIDTH, _SMALL_NUMEL, _NUM_SMALL, _NUM_LOOPS = 1024, 64, 500, 20_000
 
-#: A piece of work; None is idling, in MPI, as ranks that are early at an ordering point do.
+#: Work to do; None is idling in MPI, as ranks do that wait at a synchronization point.
 Work = Callable[[], object] | None
 
 
 def kinds_of_work() -> dict[str, Callable[[], object]]:
-    """Return pieces of work that do not enter MPI, by name. Local."""
+    """Return kinds of work that do not enter MPI, by name."""
     matrix = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
     product = torch.empty_like(matrix)
     vector = torch.ones(_SMALL_NUMEL)
@@ -59,8 +58,8 @@ class Sample:
     """One measurement, the same on every rank.
 
     Attributes:
-        seconds: What rank 0 measured.
-        computed_s: For how long the target computed; 0 if it idled.
+        seconds: Result of rank 0.
+        computed_s: Seconds for which the target computed; 0 if it idled.
     """
 
     seconds: float
@@ -68,12 +67,11 @@ class Sample:
 
 
 class Spells:
-    """Has a target compute while rank 0 measures. Making and freeing one is collective.
+    """Measurements on rank 0 while a target computes. Construction is collective.
 
     Args:
-        world: The ranks.
-        target: The one that computes.
-        settle_s: How long rank 0 waits before it measures.
+        target: Rank that computes.
+        settle_s: Seconds that rank 0 waits before it measures.
     """
 
     def __init__(self, world: World, target: int, settle_s: float = SETTLE_S) -> None:
@@ -87,7 +85,7 @@ class Spells:
         """Measure once. Collective.
 
         Args:
-            work: What the target does meanwhile.
+            work: Work of the target meanwhile.
             measure: Called on rank 0; returns seconds.
         """
         self._number += 1
@@ -97,7 +95,7 @@ class Spells:
             sleep(self._settle_s)
             seconds = measure()
             if work is not None:
-                with self._world.deadline("telling a rank that computes to stop", [self.target]):
+                with self._world.deadline("stopping a rank that computes", [self.target]):
                     self._ended.put(self.target, 0, self._number.view(np.uint8))
                     self._ended.flush(self.target)
         elif self._world.rank == self.target and work is not None:
@@ -113,11 +111,11 @@ class Spells:
             self._ended.free()
 
     def _compute(self, work: Callable[[], object]) -> float:
-        """Compute until rank 0 has measured; return the seconds. Local."""
+        """Compute until rank 0 has measured; return the seconds. Does not communicate."""
         self._world.set_status("computing while rank 0 measures")
         began, computed_s = perf_counter(), 0.0
         with self._world.background_progress_off(), self._world.deadline("computing while rank 0 measures", [0]):
-            # A plain look: MPI_Win_sync might drive MPI's progress, which only the thread is to do here.
+            # A plain load: MPI_Win_sync might make MPI progress, which only the thread may do here.
             while self._seen[0] < self._number[0]:
                 work()
                 computed_s = perf_counter() - began
@@ -128,7 +126,7 @@ class Spells:
 
 
 def find_target(world: World) -> int:
-    """Return the rank that rank 0 turns to: the first of another node, else of its own. Collective."""
+    """Return the rank that rank 0 accesses: the first of another node, or else of the same node. Collective."""
     far = [rank for rank in range(world.size) if rank not in world.node_ranks]
     return world.gather_objects((far or [1])[0])[0]
 
@@ -136,15 +134,13 @@ def find_target(world: World) -> int:
 def take_one_core_each(world: World, first: Collection[int]) -> list[int]:
     """Bind all threads of this rank to one core, and torch to one thread. Collective.
 
-    Else a progress thread would find a core of its own wherever there are more cores than ranks, and take nothing from
-    its rank.
+    Otherwise a progress thread would use a free core if there are more cores than ranks, and cost its rank nothing.
 
     Args:
-        world: The ranks.
-        first: Ranks that choose before the others, so that they share no core if that can be.
+        first: Ranks that choose before the others, so that they share no core if possible.
 
     Returns:
-        The core of every rank, by the number that its system has for it.
+        The core of every rank, as numbered by its system.
     """
     torch.set_num_threads(1)
     # Two hosts of network namespaces have one kernel, whose cores they share.
@@ -158,17 +154,17 @@ def take_one_core_each(world: World, first: Collection[int]) -> list[int]:
         try:
             os.sched_setaffinity(int(task.name), {cores[world.rank]})
         except OSError:
-            continue  # ended meanwhile
+            continue  # the thread ended meanwhile
     return [cores[rank] for rank in range(world.size)]
 
 
 def choose_cores(allowed: Sequence[Collection[int]]) -> list[int]:
-    """Return a core for each of some processes, of those it may use, shared by as few as possible. Local."""
+    """Return a core for each process, of those it may use, shared by as few processes as possible."""
     wanted = Counter(core for cores in allowed for core in cores)
     taken: Counter[int] = Counter()
     chosen = []
     for cores in allowed:
-        # Of those that are free, the one that fewest others could take.
+        # Of the free cores, the one that the fewest other processes may use.
         chosen.append(min(cores, key=lambda core: (taken[core], wanted[core], core)))
         taken[chosen[-1]] += 1
     return chosen

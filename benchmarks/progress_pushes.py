@@ -1,11 +1,11 @@
-"""How fast a push reaches an owner that computes: a plain Put beside the reductions, in turn.
+"""Time of a push to an owner that computes: a plain Put and the reductions, alternating.
 
-A push has far bytes only: all of them are the target's. It is timed until it is complete there: what was put or
-accumulated is in the target's window, what went through the mailbox is in its hands. The target computes and its
-progress thread serves. All values are small whole numbers, so that every sum can be checked exactly.
+The target owns all bytes of a push. The push is timed until it is complete there: data of a Put or Accumulate is in the
+target's window, data of the mailbox has been received. The target computes, and its progress thread receives. All
+values are small whole numbers, so that every sum can be checked exactly.
 
-An MPI operation cannot be cut short. So a variant gets a number of seconds for each size: beyond them it takes no more
-samples, and no larger size; nor one of which a single push would take longer.
+An MPI operation cannot be interrupted. So a variant has a time budget for each size: when it is used up, no more
+samples and no larger sizes are measured; nor are sizes for which a single push would exceed it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +25,20 @@ from odc_mpi.formatting import format_size
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout
 
-#: What the target is busy with.
+#: Work of the target.
 WORK = "small_operations"
 #: The variant that the others are compared with.
 PUT = "put"
-#: Values are below this, so that the sums of 60,000 pushes are exact in fp32; a prime, so that no page is like another.
+#: Values are below this, so that the sums of 60,000 pushes are exact in fp32; a prime, so that no two pages are equal.
 _PERIOD = 251
 
 
 class Pushes:
-    """Windows, reductions and a progress thread, for all sizes. Making and freeing them is collective.
+    """Windows, reductions and a progress thread, for all sizes. Construction is collective.
 
     Args:
-        world: The ranks.
-        target: Who owns what is pushed.
-        sizes: In bytes, multiples of 4.
+        target: Owner of the gradients.
+        sizes: Sizes of pushes in bytes, multiples of 4.
 
     Attributes:
         ways: By name, a function that pushes the size of an index, completes it and returns the seconds. One-sided.
@@ -53,27 +52,27 @@ class Pushes:
         for reduction in self._reductions.values():
             reduction.plan(self._layouts)
             reduction.allocate()
-        # None but the mailbox leaves its owner a part.
+        # Only the mailbox leaves work to the owner.
         self._progress = ProgressThread(world, world.progress.run_tasks)
         self._gradient = torch.from_numpy(pattern(max(sizes) // 4 if world.rank == 0 else 0))
         self.ways: dict[str, Callable[[int], float]] = {PUT: self._put}
         self.ways |= {name: partial(self._push, name) for name in REDUCTIONS}
 
     def clear(self) -> None:
-        """Forget what was put, before a size is. Collective."""
+        """Clear the window of Puts before a size is measured. Collective."""
         self._window.tensor.zero_()
         self._window.sync()
         self._meet("clearing a window")
 
     def check(self, index: int, num_pushes: Mapping[str, int]) -> None:
-        """Compare what has arrived of a size with what was pushed. Collective.
+        """Compare the target's sums with the pushed values. Collective.
 
         Args:
-            index: Of the size.
-            num_pushes: How often, by way; 0 if it was left out.
+            index: Index of the size.
+            num_pushes: Number of pushes by variant; 0 if it was omitted.
 
         Raises:
-            RuntimeError: Something was lost or doubled, or went to a wrong place.
+            RuntimeError: A push was lost or doubled, or written to a wrong position.
         """
         self._meet("completing the pushes")
         for reduction in self._reductions.values():
@@ -121,14 +120,13 @@ class Pushes:
 def measure_pushes(
     world: World, target: int, sizes: Sequence[int], repeats: int, budget_s: float
 ) -> list[dict[str, Any]]:
-    """Push to a target that computes, each way in turn, the smallest size first. Collective.
+    """Push to a target that computes, alternating the variants, the smallest size first. Collective.
 
     Args:
-        world: The ranks.
-        target: Who computes.
-        sizes: Far bytes of a push, multiples of 4.
-        repeats: Samples of each way and size.
-        budget_s: Seconds of each way and size.
+        target: Rank that computes.
+        sizes: Sizes of pushes in bytes, multiples of 4.
+        repeats: Samples of each variant and size.
+        budget_s: Seconds for each variant and size.
 
     Returns:
         `reduction` of the object of `progress.py`, the same on every rank.
@@ -149,7 +147,7 @@ def measure_pushes(
             for name, way in pushes.ways.items()
             if name not in left_out
         }
-        taken = within(budget_s, samples, repeats + 1)  # the first pays for connections and fresh pages
+        taken = within(budget_s, samples, repeats + 1)  # the first includes connections and fresh pages
         pushes.check(index, {name: len(taken.get(name, ())) for name in pushes.ways})
         results.append(entry(num_bytes, taken, left_out))
         for name, times in taken.items():
@@ -165,15 +163,17 @@ def _sample(spells: Spells, work: Work, push: Callable[[], float]) -> float:
 
 
 def within(budget_s: float, samples: Mapping[str, Callable[[], float]], most: int) -> dict[str, list[float]]:
-    """Take samples in turn, of each one at least, and none of those that have taken longer. Local, if they are.
+    """Take samples alternately, at least one of each variant, until a variant has used its budget.
+
+    Collective if the samples are.
 
     Args:
-        budget_s: Seconds for each.
-        samples: By name, what takes one and returns its seconds.
-        most: Of each.
+        budget_s: Seconds for each variant.
+        samples: By name, a function that takes a sample and returns its seconds.
+        most: Maximum number of samples of each variant.
 
     Returns:
-        The seconds.
+        Seconds of the samples by name.
     """
     taken: dict[str, list[float]] = {name: [] for name in samples}
     for turn in range(most if samples else 0):
@@ -184,7 +184,7 @@ def within(budget_s: float, samples: Mapping[str, Callable[[], float]], most: in
 
 
 def too_slow(times: Sequence[float], num_bytes: int, next_bytes: int, budget_s: float) -> str | None:
-    """Say why a larger size is left out; None if it is not. Local."""
+    """Return the reason for omitting a larger size, or None."""
     own, larger, allowed = format_size(num_bytes), format_size(next_bytes), f"a size has {budget_s:g} s"
     if sum(times) > budget_s:
         return f"{len(times)} of {own} took {sum(times):.3g} s, {allowed}"
@@ -193,12 +193,12 @@ def too_slow(times: Sequence[float], num_bytes: int, next_bytes: int, budget_s: 
 
 
 def entry(num_bytes: int, taken: Mapping[str, Sequence[float]], left_out: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entry of a size in `reduction`. Local.
+    """Return the entry of a size in `reduction`.
 
     Args:
-        num_bytes: The size.
-        taken: Seconds of each way; the first is left out if there are more.
-        left_out: Why the others have none.
+        num_bytes: Size of a push.
+        taken: Seconds of each variant; the first sample is dropped if there are more.
+        left_out: Reasons for the omitted variants.
     """
     kept = {name: list(times[1:] or times) for name, times in taken.items()}
     found = entries(kept, num_bytes, of_put=lambda _: PUT)
@@ -210,11 +210,11 @@ def entry(num_bytes: int, taken: Mapping[str, Sequence[float]], left_out: Mappin
 
 
 def pattern(numel: int) -> np.ndarray:
-    """Return the values of a push, `[numel]` float32. Local."""
+    """Return the values of a push, `[numel]` float32."""
     return np.resize(np.arange(1, _PERIOD + 1, dtype=np.float32), numel)
 
 
 def _layout(numel: int, num_owners: int) -> FlatLayout:
-    """Return a layout in which each rank owns at least so many elements."""
+    """Return a layout in which each rank owns at least `numel` elements."""
     own = -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
     return unit_layout(own * num_owners, num_owners)

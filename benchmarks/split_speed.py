@@ -1,10 +1,10 @@
-"""Compare training in which the longest sequences are cut over ranks with training in which they stay whole.
+"""Compare training with the longest sequences split over ranks and training with unsplit sequences.
 
     mpiexec -n 2 python benchmarks/split_speed.py [--length 4096 | --length 0] [--sequences 1] [--steps 3] [--rounds 5]
 
-`--length 0` takes functions of Python's standard library as they are, of 18 tokens and more; another length random
-tokens. Prints tokens per second of both, in rounds one after the other, the median and quartiles of their ratio, and
-what the simulator says of the same minibatches, with the cost that the runs have learned. Collective.
+`--length 0` uses functions of Python's standard library unchanged, of 18 tokens and more; other lengths use random
+tokens. Both alternate in rounds. Prints tokens per second of both, the median and quartiles of their ratio, and the
+simulator's ratio for the same minibatches with the cost that the runs have learned. Collective.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from odc_mpi.training.loop import Trainer
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.settings import Config
 
-#: Of the model of `default_configuration`: tokens it knows, and layers.
+#: Vocabulary size and number of layers of the model of `default_configuration`.
 VOCABULARY, NUM_UNITS = 4096, 8
 NUM_SEQUENCES = 256
 NAMES = ("dynamic", "split")
 
 
 def main() -> None:
-    """Train both ways and print a line of JSON. Collective."""
+    """Train with and without splitting and print a line of JSON. Collective."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence; 0: real functions")
-    parser.add_argument("--sequences", type=int, default=1, help="of a minibatch, over all ranks")
-    parser.add_argument("--steps", type=int, default=3, help="minibatches of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences of a minibatch, over all ranks")
+    parser.add_argument("--steps", type=int, default=3, help="minibatches per round")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one to warm up")
     arguments = parser.parse_args()
     with World() as world:
         torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: 
     trainers = {name: _trainer(world, path, sequences, name, recorders[name]) for name in NAMES}
     ours = {name: OdcContender(trainer, world.rank) for name, trainer in trainers.items()}
     rounds = run_rounds(world, ours, steps, num_rounds, lambda line: None)
-    # What whole sequences take is learned where all are whole; what pieces take, where some are cut.
+    # The cost of unsplit sequences is learned in the run without splitting, that of chunks in the other.
     costs = {name: _learned(trainer) for name, trainer in trainers.items()}
     cost = replace(costs["dynamic"], piece_factor=costs["split"].piece_factor)
     for trainer in trainers.values():
@@ -91,7 +91,7 @@ class _Recorder(Callback):
         self.minibatches: list[Minibatch] = []
 
     def on_step_end(self, step: Step) -> None:
-        """Take note of a minibatch. Local."""
+        """Record a minibatch."""
         self.minibatches.append(step.minibatch)
 
 
