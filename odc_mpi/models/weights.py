@@ -228,16 +228,10 @@ def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[s
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Verify this rank's share of the base model of adapters. Does not communicate.
+    """Raise a UserError if this rank's share of the base model of adapters, of `size` shares, differs from `record`.
 
-    Args:
-        weights: The base model to verify.
-        record: The base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part.
-        rank: This rank.
-        size: Number of ranks over which the parts are distributed.
-
-    Raises:
-        UserError: The base differs.
+    `record` is the base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part. Does
+    not communicate.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
