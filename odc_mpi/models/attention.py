@@ -147,8 +147,7 @@ def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:
-    unsupported = [feature for feature, is_used in refused.items() if is_used]
-    if unsupported:
+    if unsupported := [feature for feature, is_used in refused.items() if is_used]:
         raise kind(f"{supported}, got {', '.join(unsupported)}")
 
 
