@@ -167,11 +167,9 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """A `WeightSource` that reads this rank's slices from a checkpoint.
+    """A `WeightSource` that reads this rank's slices from a checkpoint, which must stay open.
 
-    Args:
-        checkpoint: The checkpoint. It must stay open while weights are read.
-        base: Source of the parameters of the base model, if the checkpoint contains only adapters.
+    `base` provides the parameters of the base model, if the checkpoint contains only adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:

@@ -8,7 +8,7 @@ Each hook calls the callbacks in this order:
 
     objective, Update, source                           of the training loop
     StepTimeMetrics, TrafficReport                      report times and bytes
-    FitCostModel, or RewardEvaluator, LogCompletions    sequences, or GRPO
+    FitCostModel, or RewardEvaluator                    sequences, or GRPO
     ExponentCallback                                    fixed-point gradients
     LossEvaluator                                       adds to the metrics of the step
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
@@ -47,7 +47,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator
 from odc_mpi.training.exact.exponents import ExponentCallback
-from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms, reduce_dtype
+from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, remove_staged_copy
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
@@ -221,7 +221,7 @@ def _shard(
         world,
         # Adapters are float32; their base has its own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=reduce_dtype(config),
+        reduce_dtype=torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32,
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
         weights=weights,

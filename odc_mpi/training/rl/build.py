@@ -1,7 +1,5 @@
 """Construction of the source, objective and callbacks of GRPO."""
 
-from pathlib import Path
-
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
 from odc_mpi.observe.callback import Callback
@@ -12,7 +10,6 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.grpo import GRPOObjective
 from odc_mpi.training.rl.evaluation import RewardEvaluator
-from odc_mpi.training.rl.log_completions import LogCompletions
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.rl.reference import make_reference_logps
 from odc_mpi.training.rl.source import RolloutSource
@@ -41,6 +38,4 @@ def build_grpo(
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, reward_functions))
-    if rl.log_completions:
-        callbacks.append(LogCompletions(world, source, Path(config.run.dir), rl.log_completions))
     return source, GRPOObjective(rl, config.data.minibatch_sequences // rl.num_generations, reference_logps), callbacks

@@ -12,16 +12,20 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from odc_mpi import __version__
-from odc_mpi.checkpoint.manifest import CHECKPOINTS
+from odc_mpi.checkpoint.digest import blocks, compute_digest
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord
 from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.shard_file import stored_type
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
 from odc_mpi.models.build import MetaModel
@@ -31,7 +35,6 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.exact.digest import parameters_digest
 from odc_mpi.training.exact.numerics import check_numerics
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.resume import ResumePoint
@@ -96,8 +99,31 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def parameters_digest(self) -> str:
-        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective."""
-        return parameters_digest(self._state, self._world)
+        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective.
+
+        All elements are sent to rank 0, a block at a time; all ranks return the digest.
+        """
+        # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
+        digest = compute_digest(self._state.describe(0, {}), partial(self._send_blocks, self._state.parts()))
+        return self._world.gather_objects(digest)[0]
+
+    def _send_blocks(
+        self, parts: Mapping[str, tuple[int, npt.NDArray]], name: str, record: TensorRecord
+    ) -> Iterator[npt.NDArray]:
+        """Send this rank's blocks of a tensor to rank 0, which receives those of other ranks; yield them."""
+        world, description = self._world, "sending parameters to rank 0 for their digest"
+        for rank, first, last in record.ranges:
+            for start, stop in blocks(first, last):
+                if rank == world.rank:
+                    begin, local = parts[name]
+                    block = local[start - begin : stop - begin]
+                    if rank:
+                        world.wait(world.comm.Isend(block.view(np.uint8), dest=0), description)
+                    yield block
+                elif not world.rank:
+                    block = np.empty(stop - start, dtype=stored_type(record.dtype))
+                    world.wait(world.comm.Irecv(block.view(np.uint8), source=rank), description)
+                    yield block
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and loss of the best checkpoint so far."""
