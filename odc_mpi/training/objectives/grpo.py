@@ -41,8 +41,6 @@ class GRPOObjective(Objective):
         self._rl, self._reference_logps = rl, reference_logps
         self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
         self.gathered_names = ("trained_tokens", "logp_difference_max", *self._sums.gathered_names)
-        self._positions: dict[int, int] = {}
-        self._largest_difference, self._num_tokens = 0.0, 0
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
@@ -116,11 +114,6 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of the loss summed over a minibatch, at least 1.
-
-    Args:
-        num_tokens: Number of loss tokens on all ranks.
-        num_completions: Number of completions on all ranks.
-    """
+    """Return the divisor, at least 1, of the loss summed over a minibatch with these loss tokens and completions."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

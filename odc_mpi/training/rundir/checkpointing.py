@@ -12,7 +12,7 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.exact.numerics import check_numerics
 from odc_mpi.training.inputs import Inputs
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
@@ -49,10 +50,8 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due, and before a stop. Construction is collective. Must come after `stop`.
 
     Args:
-        state: State of model and optimizer.
-        metadata: Returns the metadata of a checkpoint; called on rank 0.
+        metadata: Metadata of the run, to which checkpoints add the state of the trainer.
         directory_lock: Lock of the run directory on rank 0; if another run takes it over, nothing more is saved.
-        best: Step and loss of the best checkpoint so far, from the state of a resumed run.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -61,14 +60,18 @@ class CheckpointCallback(Callback):
         self,
         config: Config,
         world: World,
-        state: TrainingState,
-        metadata: Callable[[], dict[str, Any]],
+        trainer: Trainer,
+        metadata: dict[str, Any],
         stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
-        best: dict[str, Any] | None = None,
+        resume_point: ResumePoint | None,
     ) -> None:
-        self._run, self._world, self._state = config.run, world, state
-        self._metadata, self._stop, self._best = metadata, stop, best
+        self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
+        optimizer, has_base = trainer.update.optimizer, "base" in metadata
+        self._state = TrainingState(trainer.model, optimizer, world.rank, omit_frozen_base=has_base)
+        # Step and loss of the best checkpoint so far.
+        continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
+        self._best: dict[str, Any] | None = continued.get("best")
         token = world.gather_objects(f"{time.time_ns():x}")[0]
         self._saver = Saver(
             Path(config.run.dir) / CHECKPOINTS,
@@ -178,7 +181,10 @@ class CheckpointCallback(Callback):
         self._wait_for_pending()
         waited = time.perf_counter()
         entries = self._state.snapshot()
-        manifest = self._state.describe(step, self._metadata()) if self._world.rank == 0 else None
+        manifest = None
+        if self._world.rank == 0:
+            # The cost is None unless `FitCostModel` is a callback.
+            manifest = self._state.describe(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._wait_s += waited - began
