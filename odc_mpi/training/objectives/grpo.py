@@ -58,7 +58,11 @@ class GRPOObjective(Objective):
         device = model.device
         logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
         logps = token_logps(model.module, microbatch.inputs, logit_positions, targets, self._rl.temperature)
-        self._compare(logps.detach(), microbatch)
+        # The log-probabilities of sampling are of the same policy.
+        differences = (logps.detach().cpu() - microbatch.logps).abs()
+        self._num_tokens += len(differences)
+        self._add("logp_difference", microbatch, float(differences.sum()))
+        self._largest_difference = max(self._largest_difference, float(differences.max()))
         sequence = microbatch.sequence.to(device)
         per_token = policy_loss(logps, microbatch.advantages.to(device, torch.float32)[sequence])
         if self._reference_logps is not None:
@@ -93,13 +97,6 @@ class GRPOObjective(Objective):
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
         """Add a value of a microbatch to the sum of its first prompt, which is its only one in an exact run."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
-
-    def _compare(self, logps: torch.Tensor, microbatch: RolloutMicrobatch) -> None:
-        """Compare the log-probabilities with those of sampling, which is done by the same policy."""
-        differences = (logps.cpu() - microbatch.logps).abs()
-        self._num_tokens += len(differences)
-        self._add("logp_difference", microbatch, float(differences.sum()))
-        self._largest_difference = max(self._largest_difference, float(differences.max()))
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
