@@ -211,15 +211,14 @@ class GradientStore(ABC):
 class Transport:
     """A group, a parameter store and a gradient store, with their synchronization points.
 
+    Construction raises ValueError if MPI cannot transfer the type of the parameters, or sum that of the gradients.
+
     Attributes:
         storages: Memory of the shards, in the order of allocation. Freed in the reverse order.
         device: Device of the model, of fetched arrays and of pushed gradients.
         threads: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without the other ranks. If False, each is a collective: all ranks
             must issue the same ones in the same order, so the units to fetch must not depend on cached units.
-
-    Raises:
-        ValueError: MPI cannot transfer the type of the parameters, or cannot sum that of the gradients.
     """
 
     group: Group

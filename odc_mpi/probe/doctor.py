@@ -52,16 +52,15 @@ _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
 def doctor(
     as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
 ) -> int:
-    """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
+    """Probe the MPI stack in child processes, print the results on rank 0, and return an exit code. Collective.
+
+    The exit code is 0, or 1 if MPI did not start.
 
     Args:
         as_json: True to print a JSON object instead of tables.
         probe: Command of the child.
         deadline_s: Seconds for the complete probe, after which the results so far are printed.
         operation_s: Seconds for a single operation, likewise.
-
-    Returns:
-        Exit code: 0, or 1 if MPI did not start.
     """
     rank = launched_rank()
     if has_gpu():

@@ -34,12 +34,11 @@ ABORT_DELAY_S = 5.0
 class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
+    Construction raises `UserError` if the launcher and the MPI library do not match.
+
     Args:
         timeout_s: Maximum duration of a single wait for another rank.
         limit: Name of the setting that defines `timeout_s`, for messages.
-
-    Raises:
-        UserError: The launcher and the MPI library do not match.
 
     Attributes:
         num_windows: Number of windows of all transports of this process; libraries limit it.
@@ -73,11 +72,7 @@ class Job:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Return a context manager that gives the enclosed use of MPI a deadline.
-
-        Raises:
-            UserError: MPI does not allow calls from this thread.
-        """
+        """Return a context manager with a deadline for a use of MPI; `UserError` in a thread that may not call MPI."""
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
                 f"{wait.what}: MPI allows calls from the main thread only ({thread_level()}), this is thread "
@@ -107,9 +102,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective of all ranks.
 
-        Yields:
-            A one-sided function to call periodically. It aborts the job if other ranks wait in a collective that this
-            rank will not join.
+        Yields a one-sided function to call periodically. It aborts the job if other ranks wait in a collective that
+        this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -121,10 +115,6 @@ class Job:
         status, self.status = self.status, None
         assert status is not None
         status.free()
-
-    def close(self) -> None:
-        """Stop the watchdog."""
-        self.watchdog.close()
 
     def _check_stranded(self) -> None:
         status = self.status

@@ -64,12 +64,9 @@ def _read(path: Path) -> str:
 
 
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Check that /dev/shm has room for the windows of the ranks of this node.
+    """Raise `UserError` unless /dev/shm has room for the windows of the ranks of this node.
 
     `num_bytes` is the size for all `local_size` ranks of the node. `what` follows "room for" in the message.
-
-    Raises:
-        UserError: There is not enough room.
     """
     # For a single rank on a node MPI allocates windows on the heap.
     if local_size == 1:
