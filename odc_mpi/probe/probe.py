@@ -22,9 +22,8 @@ from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
 from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
-from odc_mpi.probe.repeat import timed
 from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
-from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
+from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared, timed
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
 from odc_mpi.runtime.world import World

@@ -137,7 +137,10 @@ class World(AbstractContextManager["World"]):
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Set a function that the background thread calls before MPI calls, such as `Device.set_current`."""
+        """Set a function that background threads call before MPI calls, such as `Device.set_current`.
+
+        A progress thread uses the function that was set when it started.
+        """
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
