@@ -22,11 +22,7 @@ MAX_WINDOWS = 1600
 
 
 class WorldGroup(Group):
-    """All ranks of a world.
-
-    Args:
-        progress: True to run a progress thread (`comm.progress`).
-    """
+    """All ranks of a world. If `progress` is true, a progress thread runs (`comm.progress`)."""
 
     def __init__(self, world: World, *, progress: bool = False) -> None:
         self.rank, self.size = world.rank, world.size

@@ -64,9 +64,6 @@ class ShardStorage:
     A `Transport` calls `plan` and `allocate` once, `flush` and `complete` before and after the collective on complete
     gradients, `sync` before and after the one on published parameters, and `free` at the end. By default, `plan` only
     records the layouts, since private memory has an empty footprint, and the others have no effect.
-
-    Attributes:
-        layouts: Layouts of the arrays, set by `plan`.
     """
 
     layouts: Sequence[Layout] = ()

@@ -169,11 +169,7 @@ class ParameterStore(ABC):
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks.
-
-    Args:
-        dtype: Type of the gradients in the shards and in transfers.
-    """
+    """Gradient shards of this rank, and pushes into the shards of all ranks, both with gradients of type `dtype`."""
 
     #: False for a single rank: a push is then a local addition, and accumulating gradients before it saves nothing.
     pushes_to_peers: bool = True

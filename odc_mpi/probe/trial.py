@@ -82,7 +82,6 @@ class Trials:
 
     Args:
         pairs: Origin and target for each kind of peer.
-        budget: Maximum time of each trial.
         max_bytes: Bytes of the largest operation.
         origins: Functions that create a buffer at the origin, by the kind of memory.
     """

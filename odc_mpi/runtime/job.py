@@ -20,7 +20,6 @@ from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import PendingWait, Status, compare, format_late_ranks, format_status, stranded
 from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
-from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
@@ -29,6 +28,42 @@ from odc_mpi.runtime.status import StatusWindow
 HEARTBEAT_S = 2.5
 #: Seconds that a rank waits if a lower rank announces an abort, so that only one rank prints a message.
 ABORT_DELAY_S = 5.0
+
+
+class Progress:
+    """Tasks that a rank runs for operations of other ranks, such as additions to its shards. Thread-safe.
+
+    Waits that poll (`World.wait`, `wait_collective`, `collective`), fetches from windows and a progress thread
+    (`comm.progress`) run them, so that no rank waits for a rank that itself only waits.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: tuple[Callable[[], bool], ...] = ()
+        self._busy = threading.Lock()
+
+    def add(self, task: Callable[[], bool]) -> None:
+        """Register a task to be called periodically. It returns True if there was anything to do."""
+        self._tasks = (*self._tasks, task)
+
+    def remove(self, task: Callable[[], bool]) -> None:
+        """Unregister a task, and wait until no thread runs it. Idempotent."""
+        with self._busy:
+            self._tasks = tuple(other for other in self._tasks if other != task)
+
+    def run_tasks(self) -> bool:
+        """Run all tasks, unless another thread does; return True if there was anything to do."""
+        if not self._tasks or not self._busy.acquire(blocking=False):
+            return False
+        try:
+            results = [task() for task in self._tasks]
+            return any(results)
+        finally:
+            self._busy.release()
+
+    def poke(self) -> bool:
+        """Enter MPI, since some networks make progress only in MPI calls, and run all tasks."""
+        MPI.COMM_WORLD.Iprobe()
+        return self.run_tasks()
 
 
 class Job:

@@ -72,8 +72,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
 
-    Args:
-        collective: Number of the last collective of the leaving rank, in which it closes its world.
+    `collective` is the number of the last collective of the leaving rank, in which it closes its world.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
