@@ -57,14 +57,11 @@ class Access(Enum):
 
 
 class Group(ABC):
-    """The ranks that share the arrays.
-
-    Attributes:
-        num_collectives: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
-    """
+    """The ranks that share the arrays."""
 
     rank: int
     size: int
+    #: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
     num_collectives: int = 0
 
     def on_this_node(self, rank: int) -> bool:

@@ -32,11 +32,7 @@ from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a pool of buffers, and the mapped memory of other storages.
-
-    Args:
-        storages: Storages whose memory is pinned. They are allocated before this one.
-    """
+    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`, allocated before this one."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
