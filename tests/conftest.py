@@ -1,4 +1,4 @@
-"""What all tests share: under mpiexec one voice, and no rank left waiting for one that failed."""
+"""Fixtures of all tests: under mpiexec one rank prints, and no rank waits for one that failed."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What an installed package holds: all rooms, and the sources of the kernels."""
+"""Content of an installed package: all folders, and the sources of the kernels."""
 
 import configparser
 import shutil

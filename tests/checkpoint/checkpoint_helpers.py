@@ -67,7 +67,7 @@ def full_buffers(model):
 
 
 def whole(parts):
-    """The ranks' parts put together."""
+    """Concatenate the parts of all ranks."""
     paths = parts[0].keys()
     assert all(part.keys() == paths for part in parts)
     ordered = {path: sorted((part[path] for part in parts), key=lambda piece: piece[0]) for path in paths}

@@ -1,4 +1,4 @@
-"""What is exported is in transformers the same to the last bit, and computes the same."""
+"""An exported model loads in transformers, with bitwise identical weights and equal logits."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_it_says_the_same(saved, tmp_path):
     loaded = model.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.items())
-    with torch.no_grad():  # not to the last bit: on some processors sums depend on where in memory a matrix begins
+    with torch.no_grad():  # not bitwise: on some processors sums depend on where in memory a matrix begins
         torch.testing.assert_close(model.eval()(input_ids=TOKENS).logits, logits)
     assert model.config.use_cache
 

@@ -1,4 +1,4 @@
-"""Saving beside the training: when a checkpoint is complete, and what becomes of one that is not."""
+"""Saving in the background: when a checkpoint is complete, and the outcome of an incomplete one."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""What is saved on some ranks is the same, to the last bit, on any other number of them."""
+"""A state that is saved on some ranks is bitwise identical on any other number of ranks."""
 
 import functools
 

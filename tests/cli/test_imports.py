@@ -1,4 +1,4 @@
-"""How soon a command starts: what it imports, and how."""
+"""Start-up time of a command: the modules that it imports."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from odc_mpi.runtime.ranks import gc_paused
 
-#: Tells which large libraries are there when a command has ended.
+#: Prints which large libraries are imported when a command has ended.
 COMMAND = """
 import sys
 from odc_mpi.cli import main as cli

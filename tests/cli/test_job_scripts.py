@@ -1,4 +1,4 @@
-"""What the training scripts do where things go wrong, beside stand-ins for Slurm's programs."""
+"""Failures of the training scripts, with stand-ins for Slurm's programs."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 import pytest
 from batch_scripts import templates
 
-#: Tells its arguments; srun and sbcast then do what the variable of their name says.
+#: Records its arguments; srun and sbcast then do what the variable of their name contains.
 PROGRAM = """#!/bin/bash
 echo "{name} $*" >> "$CALLS"
 case " $* " in *" rm "*) exit 0 ;; esac
@@ -43,7 +43,7 @@ class Place:
         )
 
     def run(self, script, *arguments, **env):
-        """Return the exit code and what was told."""
+        """Return the exit code and the output."""
         process = self.start(script, *arguments, **env)
         _, output = process.communicate(timeout=30)
         return process.returncode, output

@@ -1,4 +1,4 @@
-"""What a device needs besides the device itself."""
+"""Helpers around a device: events, memory and selection."""
 
 import sys
 

@@ -85,7 +85,7 @@ class LateWindow:
     def _deliver(self, puts):
         for target, start, borrowed in puts:
             memory, values = self._everyone[target].tensor.numpy(), borrowed.look()
-            # Whoever looks meanwhile sees some of the lower bytes new and the upper ones old.
+            # A concurrent reader sees some of the lower bytes new and the upper ones old.
             pieces = values.reshape(-1, 1) if values.size == 8 else [values]
             for piece in pieces:
                 memory[start : start + piece.size] = piece
@@ -155,7 +155,7 @@ class Group:
             serve()
 
     def progress(self):
-        """What every call of MPI does."""
+        """Yield to other threads, as every MPI call may."""
         assert not self.failed, "another rank failed"
         time.sleep(0)
 
@@ -198,7 +198,7 @@ def layouts(size, sizes=SIZES):
 
 
 def drawn(rank, minibatch, dtype):
-    """What a rank pushes in a minibatch: `(array, start, values)`."""
+    """Yield the pushes of a rank in a minibatch: `(array, start, values)`."""
     rng = np.random.default_rng([rank, minibatch])
     for _ in range(rng.integers(0, 6)):
         index = int(rng.integers(len(SIZES)))
@@ -294,7 +294,7 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
 
 
 def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
-    """Numbers whose sum tells the order: the first two of each rank cancel, and swallow what comes between."""
+    """Numbers whose sum depends on the order: the first two of each rank cancel, and absorb those between."""
 
     def work(world):
         reduction = MailboxGradientStore(world, torch.float32)

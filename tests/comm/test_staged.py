@@ -28,7 +28,7 @@ class ViewTransport(LocalTransport):
         return FetchWork(torch.cat(shards)[: self.layouts[index].numel], CompletedWork())
 
     def release(self, fetched):
-        fetched.fill_(float("nan"))  # whoever still reads it would notice
+        fetched.fill_(float("nan"))  # a late reader would notice
 
 
 TRANSPORTS = {"copies": LocalTransport, "views": ViewTransport, "late": LateTransport}

@@ -93,7 +93,7 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
     )
     rendered = render_chat(plain, Conversation("", CHAT[3:5]))
     assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.\n\n"]
-    # A token may hold both the blank of the prompt and the first word: the word has to be learnt.
+    # A token may hold both the blank of the prompt and the first word: the word must be a loss token.
     [encoded] = encode(plain, [Conversation("", CHAT[3:5])])
     assert trained_runs(plain, encoded)[0].lstrip() == "No.\n\n"
 

@@ -143,7 +143,7 @@ def test_an_interrupt_or_kill_ends_all_processes(
 
 
 def _children(pid: int, count: int) -> list[int]:
-    """Wait for so many workers of a process; another child of it tracks what they share."""
+    """Wait for `count` workers of a process; another child of it tracks shared resources."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         workers = [child for child, words in descendants(pid).items() if "spawn_main" in " ".join(words)]

@@ -28,7 +28,7 @@ def loader(dataset: Dataset, **arguments: Any) -> Loader:
 
 
 def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
-    """What does not depend on the rank."""
+    """Return the fields that do not depend on the rank."""
     return (
         minibatch.data_epoch,
         minibatch.position,
@@ -197,7 +197,7 @@ def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
 
 
 def test_no_sequence_predicts_the_next_one(dataset: Dataset) -> None:
-    """What a model's own shift pairs up lies in one sequence: tokens of this data set count up by one."""
+    """Pairs of the shift lie in one sequence: tokens of this data set count up by one."""
     batch = read_microbatch(dataset, np.arange(10))
     inputs, labels = batch.inputs["input_ids"][0, :-1], batch.inputs["labels"][0, 1:]
     trained = labels != -100

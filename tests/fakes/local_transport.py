@@ -15,7 +15,7 @@ from odc_mpi.comm.work import CompletedWork, FetchWork, Work
 
 @dataclass
 class LocalGroup:
-    """What the ranks of a `LocalTransport` share. A lost rank ends the others after `timeout_s`."""
+    """State shared by the ranks of a `LocalTransport`. A lost rank ends the others after `timeout_s`."""
 
     size: int
     timeout_s: float = 60.0

@@ -102,7 +102,7 @@ def train_sharded(
 ) -> dict[tuple[int, int], float]:
     """Train; return the loss of every microbatch of this rank by step and number.
 
-    With `tell_last` the model is told which backward is this rank's last in a minibatch.
+    With `tell_last` the model is notified which backward is this rank's last in a minibatch.
     """
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
@@ -129,7 +129,7 @@ def train_sharded(
 
 @dataclass
 class Trained:
-    """What is left of a rank."""
+    """Results of a rank."""
 
     model: ShardedModel
     transport: RecordingTransport

@@ -25,7 +25,7 @@ class RecordingTransport(LocalTransport):
     """Writes down every operation, in order.
 
     Attributes:
-        log: Of `(operation, name of the flat array)`; collectives have no array.
+        log: `(operation, name of the flat array)` of each call; collectives have no array.
     """
 
     log: list[tuple[str, str]]

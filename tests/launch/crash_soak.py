@@ -28,9 +28,9 @@ EVERY = 2
 #: take longer.
 INTERVALS = 2
 
-#: So many of the kills come while a run starts, or soon after.
+#: Fraction of the kills that come while a run starts, or soon after.
 EARLY = 0.25
-#: Of one start after the other.
+#: Ranks of successive starts.
 RANKS = (3, 2, 3)
 
 

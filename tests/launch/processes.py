@@ -1,4 +1,4 @@
-"""What a process has started, and whether it still runs."""
+"""Descendants of a process, and whether they still run."""
 
 from contextlib import suppress
 from pathlib import Path

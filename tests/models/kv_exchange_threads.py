@@ -6,7 +6,7 @@ WAIT_S = 20
 
 
 class Board:
-    """What pieces show and give, by layer and piece; whoever looks waits for it."""
+    """Keys, values and their gradients by layer and chunk; reading waits for them."""
 
     def __init__(self):
         self.news = threading.Condition()

@@ -73,7 +73,7 @@ def loss(module, lengths):
 
 
 LENGTHS = ((5, 9), (11,), (3, 4, 5), (20, 1))
-#: Of a layer: four around its attention and one around those, first for one length, then for any.
+#: Graphs per layer: four around its attention and one around those, first for one length, then for any.
 NUM_GRAPHS = 10
 
 

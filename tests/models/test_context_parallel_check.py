@@ -1,4 +1,4 @@
-"""Which models' sequences can be cut, found on the meta device, and what their attention moves."""
+"""The check of models for context parallelism, on the meta device, and the sizes of what attention transfers."""
 
 import pytest
 from transformers.loss.loss_utils import ForCausalLMLoss

@@ -42,7 +42,7 @@ def stretches(sizes, rank, number):
 
 
 def assert_pushed(world, transport, sizes, numbers):
-    """After A: every owner has the sums of what `stretches` yields for these numbers on all ranks, and no more."""
+    """Check complete gradients: owners have the sums of `stretches` for these numbers on all ranks, and no more."""
     wanted = [torch.zeros(numel, dtype=torch.float64) for numel in sizes]
     for rank in range(world.size):
         for number in numbers:

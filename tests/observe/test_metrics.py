@@ -1,4 +1,4 @@
-"""What a run tells: spans, lines of JSON, progress with and without a terminal, the summary."""
+"""Records of a run: spans, lines of JSON, progress with and without a terminal, the summary."""
 
 import json
 import os

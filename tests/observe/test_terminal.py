@@ -1,4 +1,4 @@
-"""What the user sees of a run, with and without a terminal."""
+"""Output of a run, with and without a terminal."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""What is decided from faked reports: every rule, every wish, every gap."""
+"""Decisions from faked reports: every rule, every setting, every gap."""
 
 import json
 from contextlib import nullcontext
@@ -85,7 +85,7 @@ def test_with_a_mailbox_put_and_get_decide_on_progress():
     assert choices(decide(report(other_node=one_sided_puts)))[2:] == ("mailbox", "off")
     assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
     assert choices(decide(report(other_node=replace(one_sided_puts, get=WAITS))))[2:] == ("mailbox", "thread")
-    # Whoever wants Accumulate all the same needs somebody to serve it.
+    # Accumulate, if set all the same, needs a thread that makes progress.
     wanted = decide(report(other_node=one_sided_puts), CommSettings(reduction="accumulate"))
     assert choices(wanted)[2:] == ("accumulate", "thread")
 

@@ -1,4 +1,4 @@
-"""Where windows are, decided from faked reports of devices: used where all that they take is proved, else not."""
+"""Location of windows, decided from faked reports of devices: on the device if all requirements are proved."""
 
 import itertools
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Rewards are TRL's: what functions get and may return, what becomes of it, and one line for whatever goes wrong."""
+"""Rewards are TRL's: arguments and results of the functions, their outcome, and one line for any error."""
 
 import contextlib
 import math

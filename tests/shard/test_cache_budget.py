@@ -26,7 +26,7 @@ from odc_mpi.shard.model import ShardedModel
 NUM_LAYERS = 12
 ITEM_BYTES = 8
 INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
-#: Of a layer, padding between its weight and its bias included.
+#: Bytes of a layer, padding between its weight and its bias included.
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * ITEM_BYTES
 PLENTY = CacheBytes(1 << 30, 1 << 30)
 
@@ -114,7 +114,7 @@ def test_free_memory_is_shared_out() -> None:
 
 
 class Poisoning(LateTransport):
-    """What is given back is NaN from then on: of parameters and of gradients."""
+    """Fills released buffers of parameters and gradients with NaN."""
 
     def reserve(self, num_arrays: int, plan: Any) -> None:
         super().reserve(num_arrays, plan)
@@ -142,7 +142,7 @@ def poisoned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningGradients)
 
 
-#: Of a rank: none, half of the layers, all, and ranks that differ.
+#: Budgets of a rank: none, half of the layers, all, and ranks that differ.
 BUDGETS = {
     "half": lambda rank: CacheBytes(NUM_LAYERS // 2 * LAYER_BYTES, NUM_LAYERS // 2 * LAYER_BYTES),
     "all": lambda rank: PLENTY,
@@ -174,7 +174,7 @@ def cases() -> Iterable[Any]:
 @pytest.mark.parametrize("case", list(cases()))
 @pytest.mark.parametrize("budgets", BUDGETS)
 def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
-    """Over a transport in which a unit that is read after it was given back is NaN, and a sum after its push."""
+    """Over a transport in which a released unit is NaN, and so is a pushed sum."""
     check_parity(
         copy.deepcopy(case.module),
         case.minibatches,
@@ -196,7 +196,7 @@ class Train:
         self.optimizer = adamw(self.model.shard_parameters())
 
     def step(self, num_microbatches: int, tell_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
-        """Return how many fetches and pushes it took."""
+        """Return the numbers of fetches and pushes."""
         self.transport.log.clear()
         with self.model.minibatch():
             for i in range(num_microbatches):

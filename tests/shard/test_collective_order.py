@@ -1,4 +1,4 @@
-"""Where fetches and pushes are collective, all ranks make the same ones in the same order, whatever each did before."""
+"""With collective fetches and pushes, all ranks issue the same ones in the same order, whatever each did before."""
 
 from collections.abc import Callable
 from typing import Any

@@ -237,7 +237,7 @@ def test_freezing_after_sharding_is_refused(transport: RecordingTransport) -> No
 
 
 class Changing(nn.Module):
-    """Changes its own weight in its forward, if told how."""
+    """Changes its own weight in its forward, in the way that `how` names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def test_whatever_the_units(size: int, units: list[type], prefetch: int) -> None
 
 
 class Branches(nn.Module):
-    """Calls its layers as told: any number of times, in any order."""
+    """Calls its layers any number of times, in any order."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()

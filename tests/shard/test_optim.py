@@ -86,7 +86,7 @@ def test_others_are_refused_with_a_reason(kind: type[optim.Optimizer], reason: s
 
 
 def test_all_of_torch_s_elementwise_optimizers_give_the_same_on_slices() -> None:
-    """What `ELEMENTWISE` claims: a step on the parts of a parameter is a step on the whole."""
+    """Check `ELEMENTWISE`: a step on the parts of a parameter is a step on the full parameter."""
     for kind in ELEMENTWISE:
         whole = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
         parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().split([7, 0, 20, 3])]

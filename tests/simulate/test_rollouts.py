@@ -1,4 +1,4 @@
-"""Generation and training in one minibatch, reckoned: figures found by hand, a second implementation, and bounds."""
+"""Simulated generation and training of one minibatch: figures by hand, a second implementation, and bounds."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_every_completion_is_trained_once():
 
 
 def walk(minibatch, step):
-    """Train on demand by small steps of time, whoever is free, in the order in which groups are finished."""
+    """Train on demand in small steps of time: any idle rank, in the order in which groups are finished."""
     size = minibatch.scenario.ranks
     free = [own[-1][0] for own in minibatch.assigned_decode_ends_s]
     due = [

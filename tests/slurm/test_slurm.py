@@ -1,4 +1,4 @@
-"""The templates, and what becomes of jobs that are told to stop, lose a rank, or have the wrong launcher."""
+"""The templates, and jobs that are stopped, lose a rank, or have the wrong launcher."""
 
 import json
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 EVERY_10 = ("--run.checkpoint_every", "10")
 SHORT = ("--run.steps", "3")
-#: Of a node, and its own; as the benchmark of schedules is small.
+#: Directory of a node, and its own; as the benchmark of schedules is small.
 SCRATCH = "/run/scratch"
 SCHEDULE = "--ranks 2 --per-rank 2 --minibatches 1 --units 1 --step-s 0.05"
 #: How docs/clusters.md starts commands that end by themselves.
@@ -61,7 +61,7 @@ def render(place):
 
 def within(place):
     """Train without a launcher and with mpiexec, inside a job of two nodes."""
-    # Told to put more ranks on a node than it has slots, as tests outside are, Open MPI would put both on the first.
+    # With more ranks on a node than it has slots, as tests outside have, Open MPI would put both on the first.
     mpiexec = "env --unset=PRTE_MCA_rmaps_default_mapping_policy mpiexec -n 2"
     script = "odc-mpi train --config {0} --run.dir alone && {1} odc-mpi train --config {0} --run.dir two"
     wrapped = script.format(shlex.quote(str(place.config)), mpiexec)
@@ -90,7 +90,7 @@ def tell_twice(place, job, run):
 
 
 def kill_a_rank(place, job):
-    """Return how long the job lived after that; it is queued again."""
+    """Return the seconds that the job lived after that; it is queued again."""
     place.wait_for_steps(25, "lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
     assert place.cluster.run("kill", "-KILL", process).code == 0
@@ -102,7 +102,7 @@ def kill_a_rank(place, job):
 
 
 def start_wrongly(place, kind):
-    """Train with a --mpi that tells the library nothing, or with the other library's."""
+    """Train with a --mpi that passes the library nothing, or with the other library's."""
     wrong = {"other": {"pmi2": "pmix", "pmix": "pmi2"}[srun_mpi()]}.get(kind, kind)
     srun = ["srun", f"--mpi={wrong}", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=0"]
     wrong_run = ["odc-mpi", "train", "--config", place.config, "--run.dir", kind]

@@ -52,7 +52,7 @@ def reward(completion_ids, **columns):
 
 
 class _NoModel:
-    """What `RolloutSource` asks of a model."""
+    """The attributes of a model that `RolloutSource` reads."""
 
     module = None
     cache_needs = SimpleNamespace(maximum=SimpleNamespace(parameters=0))
@@ -72,8 +72,8 @@ class Rollouts:
     Args:
         world: The ranks.
         path: Written by `grpo_job.write_files`.
-        seed: Of all that is drawn, with the step.
-        store_bytes: Of each rank.
+        seed: Seed, combined with the step.
+        store_bytes: Bytes of the store of each rank.
         beta: Above 0, completions without an advantage are trained, too.
 
     Attributes:
@@ -115,7 +115,7 @@ class Rollouts:
             self._sleep(slow=self._world.rank == self._slow_trainer)
         gathered.local.update(zip(source.gathered_names, source.local_values(), strict=True))
         report = gathered.report(trained.ravel(), [False])
-        gathered.receive_reports(np.array(self._world.gather_objects(report)))  # point A
+        gathered.receive_reports(np.array(self._world.gather_objects(report)))  # gradients complete
         self._check(minibatch.indices.tolist(), gathered.sums.reshape(trained.shape), step, gathered)
         self._world.wait_collective(self._world.comm.Ibarrier(), "meeting at point B of a soak")
 

@@ -1,4 +1,4 @@
-"""What the last bits depend on is told, and compared on resume."""
+"""Facts on which the last bits depend are recorded, and compared on resume."""
 
 import pytest
 import torch

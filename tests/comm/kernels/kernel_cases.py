@@ -79,7 +79,7 @@ def add_naively(shard, slots):
 
 
 def assert_same(made, wanted):
-    """To the last bit, but for those of a NaN."""
+    """Compare bit for bit, except the bits of a NaN."""
     made, wanted = made.cpu(), wanted.cpu()
     assert made.dtype == wanted.dtype and made.shape == wanted.shape
     assert torch.equal(made.isnan(), wanted.isnan())

@@ -1,4 +1,4 @@
-"""What the kernels do, on the host: through the same tables, launch by launch, in place of CuPy."""
+"""The kernels compiled for the host: the same tables, launch by launch, without CuPy."""
 
 import ctypes
 import math
@@ -155,7 +155,7 @@ def test_indices_beyond_32_bits(kernels):
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_nothing_is_read_or_written_behind_the_end(kernels, source, target):
-    """Where the next page may not be touched: it would end the process."""
+    """Place arrays before a page whose access would end the process."""
     for numel in range(1, 60):
         piece, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)
         piece.copy_(torch.arange(numel))

@@ -24,7 +24,7 @@ from odc_mpi.comm.kernels import native
 
 @pytest.fixture
 def no_cache():
-    """What is known of CuPy is found out anew."""
+    """Forget the cached result of the search for CuPy."""
     find = native._cupy
     find.cache_clear()
     yield
@@ -134,7 +134,7 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
 @pytest.mark.parametrize("current", [0, 3])
 @pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 320)])
 def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched, current):
-    """What is handed to CuPy; whether it is right tells a GPU only."""
+    """Check the arguments passed to CuPy. Their effect is tested on a GPU only."""
     cupy, cuda = MagicMock(), MagicMock()
     cuda.current_stream.return_value.cuda_stream = 4711
     cuda.current_device.return_value = current

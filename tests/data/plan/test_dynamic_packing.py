@@ -1,4 +1,4 @@
-"""How a minibatch is cut for those who draw: against single sequences, against a fixed plan, and in time."""
+"""Splitting of a minibatch for dynamic balance: against single sequences, against a fixed plan, and in time."""
 
 import math
 import time

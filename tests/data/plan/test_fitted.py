@@ -149,7 +149,7 @@ def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
 
 
 def test_pieces_alone_change_nothing() -> None:
-    """Nothing then tells how fast the rank is."""
+    """Without varied chunks nothing shows how fast the rank is."""
     rank = FittedCostModel(CostModel())
     rank.observe_chunk(0, 100, 7.0)
     rank.observe_chunk(5, 5, 1.0)

@@ -20,7 +20,7 @@ def greedy(costs: list[float], size: int) -> float:
 
 
 def best(costs: list[float], size: int, most: int | None = None) -> float:
-    """The least makespan of all assignments, with at most so many items for each."""
+    """Return the least makespan of all assignments with at most `most` items per rank."""
     return min(
         max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(size))
         for ranks in itertools.product(range(size), repeat=len(costs))

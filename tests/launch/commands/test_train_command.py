@@ -135,7 +135,7 @@ def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
 
 
 def mistake(done, *words):
-    """Check that a mistake is told once, in one line, and ends with exit code 2."""
+    """Check that a user error is printed once, in one line, with exit code 2."""
     errors = [line for line in done.lines if "error:" in line]
     assert done.code == 2, (done.code, done.out, done.err)
     assert len(errors) == 1, done.lines

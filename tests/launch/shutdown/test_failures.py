@@ -36,7 +36,7 @@ if world.rank == 1:
 world.gather_objects(None)
 """
 
-#: A thread of ours ends on the last rank while all others wait for that rank; with a limit that nobody waits for.
+#: A thread of this package ends on the last rank while all others wait for that rank; no time-out expires.
 THREAD_FAILS = """
 import time
 from odc_mpi import World
@@ -178,7 +178,7 @@ def test_a_thread_of_the_user_s_that_ends_does_not_end_the_job(tmp_path):
 
 @pytest.mark.library
 def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
-    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting for ever."""
+    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting forever."""
     job = start(2, script(tmp_path, LAUNCHER_STOPPED), tmp_path, os.getpid())
     stopped, deadline = tmp_path / "stopped", time.monotonic() + 50
     while not (stopped.exists() and stopped.read_text()) and job.poll() is None and time.monotonic() < deadline:

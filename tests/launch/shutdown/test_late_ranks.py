@@ -1,4 +1,4 @@
-"""A rank that others wait for in vain is named, with what it was last doing; the job ends and nothing stays behind."""
+"""A late rank is named with its last activity; the job ends and nothing stays behind."""
 
 import os
 import re
@@ -264,7 +264,7 @@ def test_a_stopped_rank(tmp_path):
     places = "in microbatch [123], (?:forward|backward) of|synchronizing at|after synchronizing at|flushing|completing"
     doing = f"(?:{places}) .*"
     late = "late (?:is|are) rank 2 on \\S+, "
-    # Stopped within B, it may have let one of the others through, who then waits at A for both.
+    # Stopped while it publishes, it may have let one of the others through, who then waits for both with its gradients.
     other = "(?:; rank [01] on \\S+, .*)?"
     assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + other + LIMIT, lines[0])
     assert done.seconds < 30

@@ -1,4 +1,4 @@
-"""A rank that stops while MPI starts or ends, which no deadline of ours can watch; and what outlasts the end."""
+"""Ranks that stop while MPI starts or ends, outside of all deadlines of this package; and leftovers after the end."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ if rank == 1:
 from odc_mpi.cli.main import main
 sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
 """
-#: One rank is told to stop while it imports the models.
+#: One rank gets a signal to stop while it imports the models.
 STOPPED_START = """
 import os, signal, sys
 from odc_mpi.cli import main as cli

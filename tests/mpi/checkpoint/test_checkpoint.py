@@ -228,7 +228,9 @@ def test_a_tensor_is_damaged(run, world, part):
             name, position = datasets[-1].name.lstrip("/"), datasets[-1].id.get_offset()
         flip(path, position)
     world.gather_objects(None)
-    with pytest.raises(AllRanksUserError, match=f"the checksum of {part}/.* does not match: set run.resume to an older"):
+    with pytest.raises(
+        AllRanksUserError, match=f"the checksum of {part}/.* does not match: set run.resume to an older"
+    ):
         run("run")
     if world.rank == 0:
         flip(path, position)

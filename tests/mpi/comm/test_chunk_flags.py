@@ -1,4 +1,4 @@
-"""Pieces of a sequence wait for those they need, and for nobody else, in every minibatch anew."""
+"""Chunks of a sequence wait for those they need and for no other rank, in every minibatch."""
 
 import time
 
@@ -57,6 +57,6 @@ def test_the_first_piece_waits_for_nobody_in_forward(world, flags):
     split = SequenceSplit(0, (0, 1, 2), (0, 1))
     if world.rank == 0:
         for step in range(UNITS):
-            flags.synchronize(0, split, 0, step)  # nobody else has come: it would wait for ever
+            flags.synchronize(0, split, 0, step)  # no other rank has arrived: it would wait forever
     world.gather_objects(None)
     flags.next_minibatch(1)

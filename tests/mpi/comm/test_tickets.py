@@ -1,4 +1,4 @@
-"""Tickets: every position once, whoever is slow, late or idle, and nothing of one minibatch in the next."""
+"""Tickets: every position once, whichever ranks are slow, late or idle, and separate minibatches."""
 
 import time
 
@@ -20,12 +20,12 @@ def tickets(world):
 
 
 def all_have_drawn(world, drawn):
-    """Point A: what every rank drew."""
+    """Synchronize as for complete gradients, and gather the positions that every rank claimed."""
     return world.gather_objects(drawn)
 
 
 def published(world):
-    """Point B."""
+    """Synchronize as for published parameters."""
     world.wait_collective(world.comm.Ibarrier(), "meeting at point B of a test")
 
 
@@ -46,7 +46,7 @@ def test_every_position_once_through_thousands_of_minibatches(world, tickets):
             drawn.append(position)
             if minibatch % 50 == 0:
                 time.sleep(idle.random() * 1e-3)
-        # What a rank reports at A it holds no position of afterwards.
+        # A rank holds no position after it has reported it.
         total = np.zeros(max(1, count), dtype=np.int64)
         total[drawn] += 1
         world.comm.Allreduce(MPI.IN_PLACE, total)
@@ -174,7 +174,7 @@ def test_a_node_asks_another_once_whether_it_has_any_left(world):
     asked = []
     fetch = made._window.fetch_and_add
     made._window.fetch_and_add = lambda host, *rest: asked.append(host) or fetch(host, *rest)
-    for _ in range(2):  # the second time as the first: what was told is forgotten with the reset
+    for _ in range(2):  # the second time as the first: the reset clears the cached counts
         asked.clear()
         published(world)
         if world.rank == 0:

@@ -132,7 +132,7 @@ def test_only_what_mpi_can_add_is_reduced(world):
 
 
 def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
-    """Whoever is on the node sees a store without any fetch; a copy does not change any more."""
+    """A rank of the node sees a store without any fetch; a copy does not change any more."""
     transport = make([1000])
     write_own_parameters(transport, [torch.zeros(1000)])
     fetched = transport.parameters.fetch(0).wait()

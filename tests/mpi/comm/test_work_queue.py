@@ -1,4 +1,4 @@
-"""The exchange of finished work: each piece to one rank, with its content, whoever is slow, however full stores are."""
+"""The work queue: each item to one rank, with its content, however slow ranks or full stores are."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Windows over a device's memory, with host memory in its place: told to MPI by address, moved by MPI alone."""
+"""Windows over a device's memory, with host memory in its place: passed to MPI by address, moved by MPI alone."""
 
 import pytest
 import torch

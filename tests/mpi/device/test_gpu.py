@@ -32,7 +32,7 @@ def exact_fp32():
     torch.set_float32_matmul_precision(before)
 
 
-#: Of losses, relative: in bf16 they follow those of the fp32 run.
+#: Relative tolerances of losses: in bf16 they follow those of the fp32 run.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 

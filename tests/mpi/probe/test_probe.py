@@ -1,4 +1,4 @@
-"""The probe tells what is one-sided from what waits, on real windows of both kinds."""
+"""The probe separates one-sided operations from those that wait, on real windows of both kinds."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""An exact run that learns from rewards has the bits of one rank, whoever generates and trains which prompt group."""
+"""An exact run that trains on rewards has the bits of one rank, whichever ranks generate and train a prompt group."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ _references = {}
 
 @pytest.fixture
 def train(world, grpo_dir, request):
-    """`train(name, world, **settings)` runs exactly; returns the digest and what a run tells of its steps.
+    """`train(name, world, **settings)` runs exactly; returns the digest and the metrics of its steps.
 
     With a world of one rank, rank 0 runs and the others wait.
     """

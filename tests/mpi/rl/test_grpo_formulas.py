@@ -72,7 +72,7 @@ def train(world, config):
 
 
 def compute_rewards(index, wanted, only_even):
-    """What grpo_job.REWARDS says of the given completions, None where nothing applies."""
+    """Return the values of grpo_job.REWARDS for the given completions, None where nothing applies."""
     found = []
     for tokens in given_completions(index)[0]:
         even = None if tokens[0] % 7 == 0 else float(sum(token % 2 == wanted for token in tokens))

@@ -88,7 +88,7 @@ def trained_groups(lines):
 
 
 def test_who_trains_what_changes_nothing(world, run, monkeypatch):
-    """Each rank what it has generated; then whoever is free, beside a slow rank, with room for all or for one."""
+    """Ranks train their own groups; then any idle rank does, with a slow rank, with space for all or for one."""
     changes = {"optim__adam_epsilon": 1e-3}
     own, summary = run("own", **changes, rl__store_bytes=0)
     assert summary["groups_claimed_from_other_ranks"] == 0
@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
 
 
 def test_ranks_make_the_same_as_one(world, run, grpo_dir):
-    """Against a loop of one rank: what it generates, decoded in the same batches, and what becomes of it."""
+    """Compare with a loop of one rank: its completions, decoded in the same batches, and their losses."""
     changes = {"rl__max_concurrent_sequences": 2 * NUM_GENERATIONS, "optim__adam_epsilon": 1e-3}
     lines, _ = run("all", **changes)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

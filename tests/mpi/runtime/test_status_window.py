@@ -1,4 +1,4 @@
-"""What ranks tell of themselves is read one-sidedly, whole, while they do something else."""
+"""The published status of ranks is read one-sidedly and atomically, while they do something else."""
 
 import time
 

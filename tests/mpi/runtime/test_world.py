@@ -1,4 +1,4 @@
-"""What ranks do while they wait for each other outside of training."""
+"""Activity of ranks that wait for each other outside of training."""
 
 import threading
 import time

@@ -21,7 +21,7 @@ def decision(world):
 
 
 def kept(world):
-    """What is there now, also of other tests: garbage of theirs may go at any time, so it may become less."""
+    """Count live resources, also of other tests: their garbage may be collected at any time, so counts may fall."""
     return {
         "resources": len(world._resources),
         "hooks": len(hooks),

@@ -1,4 +1,4 @@
-"""The order of participants, and what may join them: an objective with its divisor at A, one that runs the model."""
+"""The order of callbacks; an objective whose normalizer is known late, and a callback that runs the model."""
 
 import re
 

@@ -125,7 +125,7 @@ def test_in_bf16_the_losses_stay_within_rounding(dataset_path, world, monkeypatc
 
 @pytest.mark.sizes(3)
 def test_adapters(dataset_path, world, monkeypatch):
-    """Only queries of adapters are trained, so nothing is given back; then also keys and values."""
+    """Only queries of adapters are trained, so no gradients of keys and values are sent; then also keys and values."""
     for modules in ("[q_proj]", "[k_proj, v_proj]"):
         config = {"lora.r": 4, "lora.target_modules": modules, "run.steps": 3, "optim.learning_rate": 0.1}
         _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)

@@ -49,7 +49,7 @@ def train(world, base, dataset_path):
 
 
 def without_times(lines):
-    """What a run reports that has nothing to do with time or ranks."""
+    """Keep the metrics that depend neither on time nor on ranks."""
     names = ("loss", "grad_norm", "fixed64_relative_error", "eval_loss", "num_tokens", "skipped", "learning_rate")
     return [{name: line.get(name) for name in names} for line in lines]
 

@@ -22,7 +22,7 @@ from odc_mpi.models import build as models
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
-#: Of what may depend on how many ranks there are.
+#: For results that may depend on the number of ranks.
 EVERY_SIZE = pytest.mark.sizes(1, 2, 3, 4)
 
 

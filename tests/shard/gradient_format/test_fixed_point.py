@@ -23,7 +23,7 @@ def pieces_of(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 
 def run(ranks: list[FixedPointGradients], dealt: list[list[torch.Tensor]]) -> tuple[torch.Tensor, bool]:
-    """One minibatch: each rank pushes its gradients, the last two of them as one sum at home."""
+    """One minibatch: each rank pushes its gradients, the last two of them as one local sum."""
     window, output = torch.zeros(NUMEL, dtype=torch.int64), []
     for rank, own in zip(ranks, dealt, strict=True):
         rank.start()

@@ -1,4 +1,4 @@
-"""What other ranks are told that this one is doing."""
+"""The activity that a rank publishes."""
 
 import torch
 from ranks import RecordingTransport, run_ranks
@@ -9,7 +9,7 @@ from odc_mpi.shard.units.activity import ActivityReporter
 
 
 class Telling(RecordingTransport):
-    """Writes down what is told."""
+    """Records the published status."""
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
         told.append((microbatch, what))
@@ -27,7 +27,7 @@ def make(transport: RecordingTransport, **options: bool) -> ShardedModel:
 
 
 def run(work: object) -> list[tuple[int, str]]:
-    """Return what was told after the last `told.clear()`, but for the end of the minibatch."""
+    """Return the status after the last `told.clear()`, except for the end of the minibatch."""
     told.clear()
     run_ranks(1, work, transport=Telling)  # type: ignore[arg-type]
     return [note for note in told if note not in END]
