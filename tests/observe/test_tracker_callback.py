@@ -150,7 +150,8 @@ def test_the_environment_chooses_server_and_project(tmp_path, monkeypatch):
 def test_a_launcher_that_sets_local_rank_starts_no_torch_distributed():
     environment = {**os.environ, "LOCAL_RANK": "1", "PMI_SIZE": "2"}
     code = (
-        "from odc_mpi.observe.trackers import require_tracker_packages; require_tracker_packages(['tensorboard']); import accelerate, os; "
+        "import accelerate, os; from odc_mpi.observe.trackers import require_tracker_packages as require; "
+        "require(['tensorboard']); "
         "assert accelerate.PartialState().num_processes == 1 and os.environ['LOCAL_RANK'] == '1'"
     )
     pytest.importorskip("accelerate")

@@ -159,7 +159,7 @@ def one_run(world, shared_dir, dataset_path):
         ({"model__config__rms_norm_eps": 1e-3}, "rms_norm_eps is 1e-06 there, 0.001 in"),
         ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
         ({"run__seed": 1}, "run.seed: expected 0"),
-        ({"run__resume": "/nowhere"}, "got /nowhere"),
+        ({"run__resume": "/nowhere"}, "no checkpoint in /nowhere"),
         ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
     ],
     ids=["model", "heads", "positions", "activation", "norm", "optimizer", "seed", "path", "steps"],
@@ -228,9 +228,7 @@ def test_a_tensor_is_damaged(run, world, part):
             name, position = datasets[-1].name.lstrip("/"), datasets[-1].id.get_offset()
         flip(path, position)
     world.gather_objects(None)
-    with pytest.raises(
-        AllRanksUserError, match=f"the checksum of {part}/.* does not match: set run.resume to an older"
-    ):
+    with pytest.raises(AllRanksUserError, match=f"the checksum of {part}/.* does not match: set run.resume"):
         run("run")
     if world.rank == 0:
         flip(path, position)
@@ -346,7 +344,7 @@ def test_stop_is_told_to_one_rank(run, world, monkeypatch):
 
     original = StopRequest.local_values
     monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
-    with pytest.raises(StoppedError, match="after step 1, which is saved"):
+    with pytest.raises(StoppedError, match="after step 1; checkpoint saved"):
         run("run")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     world.gather_objects(None)
