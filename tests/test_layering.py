@@ -131,7 +131,7 @@ def test_arrows_run_one_way(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_libraries_stay_in_their_rooms(path):
+def test_libraries_are_imported_in_their_folders_only(path):
     own = module_name(path)
     for module in find_imports(path):
         for library, places in KEPT_IN.items():
@@ -160,12 +160,12 @@ def test_the_rules_see_a_breach(tmp_path):
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
-def test_a_room_is_no_heap(folder):
+def test_folders_are_small(folder):
     assert num_files(folder) <= MAX_FILES
     assert (folder / "__init__.py").is_file()
 
 
-def test_no_folder_of_tests_is_a_heap():
+def test_folders_of_tests_are_small():
     sizes = {folder: num_files(folder) for folder in {path.parent for path in TESTS.rglob("*.py")}}
     assert {folder: num for folder, num in sizes.items() if num > MAX_FILES + 1} == {}
 
@@ -174,7 +174,7 @@ def num_files(folder):
     return len([path for path in folder.glob("*.py") if path.name not in ("__init__.py", "conftest.py")])
 
 
-def test_names_of_tests_tell_them_apart():
+def test_names_of_tests_are_unique():
     """pytest takes modules of the same name in two folders for one, as the folders are no packages."""
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []

@@ -150,7 +150,7 @@ def test_a_checkpoint_that_cannot_get_its_name_leaves_the_old_one(run_dir, monke
     assert list(steps_in(path / CHECKPOINTS)) == [2, 4, 6]
 
 
-def test_pruning_leaves_whole_ones_at_any_moment(run_dir, crashing):
+def test_pruning_leaves_complete_checkpoints_at_any_moment(run_dir, crashing):
     for number in range(100):
         path = run_dir()
         completes = crashing.completes(lambda: prune(path / CHECKPOINTS, 1), number)  # noqa: B023 - called at once
@@ -164,7 +164,7 @@ def test_pruning_leaves_whole_ones_at_any_moment(run_dir, crashing):
 @pytest.mark.parametrize(
     "ready", [lambda path: open_run_directory(path, "new\n"), lambda path: reopen_run_directory(path, "new\n", 2)]
 )
-def test_making_a_run_directory_ready_loses_nothing(run_dir, crashing, ready):
+def test_preparing_a_run_directory_loses_nothing(run_dir, crashing, ready):
     for number in range(100):
         path = run_dir()
         (path / "config.yaml").write_text("old\n")

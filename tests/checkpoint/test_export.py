@@ -66,7 +66,7 @@ def saved(request, tmp_path):
     return tmp_path / "step_00000001", state, logits
 
 
-def test_it_says_the_same(saved, tmp_path):
+def test_it_reports_the_same(saved, tmp_path):
     directory, state, logits = saved
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out")
@@ -112,7 +112,7 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     assert max(peaks) <= max(6000, largest), "a larger tensor is a file of its own"
 
 
-def test_a_full_disk_is_told_in_one_line(saved, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_in_one_line(saved, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

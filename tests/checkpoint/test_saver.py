@@ -76,7 +76,7 @@ class Ranks:
         return list(steps_in(self.directory))
 
 
-def test_complete_only_when_all_have_told(tmp_path, monkeypatch):
+def test_complete_only_when_all_have_reported(tmp_path, monkeypatch):
     ranks, go, write = Ranks(tmp_path, 2), threading.Event(), savers.write_shard
 
     def slow(path, *rest):

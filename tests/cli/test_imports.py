@@ -55,7 +55,7 @@ def test_ranks_and_the_probe_of_the_doctor_need_no_torch():
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
-def test_what_is_imported_is_never_looked_through(unfrozen, tmp_path, monkeypatch):
+def test_imported_objects_are_never_collected(unfrozen, tmp_path, monkeypatch):
     (tmp_path / "imported_here_only.py").write_text("things = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
     with gc_paused():

@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [("12.9", "cuda12"), ("13.0", "cuda13"), (None, "cuda12")])
-def test_without_cupy_a_line_says_what_to_install(monkeypatch, cuda, extra):
+def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(
@@ -29,7 +29,7 @@ def test_slots_are_added_in_their_order():
     assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
+def test_an_event_belongs_to_memory_not_to_a_view_of_it():
     marks, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
     mark = device.record_event()
     marks.set(memory[2:], mark)

@@ -268,7 +268,7 @@ def test_another_thread_serves(size):
     run_ranks(size, functools.partial(train, ring_bytes=SMALLEST, dtype=torch.float32, serving_thread=True))
 
 
-def test_pushes_beyond_the_room_wait_for_their_owner():
+def test_pushes_beyond_the_mailbox_wait_for_their_owner():
     """Rank 1 does not serve for a while: nothing that lies there is overwritten, and nothing comes twice."""
 
     def work(world):
@@ -316,7 +316,7 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
     run_ranks(4, work)
 
 
-def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
+def test_a_mailbox_without_space_for_one_element_of_each_peer_is_refused():
     world = Group(4).world(0)
     MailboxGradientStore(world, torch.float64, 3 * SMALLEST).plan(layouts(4))
     for wrong in (3 * SMALLEST - 1, 0, -5):
@@ -326,7 +326,7 @@ def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
         MailboxGradientStore(Group(1).world(0), torch.float64, 0).plan(layouts(1))
 
 
-def test_memory_is_bounded_by_the_setting_and_by_what_is_of_use():
+def test_memory_is_bounded_by_the_setting_and_by_the_need():
     many, few = Group(9).world(0), Group(2).world(0)
     counters = 2 * 128  # nine of eight bytes each, in lines of 64
     for mailbox_bytes in (10_000, 1 << 20, 50_000_000):

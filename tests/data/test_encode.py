@@ -39,7 +39,7 @@ def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
         assert trained_runs(tokenizer, encoded) == [pair.completion + "<|endoftext|>"]
 
 
-def test_chats_train_what_the_assistant_says_and_its_end_of_turn(tokenizer: Any) -> None:
+def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     [encoded] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
@@ -182,6 +182,6 @@ def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer:
         assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
 
 
-def test_context_is_not_learnt(tokenizer: Any) -> None:
+def test_context_is_not_trained(tokenizer: Any) -> None:
     [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], num_context=4)])
     assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]

@@ -245,7 +245,7 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
         ),
     ],
 )
-def test_mistakes_are_told_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:
+def test_user_errors_are_reported_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         loader(dataset, **arguments)
     assert expected in str(caught.value)
@@ -259,7 +259,7 @@ def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int) -> N
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 12), (0, 1, 11, 12), (0, 12)])
-def test_pieces_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Dataset, bounds: tuple[int, ...]) -> None:
+def test_chunks_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Dataset, bounds: tuple[int, ...]) -> None:
     index = int(np.flatnonzero(dataset.lengths >= 12)[0])
     length = int(dataset.lengths[index])
     bounds = (*bounds[:-1], length)

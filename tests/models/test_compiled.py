@@ -113,7 +113,7 @@ def test_generation_is_not_compiled(backend):
     assert backend.num_graphs == 0
 
 
-def test_what_a_machine_lacks(monkeypatch, tmp_path):
+def test_missing_parts_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"a C\+\+ compiler.* no-such-compiler: install .* set model.compile to"):
         compiled.compile_layers(model(1))

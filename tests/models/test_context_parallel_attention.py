@@ -38,7 +38,7 @@ def in_pieces(inputs, upstream, scaling, cuts):
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_values_and_gradients_are_those_of_the_whole(cuts, scaling):
+def test_values_and_gradients_are_those_of_the_unsplit_sequence(cuts, scaling):
     *inputs, upstream = draw()
     expected = whole(inputs, upstream, scaling)
     for one, other in zip(in_pieces(inputs, upstream, scaling, cuts), expected, strict=True):
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_whole(cuts, scaling):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_whole():
+def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_unsplit_sequence():
     """Of each array, by its norm: both round to bf16, at other places."""
     *inputs, upstream = draw(torch.bfloat16, 64)
     exact = whole([x.double() for x in inputs], upstream.double(), None)

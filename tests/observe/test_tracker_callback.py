@@ -219,7 +219,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     Broken.hang.set()
 
 
-def test_a_missing_library_is_told(monkeypatch):
+def test_a_missing_library_is_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb needs the package accelerate.*pip install accelerate wandb, or"):
         require_tracker_packages(["wandb"])

@@ -126,7 +126,7 @@ def test_without_shared_memory_there_is_no_zero_copy(shared, words):
     assert words in made.zero_copy.reason and words in made.window.reason
 
 
-def test_wishes_win():
+def test_settings_win():
     made = decide(report(other_node=TCP), CommSettings(zero_copy="off", reduction="mailbox", progress="off"))
     assert choices(made) == ("allocate", "off", "mailbox", "off")
     assert made.zero_copy.reason == "set by comm.zero_copy"
@@ -139,7 +139,7 @@ def test_wishes_win():
     ("wish", "words"),
     [({"zero_copy": "on"}, "auto or off"), ({"reduction": "sum"}, "mailbox"), ({"progress": "core"}, "thread")],
 )
-def test_unknown_wishes(wish, words):
+def test_unknown_settings(wish, words):
     (name, value), *_ = wish.items()
     with pytest.raises(UserError, match=rf"comm\.{name}: expected .*{words}.*, got {value}"):
         CommSettings(**wish)
@@ -250,7 +250,7 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
 
 
 @pytest.mark.parametrize("tickets", [False, True])
-def test_nobody_draws_from_counters_that_are_wrong(tickets):
+def test_no_rank_draws_from_wrong_counters(tickets):
     found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(
         Problem(("same_node", "fetch_and_op"), Cause.WRONG)
     )
@@ -275,7 +275,7 @@ def test_a_put_that_never_came_back_rules_the_mailbox_out():
     assert made.value == "accumulate" and made.reason.endswith("nor did Put")
 
 
-def test_what_is_all_set_needs_no_probe():
+def test_complete_settings_need_no_probe():
     assert CommSettings("off", "mailbox", "off").is_complete
     for open_one in (
         CommSettings("auto", "mailbox", "off"),

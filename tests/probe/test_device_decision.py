@@ -58,7 +58,7 @@ def test_every_combination_of_what_is_proved(answered, kind):
         assert (decision.window.value, decision.zero_copy.value) == ("create", "off")
 
 
-def test_without_a_verdict_the_host_is_used_and_a_line_says_what_to_do():
+def test_without_a_verdict_the_host_is_used_and_a_line_suggests_the_probe():
     found = replace(report(), device=None)
     decision = made(found)
     assert choices(decision) == ("cpu", "accumulate")
@@ -67,7 +67,7 @@ def test_without_a_verdict_the_host_is_used_and_a_line_says_what_to_do():
     assert replace(decision, window_device=None) == decide(found), "all else is as without a GPU"
 
 
-def test_without_a_gpu_nothing_is_said_of_windows_there():
+def test_without_a_gpu_windows_there_are_not_mentioned():
     decision = decide(report())
     assert decision.window_device is None
     assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress"}
@@ -155,7 +155,7 @@ def test_accumulate_has_to_work_in_the_own_window():
     assert choices(made(nothing_else))[0] == "cpu"
 
 
-def test_where_no_window_can_be_made_the_reason_is_told():
+def test_the_reason_is_reported_if_no_window_can_be_created():
     found = report(window=None).with_problem(Problem.read("device memory: CuPy does not import"))
     assert made(found).window_device.reason == (
         "windows on GPUs cannot be created (device memory: CuPy does not import)"

@@ -14,7 +14,7 @@ from odc_mpi.runtime.start import launch as launcher
         ({"SLURM_PROCID": "0", "PMI_RANK": "2"}, 2),
     ],
 )
-def test_the_rank_that_a_launcher_tells(monkeypatch, variables, rank):
+def test_the_rank_of_the_launcher(monkeypatch, variables, rank):
     for name in (*launcher._RANK_VARIABLES, launcher._TASK_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -141,7 +141,7 @@ def test_in_backward() -> None:
 
 
 @on_ranks(1)
-def test_what_is_saved_is_where_to_look(transport: RecordingTransport) -> None:
+def test_a_graph_saves_places_not_parameters(transport: RecordingTransport) -> None:
     """The graph keeps no unit ready, and the backward fetches what it needs."""
     parts = Parts(transport, *({f"p{i}": ((3, 3), True)} for i in range(6)))
     x = torch.ones(2, 3, dtype=torch.float64)

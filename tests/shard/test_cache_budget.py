@@ -275,7 +275,7 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
 
 @pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
 @on_ranks(1)
-def test_a_graph_keeps_parameters_once_all_units_are_ready(
+def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
     transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To look at what a forward saves, tensor by tensor, takes Python's time."""
@@ -361,7 +361,7 @@ def test_bytes_by_node() -> None:
 
 
 @on_ranks(2, transport=Poisoning)
-def test_forwards_alone_use_what_stays_and_leave_it_to_the_next_minibatch(
+def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
     train = Train(transport, PLENTY, module)
@@ -473,7 +473,7 @@ def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTrans
         pass
 
 
-def test_sums_that_overflow_at_home_are_known_to_all() -> None:
+def test_local_sums_that_overflow_are_known_to_all() -> None:
     """Each gradient is finite, and the last one would bring the sum back; or the sums of two ranks are too much."""
     module = nn.Sequential(Layer()).float()
 

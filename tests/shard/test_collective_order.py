@@ -68,7 +68,7 @@ def test_each_microbatch_fetches_the_same(transport: InStep, prefetch: int, acti
 
 
 @on_ranks(3, transport=InStep)
-def test_what_a_rank_did_between_makes_no_difference_later(transport: RecordingTransport) -> None:
+def test_calls_of_a_rank_in_between_make_no_difference_later(transport: RecordingTransport) -> None:
     model = stacked(transport)
     with torch.no_grad():
         model.module.layers[transport.group.rank](torch.zeros(1, WIDTH).double())

@@ -28,7 +28,7 @@ WHOLE = [name for name in SCHEDULES if name != "window/split"]
 NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, cost_error=0.1)
 
 
-def test_pieces_wait_for_each_other_in_each_unit_by_hand():
+def test_chunks_wait_for_each_other_in_each_unit_by_hand():
     # Three seconds in one unit: one forward, two backward. The second is twice as slow, so the first waits at the end.
     assert simulate_context_parallel([0.0, 0.0], [3.0, 6.0], 1) == [[(0.0, 1.0), (1.0, 3.0)], [(0.0, 2.0), (2.0, 6.0)]]
     # A first piece that comes late holds up the second in forward; a second, the first in backward.
@@ -41,7 +41,7 @@ def test_pieces_wait_for_each_other_in_each_unit_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_second_implementation_of_pieces_agrees(seed):
+def test_a_second_implementation_of_chunks_agrees(seed):
     rng = np.random.default_rng(seed)
     began, seconds, units = rng.uniform(0, 2, 4).tolist(), rng.uniform(1, 6, 4).tolist(), 3
     # Step through time: a piece may begin a step once the pieces it needs have come to it, or are done with it.
@@ -80,7 +80,7 @@ def test_what_splitting_gains_and_what_keys_and_values_cost():
     assert gain(per_rank=1, piece_factor=1.5) < 0.9 * gain(per_rank=1, piece_factor=1.0)
 
 
-def test_pieces_are_timed_by_hand():
+def test_chunks_are_timed_by_hand():
     cost = CostModel(1.0, 0.0, 2.0, 1.5, 0.5)
     minibatch = replace(trial_of([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
     split = SequenceSplit(0, (0, 12, 20), (1, 0))
@@ -252,7 +252,7 @@ def test_thousands_of_ranks():
     assert outcome.speedup["window/dynamic"] > 1.0
 
 
-def test_one_rank_has_nobody_to_wait_for():
+def test_one_rank_never_waits():
     outcome = simulate(Scenario(ranks=1, num_minibatches=3))
     assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
     assert all(idle == pytest.approx(0.0, abs=1e-9) for idle in outcome.idle_fraction.values())
@@ -280,7 +280,7 @@ def test_a_ticket_and_a_microbatch_cost_time():
     assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
-def test_what_a_cache_buys():
+def test_gain_of_a_cache():
     """A rank that keeps the whole model pays one fetch and one push of it per minibatch, whatever it runs."""
     lengths = np.full(8, 1000)
     free = Scenario(ranks=2, per_rank=4, lengths="equal")
@@ -317,13 +317,13 @@ def test_the_command_prints_one_object(capsys):
 
 
 @pytest.mark.parametrize(("workload", "count"), [("sft", 16), ("grpo", 2)])
-def test_the_command_draws_so_many_unless_it_is_told(capsys, workload, count):
+def test_the_command_draws_the_default_number_unless_it_is_set(capsys, workload, count):
     lengths = ["--lengths", "equal"] if workload == "sft" else []
     assert cli.main(["simulate", "--workload", workload, *lengths, "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scenario"]["num_minibatches"] == count
 
 
-def test_no_ranks_are_a_mistake(capsys):
+def test_no_ranks_are_a_user_error(capsys):
     assert cli.main(["simulate", "--ranks", "0"]) == 2
     assert "--ranks: expected a number from 1 to" in capsys.readouterr().err
 
@@ -401,7 +401,7 @@ def test_advice_names_what_is_enough():
         (["--step-s", "1"], ["unknown argument --step-s"]),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, words):
+def test_user_errors_are_one_line(capsys, arguments, words):
     assert cli.main(["simulate", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

@@ -162,7 +162,7 @@ def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
     assert cores[0] != cores[1]
 
 
-def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
+def test_a_stopped_job_continues_by_itself(place, jobs):
     assert jobs["stopping"].result().code == 0
     output = place.finish(jobs["stopped"])
     saved = re.search(r"stopped on request after step (\d+); checkpoint saved", output)
@@ -209,7 +209,7 @@ def test_the_benchmarks_end(place, jobs):
 
 
 @pytest.mark.library
-def test_the_doctor_looks_at_both_nodes(place):
+def test_the_doctor_probes_both_nodes(place):
     report = json.loads(place.finish(place.command(f"{SRUN} doctor --json", "--nodes=2")))
     assert report["nodes"] == 2
     assert report["decision"] is not None

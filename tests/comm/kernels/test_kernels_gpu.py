@@ -103,7 +103,7 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_nobody_waits_for_the_device(gpu):
+def test_no_call_waits_for_the_device(gpu):
     pieces = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
     flat = torch.empty(300, device=gpu)
     torch.cuda.set_sync_debug_mode("error")

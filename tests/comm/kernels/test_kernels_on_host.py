@@ -98,7 +98,7 @@ def test_every_value_of_two_bytes_is_cast_right(kernels, dtype, target):
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
-def test_more_pieces_than_a_launch_takes(kernels, dtype):
+def test_more_segments_than_a_launch_takes(kernels, dtype):
     rng = np.random.default_rng(3)
     for count, launches in [
         (0, 1),
@@ -154,7 +154,7 @@ def test_indices_beyond_32_bits(kernels):
 
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_nothing_is_read_or_written_behind_the_end(kernels, source, target):
+def test_nothing_is_accessed_beyond_the_end(kernels, source, target):
     """Place arrays before a page whose access would end the process."""
     for numel in range(1, 60):
         piece, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)

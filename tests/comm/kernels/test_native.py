@@ -82,7 +82,7 @@ def test_nothing_to_lay_out():
 
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
-def test_pieces_over_one_another_or_beyond_the_array(pieces):
+def test_segments_that_overlap_or_exceed_the_array(pieces):
     with pytest.raises(AssertionError, match="segments"):
         native.flatten([(start, torch.ones(numel)) for start, numel in pieces], torch.zeros(8))
 
@@ -106,7 +106,7 @@ def test_why_there_are_no_kernels(monkeypatch, no_cache):
     assert "ROCm" in native.kernels_unavailable_reason(gpu)
 
 
-def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cache):
+def test_a_cupy_that_cannot_be_imported_is_reported(monkeypatch, tmp_path, no_cache):
     (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1:\\ncannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -116,7 +116,7 @@ def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cac
     assert native.kernels_unavailable_reason(torch.device("cuda", 0)) is not None
 
 
-def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
+def test_a_kernel_that_cannot_be_built_is_reported(monkeypatch):
     class Broken:
         __version__ = "14"
 

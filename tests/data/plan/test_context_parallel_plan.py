@@ -37,7 +37,7 @@ def test_bounds_are_the_best_of_all(cost):
         assert costliest(found, cost) == pytest.approx(min(costliest(b, cost) for b in allowed), rel=1e-12)
 
 
-def test_pieces_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
+def test_chunks_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
     bounds = even_bounds(65_536, 7, 65_536, COST)
     costs = [COST.chunk(a, b) for a, b in pairwise(bounds)]
     tokens = [b - a for a, b in pairwise(bounds)]
@@ -49,7 +49,7 @@ def test_pieces_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_each_token_is_planned_once_and_pieces_fit(size):
+def test_each_token_is_planned_once_and_chunks_fit(size):
     for n in (0, 1, 2, 3, 7, 24, 61):
         for max_tokens in (8192, -(-8192 // size)):
             lengths = longtailed(size * 100 + n, n)
@@ -115,7 +115,7 @@ def test_small_minibatches_end_nearly_as_early_as_the_best_plan(size):
 
 
 @pytest.mark.parametrize(("per_rank", "gain"), [(1, 1.6), (2, 1.35), (4, 1.1)])
-def test_what_splitting_wins_over_drawing_whole_sequences(per_rank, gain):
+def test_gain_of_splitting_over_drawing_unsplit_sequences(per_rank, gain):
     whole = cut = 0.0
     for seed in range(10):
         lengths = longtailed(seed, 8 * per_rank)
@@ -148,6 +148,6 @@ def test_more_long_sequences_than_ranks_take_turns():
         split_longest(np.array([5, 1025]), 1, 1024, COST)
 
 
-def test_two_pieces_of_a_sequence_never_share_a_rank():
+def test_two_chunks_of_a_sequence_never_share_a_rank():
     with pytest.raises(AssertionError):
         SequenceSplit(0, (0, 1, 2), (1, 1))

@@ -124,7 +124,7 @@ def test_even_parts_need_no_memory_with_the_square() -> None:
         assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
 
 
-def test_first_fit_takes_the_first_bin_with_room() -> None:
+def test_first_fit_takes_the_first_bin_with_space() -> None:
     assert first_fit(np.array([2, 5, 4, 5, 3, 6]), 10) == [[5, 2], [1, 3], [4, 0]]
 
 

@@ -90,7 +90,7 @@ def sum_seconds(own, kind, until_s=math.inf):
 
 
 @pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_the_trace_tells_when_the_waits_of_the_metrics_were(config, tmp_path, balance):
+def test_the_trace_contains_the_waits_of_the_metrics(config, tmp_path, balance):
     arguments = ["--run.trace_steps", 8, "--data.balance", balance, "--comm.zero_copy", "off"]
     assert odc_mpi(2, "train", "--config", config, *arguments).code == 0
     run = tmp_path / "run"
@@ -155,12 +155,12 @@ def mistake(done, *words):
     ],
     ids=["configuration", "data", "argument", "room", "combination"],
 )
-def test_mistakes_are_told_by_one_rank(config, tmp_path, arguments, words):
+def test_user_errors_are_printed_by_one_rank(config, tmp_path, arguments, words):
     mistake(odc_mpi(2, "train", "--config", config, *arguments), *words)
     assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
 
 
-def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
+def test_a_user_error_on_one_rank_only(config, tmp_path):
     """Rank 1 does not see the data set, as on a node where it was not copied to."""
     script = tmp_path / "script.py"
     script.write_text(

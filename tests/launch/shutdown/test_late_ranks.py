@@ -235,13 +235,13 @@ def test_a_rank_that_sleeps_in_a_backward(tmp_path):
     assert_line(AT_A + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
 
 
-def test_a_rank_that_sleeps_in_a_piece(tmp_path):
+def test_a_rank_that_sleeps_in_a_chunk(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
     what = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
     assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
 
 
-def test_a_rank_that_computes_between_a_and_b(tmp_path):
+def test_a_rank_that_computes_before_parameters_are_published(tmp_path):
     line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
     at_b = "synchronizing at parameters_published: late is rank 1 on \\S+, "
     assert_line(WAITED + at_b + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
@@ -295,7 +295,7 @@ def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
     assert_line(f"{WAITED}fetching unit 2: it waits for {owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)
 
 
-def test_who_waits_for_one_that_fetches_learns_so(tmp_path):
+def test_a_waiting_rank_names_the_unit_that_another_fetches(tmp_path):
     line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[0, 2]"))
     assert_line(AT_A + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
 

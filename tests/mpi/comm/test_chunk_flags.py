@@ -53,7 +53,7 @@ def test_keys_come_before_they_are_read_and_gradients_before_they_are_used(world
         flags.next_minibatch(len(splits))
 
 
-def test_the_first_piece_waits_for_nobody_in_forward(world, flags):
+def test_the_first_chunk_never_waits_in_forward(world, flags):
     split = SequenceSplit(0, (0, 1, 2), (0, 1))
     if world.rank == 0:
         for step in range(UNITS):

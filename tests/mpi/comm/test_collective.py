@@ -44,7 +44,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
 
 
 @pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+def test_frozen_parameters_do_not_change_and_the_others_are_trained(world, dataset_path, freeze):
     assert_like_plain(world, dataset_path, freeze, **{"model.config.tie_word_embeddings": "false"})
 
 
@@ -185,6 +185,6 @@ def test_frozen_arrays_have_no_gradient_shard(make):
         ({"transport": "collective", "device": "cuda"}, "collective computes on the host"),
     ],
 )
-def test_what_a_transport_does_not_have_is_refused(world, given, words):
+def test_missing_abilities_of_a_transport_are_refused(world, given, words):
     with pytest.raises(UserError, match=words):
         decide_for(world, **given)

@@ -113,7 +113,7 @@ def test_a_slow_rank_changes_nothing(windows, world, slowed):
 
 
 @pytest.mark.sizes(3, 4)
-def test_nobody_else_waits(windows, world):
+def test_no_other_rank_waits(windows, world):
     """A rank without a piece goes on while the others are still at theirs; one rank of these is late."""
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     ended = time.time()
@@ -127,13 +127,13 @@ def test_nobody_else_waits(windows, world):
     assert_whole(world, 9, bounds, ranks, own)
 
 
-def test_memory_is_bounded_and_told(windows):
+def test_memory_is_bounded_and_reported(windows):
     assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
 
 
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("flag", ["KV_READY", "GRAD_READY"])
-def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
+def test_a_flag_that_is_polled_late_is_noticed(windows, world, monkeypatch, flag):
     """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
     unwaited, wait = getattr(kv_windows, flag), KVWindows.wait_for_flag
 

@@ -54,7 +54,7 @@ def test_without_it_a_computing_rank_is_waited_for(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_with_it_nobody_waits(world):
+def test_with_it_no_rank_waits(world):
     progress = ProgressThread(world, make_progress=lambda: False)
     took = read_from_a_computing_rank(world)
     progress.close()
@@ -88,7 +88,7 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
     assert short == between < after == pytest.approx(usual)
 
 
-def test_a_look_that_takes_long_is_no_work(world):
+def test_a_long_snapshot_is_no_work(world):
     """It sleeps a millisecond or two after each that found nothing, however long it looked."""
     looks = []
 

@@ -72,7 +72,7 @@ def test_a_slow_rank_gets_few(world, tickets):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_late_rank_draws_nothing_and_nobody_waits_for_it(world, tickets):
+def test_a_late_rank_draws_nothing_and_no_rank_waits_for_it(world, tickets):
     published(world)
     began = time.perf_counter()
     if world.rank == 0:  # which hosts the counter, and computes

@@ -32,7 +32,7 @@ def published(world):
 
 # Room for all; for one or two pieces at a time, so that parts are used again; for none.
 @pytest.mark.parametrize("exchange", [COUNT * 600, 600, 0], indirect=True)
-def test_every_piece_once_through_thousands_of_steps(world, exchange, request):
+def test_every_item_once_through_thousands_of_steps(world, exchange, request):
     room = request.node.callspec.params["exchange"]
     draws = np.random.default_rng(5)  # the same on every rank
     idle = np.random.default_rng(world.rank)
@@ -66,7 +66,7 @@ def test_every_piece_once_through_thousands_of_steps(world, exchange, request):
 
 
 @pytest.mark.parametrize("exchange", [4096], indirect=True)
-def test_the_largest_comes_first_and_the_board_tells_who_is_at_work(world, exchange):
+def test_the_largest_comes_first_and_the_board_shows_ranks_at_work(world, exchange):
     if world.rank == 0:
         exchange.mark_started(0)
         for piece, size in ((1, 10), (2, 30), (3, 20), (4, 30)):

@@ -123,7 +123,7 @@ def test_windows_on_a_device_go_with_a_model_there(world):
         api.decide_for(world, window_device="cuda")
 
 
-def test_what_is_decided_needs_no_device_to_be_asked(world):
+def test_a_decision_needs_no_device(world):
     assert decide(ProbeReport(), on_device=True).window_device.value == "cpu"
 
 

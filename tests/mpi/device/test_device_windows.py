@@ -22,7 +22,7 @@ def device():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("numel", [1, 33, 4097])
-def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, device, dtype, numel, monkeypatch):
+def test_writes_of_owners_and_peers_are_read(world, device, dtype, numel, monkeypatch):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)  # long messages are cut
     window = DeviceWindow(world, numel, dtype, device)
     assert window.tensor.data_ptr() in device.device_memory and not window.tensor.any()
@@ -46,7 +46,7 @@ def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, devic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_all_ranks_add_is_summed(world, device, dtype, monkeypatch):
+def test_accumulated_values_of_all_ranks_are_summed(world, device, dtype, monkeypatch):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
     numel = 1001
     window = DeviceWindow(world, numel, dtype, device)
@@ -76,7 +76,7 @@ def test_a_rank_may_have_nothing(world, device):
     window.free()
 
 
-def test_memory_stays_as_long_as_somebody_looks_at_it(world, device):
+def test_memory_stays_allocated_while_it_is_referenced(world, device):
     window = DeviceWindow(world, 1000, torch.float32, device)
     kept = window.tensor[10:]
     kept.fill_(3)

@@ -73,7 +73,7 @@ def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_wrong_data_is_told(world, monkeypatch, name):
+def test_wrong_data_is_reported(world, monkeypatch, name):
     """The first operation of this kind does nothing; all ranks hear of it, and the others are still tried."""
     kind = operations.BY_NAME[name]
     run, skipped = kind._run, []
@@ -94,7 +94,7 @@ def test_wrong_data_is_told(world, monkeypatch, name):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_listener_hears_what_is_tried(world):
+def test_a_listener_gets_every_attempt(world):
     heard = []
     probe.probe(world, probe.QUICK, on_message=lambda report, doing: heard.append((report, doing)))
     tried = [doing for _, doing in heard]

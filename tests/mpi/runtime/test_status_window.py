@@ -33,7 +33,7 @@ def test_every_rank_reads_every_other(world, window):
         assert abs(time.time() - status.published_at) < 30
 
 
-def test_a_page_that_is_written_all_the_time_is_read_whole(world, window):
+def test_a_page_that_is_written_all_the_time_is_read_atomically(world, window):
     """Rank 0 reads while the others write, texts and numbers that belong together."""
     texts = [f"backward of unit {'x' * (number * 7 % 150)}" for number in range(200)]
     window.page.write(texts[0], 0)
@@ -71,14 +71,14 @@ def test_a_rank_that_computes_is_read_at_once(world, window):
             sum(range(1000))
 
 
-def test_a_freed_window_has_nothing_to_tell(world):
+def test_a_freed_window_has_no_status(world):
     window = StatusWindow(world.comm)
     window.free()
     window.page.write("after")
     assert all(status is None for status in window.read().values())
 
 
-def test_a_world_tells_where_it_is(world):
+def test_a_world_publishes_its_status(world):
     peers = world.job.status
     world.gather_objects(None)
     meetings = {status.num_collectives for status in peers.read().values()}

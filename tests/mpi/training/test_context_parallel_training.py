@@ -76,7 +76,7 @@ def check(config, world, least_cut):
         (3, {"comm.reduction": "mailbox", "comm.mailbox_bytes": 4096}),
     ],
 )
-def test_as_whole_sequences_on_one_process(dataset_path, world, monkeypatch, count, changes):
+def test_as_unsplit_sequences_on_one_process(dataset_path, world, monkeypatch, count, changes):
     monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, count))
     check(configured(dataset_path, **changes), world, 10)
 
@@ -150,7 +150,7 @@ def test_settings_that_do_not_go_together(dataset_path, world, changes, words):
 
 
 @pytest.mark.sizes(3)
-def test_a_model_that_cannot_be_cut_is_trained_whole(dataset_path, world):
+def test_a_model_without_context_parallelism_is_trained_unsplit(dataset_path, world):
     window = {"model.config.use_sliding_window": "true", "model.config.sliding_window": 8}
     config = configured(dataset_path, **window, **{"model.config.max_window_layers": 1, "run.steps": 1})
     inputs, _, _, num_cut = train(config, world)

@@ -55,7 +55,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
 
 
 @pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+def test_frozen_parameters_do_not_change_and_the_others_are_trained(world, dataset_path, freeze):
     config = configure(dataset_path, **{"data.balance": "lb_mini", "model.config.tie_word_embeddings": "false"})
     assert_like_plain(config, world, freeze)
 

@@ -33,7 +33,7 @@ def run(work: object) -> list[tuple[int, str]]:
     return [note for note in told if note not in END]
 
 
-def test_units_and_microbatches_are_told() -> None:
+def test_units_and_microbatches_are_published() -> None:
     def work(transport: RecordingTransport) -> None:
         model = make(transport)
         told.clear()
@@ -93,7 +93,7 @@ def test_each_minibatch_counts_from_one() -> None:
     assert {number for number, _ in run(work)} == {1}
 
 
-def test_the_same_is_not_told_twice() -> None:
+def test_the_same_status_is_not_published_twice() -> None:
     def work(transport: RecordingTransport) -> None:
         activity = ActivityReporter(transport.group)
         activity.start_minibatch()
