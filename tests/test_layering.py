@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "odc_mpi"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
 
-#: Modules at the root that know nothing of the project, and that every room may import.
+#: Modules at the root that know nothing of the project, and that every folder may import.
 ROOT = {"errors", "files", "formatting", "yaml_dialect"}
-#: What each room may import of the others, besides `ROOT`. A module named in full is allowed alone.
+#: What each folder may import of the others, besides `ROOT`. A module named in full is allowed alone.
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
@@ -56,7 +56,7 @@ ALONE = {
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }
-#: These see of their own room only this: no MPI.
+#: These may import only this from their own folder: no MPI.
 SEE_ALSO = {
     "probe.decision": {"probe.report", "probe.device_decision"},
     "probe.device_decision": {"probe.report"},
@@ -88,7 +88,7 @@ PRIVATE = {
     "past_key_values": {"models.decoding"},
     "_disable_adapters": {"training.rl.reference"},
 }
-#: Files of a folder, besides `__init__`: more are cut into folders.
+#: Files of a folder, besides `__init__`: more are split into folders.
 MAX_FILES = 13
 
 

@@ -88,7 +88,7 @@ def write(directory, transport, size, model, optimizer, step, metadata, warn):
 
 
 def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, metadata=None, **options):
-    """Train and save on some ranks; return the whole state, and the module's buffers."""
+    """Train and save on some ranks; return the full state, and the module's buffers."""
     warnings = []
 
     def work(transport):
@@ -103,7 +103,7 @@ def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, me
 
 
 def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, out=None, **options):
-    """Load on some ranks, train on, and save there if asked; return the whole state and the buffers."""
+    """Load on some ranks, continue, and save there if asked; return the full state and the buffers."""
 
     def work(transport):
         module = build(seed=99, **options)

@@ -1,4 +1,4 @@
-"""A crash before each system call that changes names or flushes them: the next start finds a whole checkpoint."""
+"""A crash before each system call that changes names or flushes them: the next start finds a complete checkpoint."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def crashing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Whole checkpoints of steps 2, 4 and 6."""
+    """Complete checkpoints of steps 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("saved") / CHECKPOINTS
     for step in (2, 4, 6):
         save(directory, SIZE, step=step)

@@ -44,7 +44,7 @@ def entries(rank, size, value):
 
 
 class Ranks:
-    """Some ranks' savers, and the boundary at which they tell each other."""
+    """Savers of some ranks, and the boundary at which their reports are gathered."""
 
     def __init__(self, directory, size, keep=0):
         self.directory, self.size, self.warnings = directory, size, []

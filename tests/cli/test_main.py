@@ -1,4 +1,4 @@
-"""The command line in this process, on one rank: mistakes of all kinds are one line and exit code 2."""
+"""The command line in this process, on one rank: user errors of all kinds are one line and exit code 2."""
 
 import json
 import os

@@ -168,7 +168,7 @@ def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatc
 
 
 def unpacked(batch: Microbatch) -> list[dict[str, torch.Tensor]]:
-    """Cut a batch into its sequences by its own bounds."""
+    """Split a microbatch into its sequences by its own bounds."""
     bounds = batch.inputs["cu_seq_lens_q"].tolist()
     names = ("input_ids", "labels", "position_ids")
     return [{name: batch.inputs[name][0, a:b] for name in names} for a, b in pairwise(bounds)]

@@ -59,7 +59,7 @@ class LateDevice:
         self.registered.remove(memory.data_ptr())
 
     def later(self, kernel):
-        """Give the device something to compute, which it does when somebody waits for a mark behind it."""
+        """Enqueue a computation, which runs when something waits for a later event."""
         with self._lock:
             self._kernels.append(kernel)
 
@@ -91,7 +91,7 @@ class LateDevice:
 
 
 class LateMark:
-    """Behind the kernels that the device had been given: they are done when somebody waits, no sooner."""
+    """An event after the enqueued kernels, which run when something waits for it, no sooner."""
 
     def __init__(self, device, count):
         self._device, self._count = device, count

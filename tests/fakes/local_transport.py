@@ -124,7 +124,7 @@ class LocalTransport(Transport, Group):
         self._group.board[self.rank] = values.copy()
         self._group.barrier.wait()
         everyone = np.stack([np.asarray(values) for values in self._group.board])
-        # Nobody may write the board again before all have read it.
+        # No rank may write the board again before all have read it.
         self._group.barrier.wait()
         return everyone
 

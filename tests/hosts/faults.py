@@ -3,7 +3,7 @@
     python tests/hosts/faults.py --faults 100 --seed 7
 
 A run saves every third step. A rank is killed, or stopped, for a moment or for good; or the second host is cut off from
-the network, for a moment or until somebody says so. What outlasts that goes on to the next fault. What does not ends
+the network, for a moment or until the line is printed. What outlasts that goes on to the next fault. What does not ends
 with a line that names the rank, and is started once more. In the end the losses are those of one process.
 """
 
@@ -73,7 +73,7 @@ def draw(random_numbers, ranks):
 
 
 class Run:
-    """A start of the run on two hosts, what it says, and its ranks' processes."""
+    """A start of the run on two hosts, its output, and its ranks' processes."""
 
     def __init__(self, config, steps):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
@@ -129,7 +129,7 @@ class Run:
         return self._process.returncode if in_time else None
 
     def end(self):
-        """Kill what is left of the run, and read the last that it said."""
+        """Kill the rest of the run, and read the rest of its output."""
         two_hosts.end(self._process)
         for thread in self._threads:
             thread.join(20)

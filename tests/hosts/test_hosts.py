@@ -21,7 +21,7 @@ place = {name: getattr(world, name) for name in names} | {"host": socket.gethost
 Path(sys.argv[1], f"{world.rank}.json").write_text(json.dumps(place))
 """
 
-# Rank 1 is on the other host. Ethernet's counters tell what really crossed the network.
+# Rank 1 is on the other host. Ethernet's counters show what really crossed the network.
 CROSSES = """
 import torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Kill a run at random moments, again and again; what is saved is always whole, and little is lost.
+"""Kill a run at random moments, again and again; saved checkpoints are always complete, and little is lost.
 
     python tests/launch/crash_soak.py --kills 50
 
@@ -82,7 +82,7 @@ def _find_ranks(launcher, count):
 
 
 def _wait_for_step(process, step):
-    """Read what the run says until it has done a step; return all that."""
+    """Read the output of the run until it has done a step; return all of it."""
     said = []
     for line in process.stdout:
         said.append(line)

@@ -1,4 +1,4 @@
-"""The names of attention: what is served is what is implemented, and every other one of transformers says why not."""
+"""Names of attention: supported ones are implemented, and each other one of transformers has a reason."""
 
 import argparse
 import json

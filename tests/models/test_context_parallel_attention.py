@@ -1,4 +1,4 @@
-"""Attention of pieces, which wait for each other in threads, against torch's on the whole sequence."""
+"""Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence."""
 
 import kv_exchange_threads
 import pytest

@@ -10,14 +10,14 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 VOCAB = 61
-#: Numbers of ranks that a test runs on unless its mark `sizes` says otherwise: a pair, and a pair that others stand by.
+#: Numbers of ranks that a test runs on without the marker `sizes`: a pair, and a pair with a bystander.
 USUAL_SIZES = (2, 3)
 #: A launch with more ranks runs all tests on them.
 MAX_RANKS = 4
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what this number of ranks would tell nothing new about."""
+    """Skip tests whose outcome this number of ranks cannot change."""
     size = MPI.COMM_WORLD.size
     if not config.getoption("--with-mpi") or size > MAX_RANKS:
         return

@@ -17,7 +17,7 @@ class Block(nn.Module):
 
 
 def assert_nan_is_known_to_all(model, world, run):
-    """One rank's gradient that is not finite: all hear of it, and `run`, another minibatch, begins from zero."""
+    """A gradient of one rank is not finite: all ranks learn it, and `run`, another minibatch, begins from zero."""
     with model.minibatch() as totals:
         scale = float("nan") if world.rank == world.size - 1 else 1.0
         (model(torch.randn(2, 16)).mean() * scale).backward()

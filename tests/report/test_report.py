@@ -119,7 +119,7 @@ def written(source, content=None, **options):
 
 
 def extract_plots(page):
-    """The pictures of a page, which must be whole: each a well-formed document, and no name in it given twice."""
+    """Extract the plots of a page: each a well-formed document, without duplicate names."""
     found = re.findall(r"<svg.*?</svg>", page, re.S)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))

@@ -110,7 +110,7 @@ def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> 
     for thread in threads:
         thread.join(5.0)
     whole = [status for status in seen if status is not None]
-    # No two threads in one slot: a reader in the same process, under the same lock of Python, finds every page whole.
+    # No two threads in one slot: a reader in the same process, under the same lock of Python, finds valid pages.
     assert len(whole) == len(seen)
     assert all(status.what == f"{status.microbatch} " * 20 for status in whole)
     assert page._number == read(memory).number

@@ -1,4 +1,4 @@
-"""Units that stay and gradients that are pushed once: the rule, and that nobody can tell but by the traffic."""
+"""Resident units and local gradient accumulation: the rule, and results that do not depend on it."""
 
 import copy
 import itertools
@@ -49,7 +49,7 @@ def belady(uses: Sequence[int], capacity: int) -> int:
 
 
 def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
-    """Fetches of equal units if the first to come stay, and of the others the longest unused goes."""
+    """Return the fetches of equal units: the first ones stay resident, of the others the least recent is dropped."""
     residency, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
     for unit in uses:
         if unit in residency:
@@ -76,7 +76,7 @@ def test_no_choice_of_what_stays_needs_fewer_fetches(num_units: int, num_microba
     uses = forward_and_backward(num_units, num_microbatches)
     for staying in range(num_units + 1):
         assert fetches(uses, staying) == belady(uses, staying + 2)
-        # Of a unit that stays each fetch but the first is saved.
+        # Of a resident unit each fetch but the first is saved.
         passes, others = 2 * num_microbatches - 1, max(0, num_units - 2 - staying)
         assert fetches(uses, staying) == num_units + passes * others
 
@@ -278,7 +278,7 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
 def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
     transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look at what a forward saves, tensor by tensor, takes Python's time."""
+    """Checking each tensor that a forward saves takes Python's time."""
     looks, pack = [], SavedTensorHooks._pack
 
     def counted(saved: SavedTensorHooks, tensor: torch.Tensor) -> Any:

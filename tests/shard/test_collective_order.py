@@ -16,7 +16,7 @@ from odc_mpi.shard.model import ShardedModel
 
 
 class InStep(RecordingTransport):
-    """Says that it is collective; what it does needs nobody, so a mistake is seen in the log instead of hanging."""
+    """Claims to be collective without communicating, so that an error is seen in the log instead of hanging."""
 
     threads = False
     one_sided = False

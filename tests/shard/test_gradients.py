@@ -23,7 +23,7 @@ def make_unit(transport: RecordingTransport) -> Unit:
 
 
 def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Whole gradients out of the shards."""
+    """Full gradients out of the shards."""
     layout = ranks[0][0]
     flat = torch.cat([shard for _, shard in ranks])
     used = torch.zeros_like(flat, dtype=torch.bool)

@@ -299,7 +299,7 @@ def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads:
 
     def trained(*cuts: int) -> torch.Tensor:
         bounds = list(pairwise([0, *(cut * ALIGNMENT_NUMEL for cut in cuts), numel]))
-        # Slices of one piece of memory, as those of a shard.
+        # Slices of one storage, as those of a shard.
         slices = [nn.Parameter(start.clone()[first:last]) for first, last in bounds]
         named = [(f"p{i}", p) for i, p in enumerate(slices)]
         shapes = {name: (1, 1) for name, _ in named}

@@ -23,7 +23,7 @@ from odc_mpi.simulate.recommendation import recommend_batch_size
 from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, simulate_timing
 
-#: Schedules that leave sequences whole.
+#: Schedules that do not split sequences.
 WHOLE = [name for name in SCHEDULES if name != "window/split"]
 NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, cost_error=0.1)
 
@@ -31,7 +31,7 @@ NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, co
 def test_chunks_wait_for_each_other_in_each_unit_by_hand():
     # Three seconds in one unit: one forward, two backward. The second is twice as slow, so the first waits at the end.
     assert simulate_context_parallel([0.0, 0.0], [3.0, 6.0], 1) == [[(0.0, 1.0), (1.0, 3.0)], [(0.0, 2.0), (2.0, 6.0)]]
-    # A first piece that comes late holds up the second in forward; a second, the first in backward.
+    # A first chunk that is late delays the second in forward; a second, the first in backward.
     assert simulate_context_parallel([2.0, 0.0], [3.0, 3.0], 1) == [[(2.0, 3.0), (3.0, 5.0)]] * 2
     first, second = simulate_context_parallel([0.0, 4.0], [6.0, 6.0], 2)
     assert [b for _, b in first] == [1.0, 2.0, 4.0, 10.0], "its last unit begins when the other has left one"
@@ -44,7 +44,7 @@ def test_chunks_wait_for_each_other_in_each_unit_by_hand():
 def test_a_second_implementation_of_chunks_agrees(seed):
     rng = np.random.default_rng(seed)
     began, seconds, units = rng.uniform(0, 2, 4).tolist(), rng.uniform(1, 6, 4).tolist(), 3
-    # Step through time: a piece may begin a step once the pieces it needs have come to it, or are done with it.
+    # Step through time: a chunk may begin a step once the chunks it needs have reached it, or are done with it.
     step, now = 2e-4, 0.0
     arrived, done, left, ends = [0] * 4, [0] * 4, [0.0] * 4, [[] for _ in range(4)]
     while any(count < 2 * units for count in done):
@@ -100,7 +100,7 @@ def outline(found):
 
 
 def test_lockstep_by_hand():
-    # Turns: max(3, 1) + max(2, 4) + max(1, padding 0.5).
+    # Rounds: max(3, 1) + max(2, 4) + max(1, dummy 0.5).
     assert outline(simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])) == (8.0, 11.0)
     assert outline(simulate_collective([[1.0], [0.0]], [2.0, 2.0])) == (
         2.0,
@@ -281,7 +281,7 @@ def test_a_ticket_and_a_microbatch_cost_time():
 
 
 def test_gain_of_a_cache():
-    """A rank that keeps the whole model pays one fetch and one push of it per minibatch, whatever it runs."""
+    """A rank that caches the full model pays one fetch and one push of it per minibatch, whatever it runs."""
     lengths = np.full(8, 1000)
     free = Scenario(ranks=2, per_rank=4, lengths="equal")
     slow = replace(free, num_units=10, unit_bytes=10**8, fetch_gb_per_s=2.0, push_gb_per_s=1.0)

@@ -33,7 +33,7 @@ START_S = 60.0
 
 
 def missing():
-    """Say why there can be no Slurm here; None if there can."""
+    """Return the reason why there can be no Slurm here; None if there can."""
     if os.geteuid() != 0:
         return "a Slurm of its own needs root"
     for program in PROGRAMS:

@@ -80,7 +80,7 @@ def tell_to_stop(place, job, run):
 
 
 def tell_twice(place, job, run):
-    """Tell a job to stop while its ranks load libraries, and in the middle of the training."""
+    """Stop a job while its ranks load libraries, and in the middle of the training."""
     deadline = time.monotonic() + LIMIT_S
     while f"{job}.0 " not in place.cluster.run("squeue", "--steps", "--noheader", "--jobs", job).out:
         assert time.monotonic() < deadline, f"no ranks in {LIMIT_S} s"

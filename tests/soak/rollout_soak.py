@@ -4,7 +4,7 @@
 
 Tickets, the exchange, rewards and microbatches are those of training; what generates is given completions with sleeps
 in between, and what trains looks at its microbatches. In each step a rank drawn for it is slow at generating, another
-one slow at training, another one late; all sleep at random. Stores have room for nothing, for about one or two prompt
+one slow at training, another one late; all sleep at random. Stores have space for nothing, for about one or two prompt
 groups, or for all. The content of each completion says which one it is, and follows from seed, step and prompt.
 """
 
@@ -39,7 +39,7 @@ LATE_S, SLEEP_S = 2e-3, 5e-4
 
 @functools.lru_cache(maxsize=NUM_PROMPTS)
 def completion_tokens(seed, step, prompt):
-    """Return the completions of a prompt: their first tokens say which ones they are."""
+    """Return the completions of a prompt: their first tokens identify them."""
     draws = np.random.default_rng((seed, step, prompt))
     lengths = draws.integers(4, MAX_LENGTH + 1, size=NUM_GENERATIONS)
     heads = ([prompt, completion, step % 60] for completion in range(NUM_GENERATIONS))

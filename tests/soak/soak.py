@@ -2,7 +2,7 @@
 
     mpiexec -n RANKS python tests/soak/soak.py --minibatches 500
 
-Arrays, sizes, dtypes, the reduction, the room in the mailbox, whether a thread serves, and who works off which
+Arrays, sizes, dtypes, the reduction, the size of the mailbox, the progress thread, and the assignment of each
 microbatch (by turns, all by one rank, or any by its ticket): all are drawn again every few minibatches. Ranks
 sleep at random, push different numbers of gradients, also none, and have several on their way. Values are integers, so
 that sums are exact in any order; every rank knows from the seed what all microbatches push.
@@ -11,7 +11,7 @@ On two hosts, by network namespaces:
 
     python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
 
-A run by hand also says how much memory the ranks hold after each fifth of the minibatches, and what is left
+A run by hand also prints the memory that the ranks hold after each fifth of the minibatches, and what is left
 in /dev/shm.
 """
 
@@ -49,7 +49,7 @@ class Life:
 
     Attributes:
         num_checked: Sums that were compared.
-        num_sent: Pieces of gradients that this rank brought to other ranks.
+        num_sent: Segments of gradients that this rank sent to other ranks.
     """
 
     def __init__(self, world, seed, reduction, tickets):

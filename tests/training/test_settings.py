@@ -1,4 +1,4 @@
-"""Settings: what is read comes back, and every mistake is one line that names source, setting and cure."""
+"""Settings: written files are read back, and every user error is one line that names source, setting and cure."""
 
 import random
 from dataclasses import asdict, replace

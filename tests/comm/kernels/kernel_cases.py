@@ -1,4 +1,4 @@
-"""Random pieces of a flat array, and what is to come of them, element by element in Python."""
+"""Random segments of a flat array, and the expected results, element by element in Python."""
 
 import math
 

@@ -145,7 +145,7 @@ def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> Non
 
 
 def lockstep(plan: Plan, lengths: np.ndarray) -> float:
-    """The time of ranks that meet in each microbatch."""
+    """Return the time of ranks that synchronize after each microbatch."""
     turns = zip(*plan.microbatches, strict=True)
     return sum(max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in turn) for turn in turns)
 

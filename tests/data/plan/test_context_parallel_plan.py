@@ -1,4 +1,4 @@
-"""Plans that cut the longest sequences, against brute force in small cases, and what every plan must keep."""
+"""Plans that split the longest sequences, against brute force in small cases, and invariants of every plan."""
 
 import math
 from itertools import combinations, pairwise, product
@@ -13,7 +13,7 @@ from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 
 COST = CostModel(1.0, 1e-3, 100.0)
-#: Linear, quadratic, both, and with a price for the tokens before a piece.
+#: Linear, quadratic, both, and with a cost for the tokens before a chunk.
 COSTS = (CostModel(1.0), CostModel(0.0, 1.0), CostModel(3.0, 0.25), CostModel(1.0, 0.5, 7.0, 1.2, 0.75))
 
 
@@ -43,7 +43,7 @@ def test_chunks_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
     tokens = [b - a for a, b in pairwise(bounds)]
     assert len(costs) == 7 and max(costs) < 1.002 * min(costs)
     assert tokens == sorted(tokens, reverse=True)
-    # Without a price of being apart, pieces add up to the whole.
+    # Without a cost of splitting, the costs of chunks sum to that of the sequence.
     fair = CostModel(1.0, 1e-3, 0.0, 1.0)
     assert math.fsum(fair.chunk(a, b) for a, b in pairwise(bounds)) == pytest.approx(fair.sequence(65_536).item())
 
@@ -70,7 +70,7 @@ def test_each_token_is_planned_once_and_chunks_fit(size):
 
 
 def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
-    """Run a plan event by event: a piece begins when all ranks of its sequence have come to it. Fails on a deadlock."""
+    """Run a plan event by event: a chunk begins when all ranks of its sequence have reached it. Fails on a deadlock."""
     due = [[split for split in plan.splits if rank in split.ranks] for rank in range(size)]
     free = [0.0] * size
     while any(due):
@@ -85,7 +85,7 @@ def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
 
 
 def optimum(lengths, size: int, cost: CostModel) -> float:
-    """The least end of all: every number of pieces, every choice of ranks, every assignment of whole sequences."""
+    """Return the least makespan over all numbers of chunks, choices of ranks and assignments of unsplit sequences."""
     best = math.inf
     for counts in product(range(1, size + 1), repeat=len(lengths)):
         each = [

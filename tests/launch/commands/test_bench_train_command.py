@@ -1,4 +1,4 @@
-"""`odc-mpi bench train` as a person runs it: schema, mistakes, how it ends. No figure is compared with another here."""
+"""`odc-mpi bench train` from a shell: schema, user errors, how it ends. No figure is compared with another here."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints as a person meets them: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
+"""Checkpoints with real commands: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`odc-mpi train` as a person runs it: what it leaves, what it says, how it ends."""
+"""`odc-mpi train` from a shell: its files, its output, how it ends."""
 
 import itertools
 import json

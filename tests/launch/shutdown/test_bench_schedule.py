@@ -1,4 +1,4 @@
-"""`odc-mpi bench schedule` as a person runs it: schema, agreement with the simulator, mistakes."""
+"""`odc-mpi bench schedule` from a shell: schema, agreement with the simulator, user errors."""
 
 import json
 

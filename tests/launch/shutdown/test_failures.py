@@ -1,4 +1,4 @@
-"""One rank fails or makes a mistake: the whole job ends, soon, and says whose fault it was."""
+"""One rank fails or raises a user error: the whole job ends, soon, with a message that names the rank."""
 
 import os
 import signal

@@ -101,7 +101,7 @@ def misbehave():
 train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
-#: Rank 1 has the first of two pieces, rank 0 the second.
+#: Rank 1 has the first of two chunks, rank 0 the second.
 SLEEPS_IN_A_PIECE = """
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows, KVSizes
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange

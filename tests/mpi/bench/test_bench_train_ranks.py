@@ -24,7 +24,7 @@ def config(dataset_path):
 
 
 def test_all_ways_train_the_same(world, config):
-    """Three sequences: on four ranks one has none, and pads where all have to meet."""
+    """Three sequences: on four ranks one has none, and runs dummy microbatches where ranks synchronize."""
     result = train.measure(world, config, steps=2, repeats=1)
     for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "ratio_to_apart"):
         assert set(result[name]) == set(train.CONTENDERS)

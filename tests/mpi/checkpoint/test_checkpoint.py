@@ -25,7 +25,7 @@ from odc_mpi.training.stop import StopRequest
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 STEPS = 6
-#: So that the learning rate does not depend on the number of steps, by which runs are cut here.
+#: So that the learning rate does not depend on the number of steps, which differs between runs here.
 SETTINGS = {"optim.lr_scheduler_type": "constant", "comm.timeout_s": 60, "run.steps": STEPS}
 
 

@@ -20,7 +20,7 @@ def flags(world):
 
 
 def run(world, flags, place, split, slow):
-    """Run this rank's piece; return when it came to, computed, and left each unit, forward then backward."""
+    """Run this rank's chunk; return when it reached, computed, and left each unit, forward then backward."""
     index = split.ranks.index(world.rank)
     came, began, left = [], [], []
     for step in range(2 * UNITS):

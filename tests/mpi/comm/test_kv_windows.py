@@ -1,4 +1,4 @@
-"""Attention of pieces on ranks, over windows, against torch's on the whole sequences; and who waits for whom."""
+"""Attention of chunks on ranks, over windows, against torch's on unsplit sequences; and the order of waits."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ from odc_mpi.models.context_parallel_attention import context_parallel_attention
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS = 3, 4, 2, 8, 24
-TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no mistake
+TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no error
 
 
 @pytest.fixture(params=[True, False], ids=["in_place", "gets"])
@@ -68,7 +68,7 @@ def piece(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
 
 
 def assert_whole(world, seed, bounds, ranks, own):
-    """Outputs and gradients of the tokens side by side, and the sums of those of the weights, are the whole's."""
+    """Concatenated outputs and gradients of tokens and summed ones of weights are those of the unsplit sequence."""
     expected = whole(seed)
     gathered = world.gather_objects(own)
     parts = [gathered[rank] for rank in ranks]
@@ -114,7 +114,7 @@ def test_a_slow_rank_changes_nothing(windows, world, slowed):
 
 @pytest.mark.sizes(3, 4)
 def test_no_other_rank_waits(windows, world):
-    """A rank without a piece goes on while the others are still at theirs; one rank of these is late."""
+    """A rank without a chunk continues while the others compute theirs; one of these ranks is late."""
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     ended = time.time()
     own = None
@@ -143,7 +143,7 @@ def test_a_flag_that_is_polled_late_is_noticed(windows, world, monkeypatch, flag
 
     monkeypatch.setattr(KVWindows, "wait_for_flag", careless)
     bounds, ranks = (0, 15, TOKENS), (0, 1)
-    # Who is waited for is late: the first piece in the forward, the second in the backward.
+    # The late chunk delays the others: the first in the forward, the second in the backward.
     late = 0 if flag == "KV_READY" else 1
     own = piece(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
     expected = whole(1)

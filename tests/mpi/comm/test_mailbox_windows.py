@@ -59,7 +59,7 @@ def serving(reduction, pause_s=1e-4):
 
 
 def complete_and_check(transport, wanted):
-    """Pass A, compare this rank's shards with whole arrays, clear them, pass B."""
+    """Complete the gradients, compare this rank's shards with full arrays, clear them, publish the parameters."""
     transport.complete_gradients(np.zeros(1))
     for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(transport.group.rank)
@@ -90,7 +90,7 @@ def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes)
 
 
 def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
-    """Everybody has several pushes on the way and no room anywhere: all wait, all serve, all get on."""
+    """All ranks have several pushes in flight and no free slots: all wait, all make progress, all continue."""
     numel = 3000
     transport, _ = make([numel, numel], SMALLEST)
     values = torch.arange(numel, dtype=torch.float32)
@@ -146,7 +146,7 @@ def test_a_thread_serves_while_the_main_thread_pushes(make, world):
 
 @pytest.mark.mpi(min_size=2)
 def test_with_a_thread_that_serves_a_computing_owner_is_not_waited_for(make, world):
-    """Far more than there is room for goes to a rank that computes."""
+    """A computing rank gets far more than its mailbox holds."""
     numel = 100_000
     transport, reduction = make([numel], 1 << 16)
     values = torch.ones(numel)

@@ -108,7 +108,7 @@ def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
 
 
 class Nodes:
-    """A world whose ranks say they are on several nodes."""
+    """A world whose ranks claim to be on several nodes."""
 
     def __init__(self, world, nodes):
         self._world, self._nodes = world, nodes

@@ -28,7 +28,7 @@ def zero_copy(request):
     return request.param
 
 
-#: With less room than the larger pushes need.
+#: With less space than the larger pushes need.
 REDUCTIONS = {
     "accumulate": AccumulateGradientStore,
     "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
@@ -183,7 +183,7 @@ def test_a_computing_owner_is_not_waited_for(make, world):
 
 
 def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
-    """Before any is made, in a line that says what to change."""
+    """Before any is allocated, in a line that names the setting to change."""
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
@@ -213,7 +213,7 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
 
 @pytest.mark.sizes(2)
 def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
-    """By the memory barrier of the standard, MPI_Win_sync, before the ranks meet."""
+    """By the memory barrier of the standard, MPI_Win_sync, before the ranks synchronize."""
     synced = []
     for kind in (Window, SharedWindow):
         sync = kind.sync

@@ -30,7 +30,7 @@ def published(world):
     world.wait_collective(world.comm.Ibarrier(), "meeting at point B of a test")
 
 
-# Room for all; for one or two pieces at a time, so that parts are used again; for none.
+# Space for all; for one or two items at a time, so that segments are reused; for none.
 @pytest.mark.parametrize("exchange", [COUNT * 600, 600, 0], indirect=True)
 def test_every_item_once_through_thousands_of_steps(world, exchange, request):
     room = request.node.callspec.params["exchange"]

@@ -30,7 +30,7 @@ def device(monkeypatch, tmp_path):
 
 
 def pose_as_device(monkeypatch, tmp_path):
-    """Have host memory found where a run looks for a GPU, with a cache of verdicts of its own."""
+    """Use host memory in place of a GPU, with a separate cache of verdicts."""
     made = LateDevice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)

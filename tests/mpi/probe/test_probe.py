@@ -74,7 +74,7 @@ def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_data_is_reported(world, monkeypatch, name):
-    """The first operation of this kind does nothing; all ranks hear of it, and the others are still tried."""
+    """The first operation of this kind has no effect; all ranks get the error, and the others are still tried."""
     kind = operations.BY_NAME[name]
     run, skipped = kind._run, []
 

@@ -169,7 +169,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
         patch.setattr(RolloutSource, "_decode_batches", lambda self, minibatch: [list(range(len(minibatch.indices)))])
         _, lines = train("decoded", world)
     assert [line["entropy"] for line in lines] != [line["entropy"] for line in wanted_lines]
-    # Without room in a store a rank trains the groups that it has decoded together, in microbatches that hold both.
+    # Without space in a store a rank trains the groups that it decoded together, in microbatches that hold both.
     packed = {"rl__store_bytes": 0, "data__max_tokens_per_microbatch": 200}
     apart, _ = train("apart", world, **packed)
     begin = RolloutSource.on_step_begin

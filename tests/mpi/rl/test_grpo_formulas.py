@@ -50,7 +50,7 @@ def give(module, prompts, sampling, deliver, progress):
 
 
 def train(world, config):
-    """Train; return of each step metrics, whole gradients and the parameters before it."""
+    """Train; return for each step the metrics, the full gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
     next(each for each in trainer.callbacks if isinstance(each, RolloutSource))._engine = give
     model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []

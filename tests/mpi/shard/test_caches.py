@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def microbatches(step, rank):
-    """A rank's inputs and the blocks to use; in the second step nobody uses the last block."""
+    """A rank's inputs and the blocks to use; in the second step no rank uses the last block."""
     for i in range(COUNTS[rank] if step < STEPS - 1 else rank == 0):
         generator = torch.Generator().manual_seed(100 * step + 10 * rank + i)
         used = [b for b in range(NUM_LAYERS) if (b + i + rank) % 3 and not (step == 1 and b == NUM_LAYERS - 1)]

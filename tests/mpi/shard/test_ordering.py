@@ -1,4 +1,4 @@
-"""Between two minibatches exactly A, N, B; within one, nobody waits for anybody."""
+"""Three synchronization points between two minibatches; no rank waits for another within one."""
 
 import time
 

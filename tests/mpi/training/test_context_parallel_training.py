@@ -1,4 +1,4 @@
-"""Training with sequences in pieces gives the losses and parameters of a plain loop over whole sequences."""
+"""Context parallel training gives the losses and parameters of a plain loop over unsplit sequences."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def in_pieces(count, lengths, size, max_tokens, cost):
-    """Cut the two longest sequences of a minibatch into so many pieces, on ranks that overlap; the rest is drawn."""
+    """Split the two longest sequences of a minibatch over overlapping ranks; the others are drawn."""
     count = min(count, size)
     if count == 1:
         return dynamic(lengths, size, max_tokens, cost)
@@ -33,7 +33,7 @@ def in_pieces(count, lengths, size, max_tokens, cost):
 
 
 def train(config, world):
-    """Losses and parameters, and how many sequences were cut."""
+    """Losses and parameters, and the number of split sequences."""
     inputs = open_inputs(config, world.rank, world.size)
     num_cut = 0
     with training(config, world, inputs) as (trainer, steps):
@@ -83,13 +83,13 @@ def test_as_unsplit_sequences_on_one_process(dataset_path, world, monkeypatch, c
 
 @pytest.mark.sizes(2, 4)
 def test_the_plan_cuts_where_it_gains(dataset_path, world):
-    """Two sequences a minibatch: the longer one is cut over the ranks, or takes all the time."""
+    """Two sequences a minibatch: the longer one is split over the ranks, or takes all the time."""
     check(configured(dataset_path, **{"data.minibatch_sequences": 2, "data.cost": "linear"}), world, 3)
 
 
 @pytest.mark.sizes(1, 2, 4)
 def test_sequences_longer_than_a_microbatch(dataset_path, world):
-    """Of up to 40 tokens, in pieces of at most 20; on one rank they are refused, as without pieces."""
+    """Sequences of up to 40 tokens, in chunks of at most 20; on one rank they are refused, as without chunks."""
     config = configured(dataset_path, **{"data.max_tokens_per_microbatch": 20})
     if world.size == 1:
         with pytest.raises(UserError, match="raise data\\.max_tokens_per_microbatch"):
@@ -114,7 +114,7 @@ def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
 
 @pytest.mark.sizes(3)
 def test_in_bf16_the_losses_stay_within_rounding(dataset_path, world, monkeypatch):
-    """Sums over pieces round to bf16 in other places: 4e-3 of each number, less of a loss."""
+    """Sums over chunks round to bf16 in other places: 4e-3 of each number, less of a loss."""
     config = {"model.param_dtype": "bfloat16", "run.steps": 3}
     _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
     monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))

@@ -75,7 +75,7 @@ def test_a_cost_that_is_learned_changes_plans_and_nothing_else(world, dataset_pa
 
 
 def test_through_mailboxes(world, dataset_path, monkeypatch):
-    """With room for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
+    """A mailbox for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
     reduction = functools.partial(MailboxGradientStore, mailbox_bytes=1024 * world.size)
     monkeypatch.setattr(api, "window_transport", functools.partial(window_transport, reduction=reduction))
     config = configure(dataset_path, **{"data.balance": "lb_mini"})
@@ -89,7 +89,7 @@ def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
 
 @EVERY_SIZE
 def test_fewer_sequences_than_ranks(world, dataset_path):
-    """Some ranks have no microbatch at all; nothing is lost and nobody hangs."""
+    """Some ranks have no microbatch at all; nothing is lost and no rank hangs."""
     config = configure(dataset_path, **{"data.minibatch_sequences": 1})
     metrics, _ = assert_like_plain(config, world)
     fewest = 1 if world.size == 1 else 0
