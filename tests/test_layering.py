@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms, bottom to top, never upwards; and one folder, one topic, few files."""
+"""Who may import whom: the folders, bottom to top, never upwards; one topic and few files per folder."""
 
 import ast
 from collections import Counter
@@ -50,7 +50,7 @@ MAY_SEE = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-#: These know nothing of the project but `ROOT`, not even their own room.
+#: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
@@ -119,12 +119,12 @@ def own_modules():
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_arrows_run_one_way(path):
     own = module_name(path)
-    room = own.split(".")[0]
-    allowed = MAY_SEE[room] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {room}))
+    folder = own.split(".")[0]
+    allowed = MAY_SEE[folder] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {folder}))
     for module in find_imports(path):
         if module in own_modules() and module != "odc_mpi":
             target = module.removeprefix("odc_mpi.")
-            # A room's name alone is its docstring: nothing comes with it.
+            # A folder's name alone is its docstring: nothing else is imported.
             assert is_in(target, allowed) or any(place.startswith(target + ".") for place in allowed), (
                 f"{own} may not import {module}"
             )

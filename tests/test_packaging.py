@@ -17,8 +17,8 @@ def test_every_folder_is_in_the_list():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = config["options"]["packages"].split()
-    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
-    assert listed == sorted({".".join(room.parts) for room in rooms} | {"odc_mpi.src"})
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
+    assert listed == sorted({".".join(folder.parts) for folder in folders} | {"odc_mpi.src"})
 
 
 def test_constraints_pin_every_dependency_within_its_range():

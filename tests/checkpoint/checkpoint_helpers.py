@@ -53,7 +53,7 @@ def train(model, optimizer, steps=2):
 
 def full_state(model, optimizer):
     """This rank's part of everything that a checkpoint should hold: `{name: (start, values)}`, copied."""
-    own = {piece.spec.name: (piece.start, tensor.clone()) for piece, tensor in model.slices()}
+    own = {interval.spec.name: (interval.start, tensor.clone()) for interval, tensor in model.slices()}
     found = {f"model/{name}": part for name, part in own.items()}
     for name, parameter in model.named_shard_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -70,10 +70,10 @@ def whole(parts):
     """Concatenate the parts of all ranks."""
     paths = parts[0].keys()
     assert all(part.keys() == paths for part in parts)
-    ordered = {path: sorted((part[path] for part in parts), key=lambda piece: piece[0]) for path in paths}
+    ordered = {path: sorted((part[path] for part in parts), key=lambda interval: interval[0]) for path in paths}
     return {
-        path: torch.cat([values for _, values in pieces]) if pieces[0][1].dim() else pieces[0][1]
-        for path, pieces in ordered.items()
+        path: torch.cat([values for _, values in intervals]) if intervals[0][1].dim() else intervals[0][1]
+        for path, intervals in ordered.items()
     }
 
 

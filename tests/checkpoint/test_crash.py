@@ -102,7 +102,7 @@ def found_at_start(run_dir):
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
-def whole_below(run_dir):
+def complete_below(run_dir):
     return sorted(path.parent.name for path in run_dir.rglob("step_*/manifest.json"))
 
 
@@ -170,7 +170,7 @@ def test_preparing_a_run_directory_loses_nothing(run_dir, crashing, ready):
         (path / "config.yaml").write_text("old\n")
         (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
         completes = crashing.completes(lambda: ready(path), number)  # noqa: B023 - called at once
-        assert whole_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
+        assert complete_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
         assert {file.read_text() for file in path.rglob("config.yaml")} <= {"old\n", "new\n"}
         found_at_start(path)
         ready(path)

@@ -34,8 +34,8 @@ from odc_mpi.errors import UserError
 
 
 def manifest(step, size):
-    pieces = tuple((rank, 3 * rank, 3 * rank + 3) for rank in range(size))
-    record = TensorRecord("trainable", "float32", (3 * size,), pieces)
+    ranges = tuple((rank, 3 * rank, 3 * rank + 3) for rank in range(size))
+    record = TensorRecord("trainable", "float32", (3 * size,), ranges)
     return Manifest(step, size, {"model/x": record}, {}, "AdamW", {})
 
 

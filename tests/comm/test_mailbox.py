@@ -86,10 +86,10 @@ class LateWindow:
         for target, start, borrowed in puts:
             memory, values = self._everyone[target].tensor.numpy(), borrowed.look()
             # A concurrent reader sees some of the lower bytes new and the upper ones old.
-            pieces = values.reshape(-1, 1) if values.size == 8 else [values]
-            for piece in pieces:
-                memory[start : start + piece.size] = piece
-                start += piece.size
+            parts = values.reshape(-1, 1) if values.size == 8 else [values]
+            for part in parts:
+                memory[start : start + part.size] = part
+                start += part.size
                 time.sleep(0)
 
 
@@ -145,7 +145,7 @@ class Group:
         self._arrived = 0
         self._lock = threading.Lock()
 
-    def meet(self, serve):
+    def synchronize(self, serve):
         """A barrier at which ranks serve while they wait."""
         with self._lock:
             self._arrived += 1
@@ -238,7 +238,7 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
             for push in reversed(pushes):
                 push.wait()
             reduction.flush()
-            world.group.meet(reduction.make_progress)
+            world.group.synchronize(reduction.make_progress)
             reduction.complete()
             assert_sums(reduction, minibatch)
             world.group.barrier.wait()
@@ -285,7 +285,7 @@ def test_pushes_beyond_the_mailbox_wait_for_their_owner():
             reduction.flush()
         else:
             time.sleep(0.3)
-        world.group.meet(reduction.make_progress)
+        world.group.synchronize(reduction.make_progress)
         reduction.complete()
         first, last = reduction.layouts[0].owned(world.rank)
         assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])

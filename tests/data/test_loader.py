@@ -263,15 +263,15 @@ def test_chunks_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Da
     index = int(np.flatnonzero(dataset.lengths >= 12)[0])
     length = int(dataset.lengths[index])
     bounds = (*bounds[:-1], length)
-    pieces = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
+    chunks = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
     whole = read_microbatch(dataset, np.array([index]))
     for name in ("input_ids", "position_ids", "labels"):
-        assert torch.equal(torch.cat([piece.inputs[name] for piece in pieces], 1), whole.inputs[name])
-    successors = torch.cat([piece.inputs["shift_labels"] for piece in pieces], 1)
+        assert torch.equal(torch.cat([chunk.inputs[name] for chunk in chunks], 1), whole.inputs[name])
+    successors = torch.cat([chunk.inputs["shift_labels"] for chunk in chunks], 1)
     assert torch.equal(successors, torch.nn.functional.pad(whole.inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL))
-    assert sum(piece.num_tokens for piece in pieces) == whole.num_tokens
-    assert sum(piece.num_input_tokens for piece in pieces) == length
-    for piece in pieces:
-        assert piece.is_chunk and piece.indices.tolist() == [index]
-        assert piece.inputs["num_items_in_batch"] == max(1, piece.num_tokens)
-        assert piece.inputs["cu_seq_lens_q"].tolist() == [0, piece.num_input_tokens]
+    assert sum(chunk.num_tokens for chunk in chunks) == whole.num_tokens
+    assert sum(chunk.num_input_tokens for chunk in chunks) == length
+    for chunk in chunks:
+        assert chunk.is_chunk and chunk.indices.tolist() == [index]
+        assert chunk.inputs["num_items_in_batch"] == max(1, chunk.num_tokens)
+        assert chunk.inputs["cu_seq_lens_q"].tolist() == [0, chunk.num_input_tokens]

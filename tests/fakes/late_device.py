@@ -65,10 +65,10 @@ class LateDevice:
 
     def record_event(self):
         with self._lock:
-            return LateMark(self, len(self._kernels))
+            return LateEvent(self, len(self._kernels))
 
     def copy(self, destination, source, wait_for):
-        assert isinstance(wait_for, LateMark)
+        assert isinstance(wait_for, LateEvent)
         assert destination.shape == source.shape and destination.dtype == source.dtype
         wait_for.synchronize()
         with self._lock:
@@ -90,7 +90,7 @@ class LateDevice:
                     self._kernels[i] = None
 
 
-class LateMark:
+class LateEvent:
     """An event after the enqueued kernels, which run when something waits for it, no sooner."""
 
     def __init__(self, device, count):

@@ -123,12 +123,12 @@ class LateTransport(RecordingTransport):
         return Late(arrive)
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        assert not self.buffers.on_the_way, "fetching at point A"
+        assert not self.buffers.on_the_way, "fetching while gradients are completed"
         self._between_a_and_b = True
         return super().gradients_complete(report)
 
     def parameters_published(self) -> None:
-        assert not self.buffers.on_the_way, "fetching at point B"
+        assert not self.buffers.on_the_way, "fetching while parameters are published"
         super().parameters_published()
         self._between_a_and_b = False
 

@@ -67,5 +67,5 @@ def run_chunks(work, count):
         thread.join(WAIT_S)
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a piece waits for ever"
+    assert not any(thread.is_alive() for thread in threads), "a chunk waits forever"
     return results

@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def _anew():
+def _reset_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

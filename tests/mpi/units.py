@@ -33,7 +33,7 @@ def assert_reports_and_sums(world, transport):
     assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
 
 
-def stretches(sizes, rank, number):
+def random_pushes(sizes, rank, number):
     """Yield, for each array, a stretch of a gradient: index, start, integers, so that sums are exact in any order."""
     for index, numel in enumerate(sizes):
         rng = np.random.default_rng([rank, number, index])
@@ -42,11 +42,11 @@ def stretches(sizes, rank, number):
 
 
 def assert_pushed(world, transport, sizes, numbers):
-    """Check complete gradients: owners have the sums of `stretches` for these numbers on all ranks, and no more."""
+    """Check complete gradients: owners have the sums of `random_pushes` for these numbers on all ranks, and no more."""
     wanted = [torch.zeros(numel, dtype=torch.float64) for numel in sizes]
     for rank in range(world.size):
         for number in numbers:
-            for index, start, values in stretches(sizes, rank, number):
+            for index, start, values in random_pushes(sizes, rank, number):
                 wanted[index][start : start + len(values)] += values
     for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)

@@ -136,13 +136,13 @@ def test_settings_win():
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("setting", "words"),
     [({"zero_copy": "on"}, "auto or off"), ({"reduction": "sum"}, "mailbox"), ({"progress": "core"}, "thread")],
 )
-def test_unknown_settings(wish, words):
-    (name, value), *_ = wish.items()
+def test_unknown_settings(setting, words):
+    (name, value), *_ = setting.items()
     with pytest.raises(UserError, match=rf"comm\.{name}: expected .*{words}.*, got {value}"):
-        CommSettings(**wish)
+        CommSettings(**setting)
 
 
 def test_a_thread_needs_to_be_allowed():

@@ -205,7 +205,7 @@ def test_only_kinds_of_peers_that_exist_count():
 def test_settings_that_do_not_go_together():
     with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda, got run.device cpu"):
         decide(report(), CommSettings(window_device="cuda"))
-    for wish in ("auto", "cpu"):
-        assert decide(report(), CommSettings(window_device=wish)).window_device is None
+    for setting in ("auto", "cpu"):
+        assert decide(report(), CommSettings(window_device=setting)).window_device is None
     with pytest.raises(UserError, match=r"comm.window_device: expected auto or cuda or cpu, got gpu"):
         CommSettings(window_device="gpu")

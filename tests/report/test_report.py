@@ -288,7 +288,7 @@ def test_a_page_has_colours_for_both_backgrounds():
     assert 'aria-label="a &quot;b&quot;"' in page
 
 
-def mistake(capsys, *arguments):
+def user_error(capsys, *arguments):
     assert cli.main(["report", *map(str, arguments)]) == 2
     errors = capsys.readouterr()
     assert errors.out == ""
@@ -317,7 +317,7 @@ def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
     if content is not None:
         source.write_text(content, encoding="latin-1")
     before = set(tmp_path.iterdir())
-    line = mistake(capsys, source)
+    line = user_error(capsys, source)
     assert words in line and str(source) in line
     assert set(tmp_path.iterdir()) == before, "nothing half-written"
 
@@ -338,21 +338,21 @@ def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
 def test_damaged_runs_are_a_user_error(run, capsys, name, content):
     (run / name).write_text(content)
     before = set(run.iterdir())
-    assert str(run) in mistake(capsys, run)
+    assert str(run) in user_error(capsys, run)
     assert set(run.iterdir()) == before
 
 
 def test_other_user_errors(run, tmp_path, capsys):
-    assert "run directory" in mistake(capsys, tmp_path)
-    assert "x" * 300 in mistake(capsys, "x" * 300)
-    assert "gantt, time, lengths, loss" in mistake(capsys, run, "--picture", "gant")
-    assert "ends in .svg" in mistake(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
-    assert "ends in .html" in mistake(capsys, run, "--out", tmp_path / "a.svg")
+    assert "run directory" in user_error(capsys, tmp_path)
+    assert "x" * 300 in user_error(capsys, "x" * 300)
+    assert "gantt, time, lengths, loss" in user_error(capsys, run, "--picture", "gant")
+    assert "ends in .svg" in user_error(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
+    assert "ends in .html" in user_error(capsys, run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
-    assert "--out" in mistake(capsys, run, "--out", tmp_path / "nowhere" / "a.html")
+    assert "--out" in user_error(capsys, run, "--out", tmp_path / "nowhere" / "a.html")
     (tmp_path / "taken").mkdir()
-    assert "--out" in mistake(capsys, run, "--out", tmp_path / "taken")
+    assert "--out" in user_error(capsys, run, "--out", tmp_path / "taken")
     assert {path.name for path in tmp_path.iterdir()} == {"data.h5", "run", "taken"}, "nothing half-written"
 
 

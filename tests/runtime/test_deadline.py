@@ -101,12 +101,12 @@ def test_it_does_not_keep_the_process() -> None:
 
 
 def test_heartbeats_continue_while_it_waits_and_while_not() -> None:
-    looks: list[float] = []
-    watchdog = Watchdog(0.5, Calls(), lambda: looks.append(time.monotonic()))
+    polls: list[float] = []
+    watchdog = Watchdog(0.5, Calls(), lambda: polls.append(time.monotonic()))
     time.sleep(0.4)
     with watchdog.watch("short"):
         time.sleep(0.4)
-    assert len(looks) >= 4
+    assert len(polls) >= 4
     watchdog.close()
     watchdog._thread.join(5.0)
     assert not watchdog._thread.is_alive()

@@ -36,9 +36,12 @@ def test_written_files_are_read(page: StatusPage, memory: bytearray) -> None:
 
 def test_collectives_are_counted(page: StatusPage, memory: bytearray) -> None:
     page.write("forward of unit x", 3)
-    assert [page.enter_collective("meeting at point A"), page.enter_collective("meeting at point B")] == [1, 2]
+    assert [
+        page.enter_collective("first collective"),
+        page.enter_collective("second collective"),
+    ] == [1, 2]
     assert read(memory).num_collectives == 2
-    assert (read(memory).what, read(memory).microbatch) == ("meeting at point B", 0)
+    assert (read(memory).what, read(memory).microbatch) == ("second collective", 0)
     page.write("after")
     assert read(memory).num_collectives == 2
 

@@ -160,15 +160,15 @@ def cases() -> Iterable[Any]:
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
     yield pytest.param(Case(Stack(5), many), id="plain")
-    yield pytest.param(Case(Stack(5), many, tell_last=True), id="last_told")
-    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True), id="ahead1")
+    yield pytest.param(Case(Stack(5), many, mark_last=True), id="last_marked")
+    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True), id="ahead1")
     yield pytest.param(Case(Stack(5), many, prefetch=2, activation_checkpointing=True), id="ahead2_recomputed")
     yield pytest.param(Case(Branches(), skipped, prefetch=1), id="skipped_and_twice")
-    yield pytest.param(Case(Branches(), skipped, tell_last=True, activation_checkpointing=True), id="twice_recomputed")
-    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, tell_last=True), id="frozen")
+    yield pytest.param(Case(Branches(), skipped, mark_last=True, activation_checkpointing=True), id="twice_recomputed")
+    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, mark_last=True), id="frozen")
     narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
     many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)
-    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True, **narrow), id="fp32")
+    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True, **narrow), id="fp32")
 
 
 @pytest.mark.parametrize("case", list(cases()))
@@ -195,12 +195,12 @@ class Train:
         self.model.cache_bytes = budgets
         self.optimizer = adamw(self.model.shard_parameters())
 
-    def step(self, num_microbatches: int, tell_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
+    def step(self, num_microbatches: int, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
         """Return the numbers of fetches and pushes."""
         self.transport.log.clear()
         with self.model.minibatch():
             for i in range(num_microbatches):
-                if tell_last and i == num_microbatches - 1:
+                if mark_last and i == num_microbatches - 1:
                     self.model.set_is_last_backward()
                 squares(self.model, (batch,)).backward()
         self.optimizer.step()
@@ -215,15 +215,15 @@ def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), module, prefetch=prefetch)
-        for num_microbatches, tell_last in itertools.product((1, 4, 0, 3), (False, True)):
-            fetched, pushed = train.step(num_microbatches, tell_last)
-            if prefetch and num_microbatches == 1 and not tell_last:
+        for num_microbatches, mark_last in itertools.product((1, 4, 0, 3), (False, True)):
+            fetched, pushed = train.step(num_microbatches, mark_last)
+            if prefetch and num_microbatches == 1 and not mark_last:
                 continue  # it learns the order of the uses
             uses = forward_and_backward(NUM_LAYERS, num_microbatches)
             assert fetched == fetches(uses, staying) + min(1, num_microbatches)  # the root, too
             # Of an array that is added up, one push; the root comes last, and finds no room unless all is kept.
-            room = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
-            assert pushed == (num_microbatches and room + num_microbatches * (NUM_LAYERS + 1 - room))
+            num_kept = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
+            assert pushed == (num_microbatches and num_kept + num_microbatches * (NUM_LAYERS + 1 - num_kept))
 
     run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
 
@@ -279,10 +279,10 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
     transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checking each tensor that a forward saves takes Python's time."""
-    looks, pack = [], SavedTensorHooks._pack
+    packed, pack = [], SavedTensorHooks._pack
 
     def counted(saved: SavedTensorHooks, tensor: torch.Tensor) -> Any:
-        looks.append(1)
+        packed.append(1)
         return pack(saved, tensor)
 
     monkeypatch.setattr(SavedTensorHooks, "_pack", counted)
@@ -292,9 +292,9 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
         seen = []
         with model.minibatch():
             for _ in range(3):
-                looks.clear()
+                packed.clear()
                 squares(model, (INPUT,)).backward()
-                seen.append(len(looks))
+                seen.append(len(packed))
         model.publish()
         assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
 
@@ -400,7 +400,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
     train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
     waiting = train.model._pusher._in_flight
     train.step(2)
-    train.step(2, tell_last=True)
+    train.step(2, mark_last=True)
     assert len(on_the_way) == 2 * (NUM_LAYERS + 1) and max(on_the_way) == 1
 
 

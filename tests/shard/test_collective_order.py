@@ -20,10 +20,10 @@ class InStep(RecordingTransport):
 
     threads = False
     one_sided = False
-    most_lent = 0
+    max_in_use = 0
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        self.most_lent = max(self.most_lent, len(self.buffers._in_use))
+        self.max_in_use = max(self.max_in_use, len(self.buffers._in_use))
         return super().start_fetch(index, buffer)
 
 
@@ -63,7 +63,7 @@ def test_each_microbatch_fetches_the_same(transport: InStep, prefetch: int, acti
                 backward(model, rows=1 + transport.group.rank + i)
         model.publish()
     assert operations(transport) == MICROBATCH * 6
-    assert transport.most_lent == 2, "more was held than the root and one unit"
+    assert transport.max_in_use == 2, "more was held than the root and one unit"
     model.close()
 
 

@@ -82,7 +82,7 @@ def test_what_splitting_gains_and_what_keys_and_values_cost():
 
 def test_chunks_are_timed_by_hand():
     cost = CostModel(1.0, 0.0, 2.0, 1.5, 0.5)
-    minibatch = replace(trial_of([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
+    minibatch = replace(make_minibatch([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
     split = SequenceSplit(0, (0, 12, 20), (1, 0))
     assert minibatch.chunk_s(1, split, 0, is_first=True) == pytest.approx((2 + 1.5 * 12) / 0.5)
     assert minibatch.chunk_s(0, split, 1, is_first=True) == pytest.approx(2 + 1.5 * 8 + 0.5 * 12)
@@ -146,14 +146,14 @@ def test_timelines_hold_all_work_of_the_first_minibatch(scenario):
     assert simulate(replace(scenario, num_minibatches=2)).timeline == outcome.timeline
 
 
-def walk(durations, meets):
-    """Step through time, unit by unit, four units a microbatch: ranks may go on when `meets` lets them."""
+def walk(durations, synchronize):
+    """Step through time, unit by unit, four units a microbatch: ranks may go on when `synchronize` lets them."""
     units = [[seconds / 4 for seconds in own for _ in range(4)] for own in durations]
     at = [0.0] * len(units)
     for unit in range(max(map(len, units), default=0)):
         for rank, own in enumerate(units):
             at[rank] += own[unit] if unit < len(own) else 0.0
-        if meets:
+        if synchronize:
             at = [max(at)] * len(at)
     return max(at)
 
@@ -162,8 +162,8 @@ def walk(durations, meets):
 def test_a_second_implementation_agrees(seed):
     rng = np.random.default_rng(seed)
     durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
-    assert simulate_collective(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
-    assert simulate_static(durations).end_s == pytest.approx(walk(durations, meets=False))
+    assert simulate_collective(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, synchronize=True))
+    assert simulate_static(durations).end_s == pytest.approx(walk(durations, synchronize=False))
     work = rng.integers(1, 64, 20).astype(float)
     speeds = rng.uniform(0.5, 1.5, 3)
     # Draw in small steps of time instead of by events.
@@ -179,7 +179,7 @@ def test_a_second_implementation_agrees(seed):
     assert found.end_s == pytest.approx(ended, abs=0.5)
 
 
-def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
+def make_minibatch(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
     times = np.array(sequence_s, dtype=float)
     return SimulatedMinibatch(
         (times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float)
@@ -187,7 +187,7 @@ def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
 
 
 def test_plans_are_timed_by_hand():
-    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
+    minibatch = make_minibatch([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
     fixed = Plan((((0,), ()), ((1, 2), (3,))))
     # Rank 0: 7 + 0.5; rank 1: 6 / 0.5 + 0.5 and 2 / 0.5 + 0.5.
     assert simulate_timing(minibatch, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
@@ -204,7 +204,7 @@ def test_plans_are_timed_by_hand():
 
 
 def test_the_floor_by_hand():
-    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
+    minibatch = make_minibatch([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
     longest, shared = floor_s(minibatch, max_tokens=60)
     assert longest == 7.0
     assert shared == pytest.approx((12 + 2) / 1.5)  # 120 tokens: two microbatches

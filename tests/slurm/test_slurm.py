@@ -42,8 +42,8 @@ def jobs(place):
     last = f"{submitted['sweep']}_1"
     with ThreadPoolExecutor() as others:
         yield submitted | {
-            "stopping": others.submit(tell_twice, place, submitted["stopped"], "stopped"),
-            "stopping the last": others.submit(tell_to_stop, place, last, f"runs/sweep-{submitted['sweep']}/1"),
+            "stopping": others.submit(send_stop_twice, place, submitted["stopped"], "stopped"),
+            "stopping the last": others.submit(send_stop, place, last, f"runs/sweep-{submitted['sweep']}/1"),
             "losing": others.submit(kill_a_rank, place, submitted["lost"]),
         }
 
@@ -73,20 +73,20 @@ def stage(place):
     return place.train("train", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
 
 
-def tell_to_stop(place, job, run):
+def send_stop(place, job, run):
     place.wait_for_steps(10, run)
     # What --signal of the template brings before the time is up.
     return place.cluster.run("scancel", "--batch", "--signal=USR1", job)
 
 
-def tell_twice(place, job, run):
+def send_stop_twice(place, job, run):
     """Stop a job while its ranks load libraries, and in the middle of the training."""
     deadline = time.monotonic() + LIMIT_S
     while f"{job}.0 " not in place.cluster.run("squeue", "--steps", "--noheader", "--jobs", job).out:
         assert time.monotonic() < deadline, f"no ranks in {LIMIT_S} s"
         time.sleep(0.1)
     assert place.cluster.run("scancel", "--batch", "--signal=USR1", job).code == 0
-    return tell_to_stop(place, job, run)
+    return send_stop(place, job, run)
 
 
 def kill_a_rank(place, job):

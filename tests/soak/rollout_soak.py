@@ -117,7 +117,7 @@ class Rollouts:
         report = gathered.report(trained.ravel(), [False])
         gathered.receive_reports(np.array(self._world.gather_objects(report)))  # gradients complete
         self._check(minibatch.indices.tolist(), gathered.sums.reshape(trained.shape), step, gathered)
-        self._world.wait_collective(self._world.comm.Ibarrier(), "meeting at point B of a soak")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "synchronizing at parameters_published of a soak")
 
     def close(self):
         """Free windows. Collective."""

@@ -61,9 +61,9 @@ class Life:
         self.num_checked = self.num_sent = 0
         self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.
-        room = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
+        mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         make = (
-            functools.partial(MailboxGradientStore, mailbox_bytes=room)
+            functools.partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes)
             if reduction == "mailbox"
             else AccumulateGradientStore
         )
@@ -74,8 +74,8 @@ class Life:
         specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         self.name = (
-            f"{reduction}, {room if reduction == 'mailbox' else 0} bytes, {self.sizes}, thread {self.has_thread}, "
-            f"microbatches: {self.balance}"
+            f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
+            f"thread {self.has_thread}, microbatches: {self.balance}"
         )
 
     def _keep(self, make):

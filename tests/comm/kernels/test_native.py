@@ -14,7 +14,7 @@ from kernel_cases import (
     assert_same,
     assert_same_number,
     flatten_naively,
-    random_pieces,
+    random_segments,
     random_slots,
     random_values,
 )
@@ -36,11 +36,11 @@ def no_cache():
 def test_flatten_casts_lays_out_and_measures(dtype, special):
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        pieces, filled = random_pieces(rng, int(rng.integers(0, 9)), special=special)
+        segments, filled = random_segments(rng, int(rng.integers(0, 9)), special=special)
         numel = filled + int(rng.choice([0, 0, 7]))
         flat = torch.full((numel,), float("nan"), dtype=dtype)
-        largest = native.flatten(pieces, flat)
-        wanted, wanted_largest = flatten_naively(pieces, numel, dtype)
+        largest = native.flatten(segments, flat)
+        wanted, wanted_largest = flatten_naively(segments, numel, dtype)
         assert_same(flat, wanted)
         assert_same_number(largest, wanted_largest)
 
@@ -81,10 +81,10 @@ def test_nothing_to_lay_out():
     assert not flat.any()
 
 
-@pytest.mark.parametrize("pieces", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
-def test_segments_that_overlap_or_exceed_the_array(pieces):
+@pytest.mark.parametrize("segments", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
+def test_segments_that_overlap_or_exceed_the_array(segments):
     with pytest.raises(AssertionError, match="segments"):
-        native.flatten([(start, torch.ones(numel)) for start, numel in pieces], torch.zeros(8))
+        native.flatten([(start, torch.ones(numel)) for start, numel in segments], torch.zeros(8))
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
@@ -179,8 +179,8 @@ def test_cupy_is_not_imported_where_there_is_no_gpu(tmp_path):
         "import importlib, pkgutil, sys, torch\n"
         "from odc_mpi import api, comm, shard\n"
         "from odc_mpi.comm.kernels import native\n"
-        "for room in (comm, shard):\n"
-        "    for module in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
+        "for folder in (comm, shard):\n"
+        "    for module in pkgutil.iter_modules(folder.__path__, folder.__name__ + '.'):\n"
         "        importlib.import_module(module.name)\n"
         "native.flatten([(0, torch.ones(3))], torch.empty(3))\n"
         "native.add_segments_(torch.ones(3), [(0, torch.ones(3))])\n"

@@ -134,7 +134,7 @@ def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
     assert losses(run / "earlier-1") == losses(run)
 
 
-def mistake(done, *words):
+def check_user_error(done, *words):
     """Check that a user error is printed once, in one line, with exit code 2."""
     errors = [line for line in done.lines if "error:" in line]
     assert done.code == 2, (done.code, done.out, done.err)
@@ -156,7 +156,7 @@ def mistake(done, *words):
     ids=["configuration", "data", "argument", "room", "combination"],
 )
 def test_user_errors_are_printed_by_one_rank(config, tmp_path, arguments, words):
-    mistake(odc_mpi(2, "train", "--config", config, *arguments), *words)
+    check_user_error(odc_mpi(2, "train", "--config", config, *arguments), *words)
     assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
 
 
@@ -174,7 +174,7 @@ def test_a_user_error_on_one_rank_only(config, tmp_path):
         "sys.exit(cli.main(['train', '--config', sys.argv[1], '--data.path', 'here.h5']))\n"
     )
     data = configuration.load(config).data.path
-    mistake(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
+    check_user_error(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
 
 
 #: Each rank warns while it imports, from a library with a handler of its own too, and while it trains.

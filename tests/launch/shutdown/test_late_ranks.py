@@ -211,7 +211,7 @@ def the_line(tmp_path, text):
 WAITED = r"odc_mpi: rank \d on \S+ waited more than 3 s while "
 NUMBER = r"\d+\.\d"
 LAST_SEEN = f"which was last seen ({NUMBER}) s ago, "
-AT_A = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
+SYNCHRONIZING = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
 LIMIT = "; the limit is comm.timeout_s"
 
 pytestmark = pytest.mark.usefixtures("shared_memory_stays")
@@ -227,12 +227,12 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
 @pytest.mark.quick
 def test_a_rank_that_sleeps_in_a_forward(tmp_path):
     line = the_line(tmp_path, SLEEPS)
-    assert_line(AT_A + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
 
 
 def test_a_rank_that_sleeps_in_a_backward(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_BACKWARD)
-    assert_line(AT_A + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
 
 
 def test_a_rank_that_sleeps_in_a_chunk(tmp_path):
@@ -243,8 +243,8 @@ def test_a_rank_that_sleeps_in_a_chunk(tmp_path):
 
 def test_a_rank_that_computes_before_parameters_are_published(tmp_path):
     line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
-    at_b = "synchronizing at parameters_published: late is rank 1 on \\S+, "
-    assert_line(WAITED + at_b + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
+    publishing = "synchronizing at parameters_published: late is rank 1 on \\S+, "
+    assert_line(WAITED + publishing + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
 
 
 @pytest.mark.library
@@ -297,7 +297,7 @@ def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
 
 def test_a_waiting_rank_names_the_unit_that_another_fetches(tmp_path):
     line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[0, 2]"))
-    assert_line(AT_A + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
 
 
 @pytest.mark.library

@@ -43,13 +43,13 @@ def test_keys_come_before_they_are_read_and_gradients_before_they_are_used(world
         for place, split in enumerate(splits):
             own = run(world, flags, place, split, slow) if world.rank in split.ranks else None
             everyone = world.gather_objects(own)
-            pieces = [everyone[rank] for rank in split.ranks]
-            for i, (_, began, left) in enumerate(pieces):
+            chunks = [everyone[rank] for rank in split.ranks]
+            for i, (_, began, left) in enumerate(chunks):
                 for step in range(UNITS):
-                    assert all(began[step] >= other[0][step] for other in pieces[:i]), (minibatch, step)
+                    assert all(began[step] >= other[0][step] for other in chunks[:i]), (minibatch, step)
                 for step in range(UNITS, 2 * UNITS):
                     # Done with a unit of backward: at least a millisecond after it began.
-                    assert all(left[step] >= other[1][step] + 0.001 for other in pieces[i + 1 :]), (minibatch, step)
+                    assert all(left[step] >= other[1][step] + 0.001 for other in chunks[i + 1 :]), (minibatch, step)
         flags.next_minibatch(len(splits))
 
 

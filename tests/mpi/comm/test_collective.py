@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_training import FROZEN, FROZEN_IDS, STEPS, assert_close, configure, expected
 from torch import nn
-from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
+from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
@@ -157,7 +157,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monke
     monkeypatch.setattr(collective, "MAX_COMMUNICATORS", num_comms)
     transport = make(reduce_dtype=dtype)
     for number in range(5):
-        for index, start, values in stretches(SIZES, world.rank, number):
+        for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, values.to(dtype), start)
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))

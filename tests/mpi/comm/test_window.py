@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from units import assert_pushed, assert_reports_and_sums, stretches
+from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
@@ -84,7 +84,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
     """Integers, so that the sum is exact whatever the order of arrival; each push covers a stretch of its own."""
     transport = make(reduce_dtype=dtype, reduction=reduction)
     for number in range(5):
-        for index, start, values in stretches(SIZES, world.rank, number):
+        for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, values.to(dtype), start).wait()
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))

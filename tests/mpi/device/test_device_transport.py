@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
-from units import assert_pushed, stretches
+from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import device_transport
 from odc_mpi.comm.reduce import device_slots
@@ -126,7 +126,7 @@ def test_a_push_adds_what_was_computed_before_its_event(make, world):
     """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
     transport = make()
     for minibatch in range(2):
-        for index, start, values in stretches(SIZES, world.rank, minibatch):
+        for index, start, values in random_pushes(SIZES, world.rank, minibatch):
             flat = transport.gradients.empty(4 * len(values)).view(torch.float32)
             transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
             transport.gradients.record_event(flat)

@@ -19,7 +19,7 @@ def window(world):
 
 
 def test_every_rank_reads_every_other(world, window):
-    window.page.enter_collective("meeting at point A")
+    window.page.enter_collective("synchronizing at gradients_complete")
     window.page.write(f"forward of unit layers.{world.rank}", world.rank + 1)
     world.comm.Barrier()
     peers = window.read()
@@ -81,10 +81,10 @@ def test_a_freed_window_has_no_status(world):
 def test_a_world_publishes_its_status(world):
     peers = world.job.status
     world.gather_objects(None)
-    meetings = {status.num_collectives for status in peers.read().values()}
-    world.set_status("between two meetings", 4)
+    counts = {status.num_collectives for status in peers.read().values()}
+    world.set_status("between two collectives", 4)
     world.comm.Barrier()
     output = peers.read().values()
-    assert {(status.what, status.microbatch) for status in output} <= {("between two meetings", 4)}
+    assert {(status.what, status.microbatch) for status in output} <= {("between two collectives", 4)}
     world.comm.Barrier()
-    assert len(meetings | {peers.page.num_collectives}) == 1, "all ranks have the same number of meetings behind them"
+    assert len(counts | {peers.page.num_collectives}) == 1, "all ranks have completed the same number of collectives"

@@ -119,9 +119,9 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
         optimizer.step()
         model.publish()
     assert losses == pytest.approx(wanted_losses, rel=1e-3)
-    for piece, own in model.slices():
-        expected = wanted[piece.spec.name].flatten()[piece.start : piece.stop]
-        torch.testing.assert_close(own, expected, rtol=2e-3, atol=2e-4, msg=lambda m, p=piece: f"{p.spec.name}: {m}")
+    for interval, own in model.slices():
+        expected = wanted[interval.spec.name].flatten()[interval.start : interval.stop]
+        torch.testing.assert_close(own, expected, rtol=2e-3, atol=2e-4, msg=lambda m, p=interval: f"{p.spec.name}: {m}")
     if world.rank == 0:
         once = sum(layout.numel - layout.owned(0)[1] for layout in model.layouts) * 4
         assert all(0 < each.same_node + each.other_nodes <= once for each in pushed), "more than once"

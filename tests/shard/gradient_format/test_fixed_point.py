@@ -18,7 +18,7 @@ def gradients(count: int, scale: float = 1.0) -> list[torch.Tensor]:
     ]
 
 
-def pieces_of(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def split(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(0, gradient[:100]), (100, gradient[100:])]
 
 
@@ -29,13 +29,13 @@ def run(ranks: list[FixedPointGradients], dealt: list[list[torch.Tensor]]) -> tu
         rank.start()
         for gradient in own[:-2]:
             flat = torch.full((NUMEL,), 7)
-            rank.write_flat(3, pieces_of(gradient), flat)
+            rank.write_flat(3, split(gradient), flat)
             window += flat
-        at_home = torch.zeros(NUMEL, dtype=torch.int64)
+        local_sum = torch.zeros(NUMEL, dtype=torch.int64)
         for gradient in own[-2:]:
-            rank.accumulate(3, pieces_of(gradient), at_home)
-        rank.note_push(3, at_home)
-        window += at_home
+            rank.accumulate(3, split(gradient), local_sum)
+        rank.note_push(3, local_sum)
+        window += local_sum
         output.append(rank.local_statistics())
     totals = np.stack(output).sum(axis=0)
     finite = [rank.apply_global_statistics(totals) for rank in ranks]

@@ -28,9 +28,9 @@ def host(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list
     transport.allocate(layouts)
     for i, layout in enumerate(layouts):
         transport.parameters.shard(i).fill_(-1)
-        for piece in layout.slices(transport.group.rank):
-            values = torch.arange(piece.start, piece.stop) + value_of(piece.spec.name)
-            transport.parameters.shard(i)[piece.offset : piece.offset + piece.numel] = values
+        for interval in layout.slices(transport.group.rank):
+            values = torch.arange(interval.start, interval.stop) + value_of(interval.spec.name)
+            transport.parameters.shard(i)[interval.offset : interval.offset + interval.numel] = values
     transport.publish_parameters()
     return units
 
