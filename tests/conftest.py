@@ -1,4 +1,4 @@
-"""What all tests share: under mpiexec one voice, and no rank left waiting for one that failed."""
+"""Fixtures of all tests: under mpiexec one rank prints, and no rank waits for one that failed."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ SIZE = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") 
 #: Fixtures of a session or module that take long to make.
 LONG = {"stdlib_samples", "trained", "built"}
 
-# torch and transformers make half a million objects, which each full collection would look through: not while they are
+# torch and transformers create half a million objects, which each full collection would traverse: not while they are
 # imported, and not in the tests.
 gc.disable()
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear atomically."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def synced(monkeypatch):
 
 
 @pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
-def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path, write):
+def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path, write):
     path = tmp_path / "notes.txt"
     for text in ("first", "second, ü"):
         write(path, text)
@@ -101,7 +101,7 @@ def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fail
     assert (tmp_path / "data").read_text() == "old"
 
 
-def test_a_file_that_is_lost_is_told_and_no_error(tmp_path, capsys):
+def test_a_lost_file_is_reported_without_an_error(tmp_path, capsys):
     write_or_warn(tmp_path / "nowhere" / "summary.json", "{}")
     errors = capsys.readouterr().err
     assert errors.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
@@ -116,7 +116,7 @@ def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
-def test_file_systems_that_cannot_tell_of_names(tmp_path, monkeypatch, code, passes):
+def test_file_systems_that_cannot_sync_directories(tmp_path, monkeypatch, code, passes):
     def refuse(descriptor):
         raise OSError(code, "refused")
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms, bottom to top, never upwards; and one folder, one topic, few files."""
+"""Who may import whom: the folders, bottom to top, never upwards; one topic and few files per folder."""
 
 import ast
 from collections import Counter
@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "odc_mpi"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
 
-#: Modules at the root that know nothing of the project, and that every room may import.
+#: Modules at the root that know nothing of the project, and that every folder may import.
 ROOT = {"errors", "files", "formatting", "yaml_dialect"}
-#: What each room may import of the others, besides `ROOT`. A module named in full is allowed alone.
+#: What each folder may import of the others, besides `ROOT`. A module named in full is allowed alone.
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
@@ -50,13 +50,13 @@ MAY_SEE = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-#: These know nothing of the project but `ROOT`, not even their own room.
+#: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }
-#: These see of their own room only this: no MPI.
+#: These may import only this from their own folder: no MPI.
 SEE_ALSO = {
     "probe.decision": {"probe.report", "probe.device_decision"},
     "probe.device_decision": {"probe.report"},
@@ -88,7 +88,7 @@ PRIVATE = {
     "past_key_values": {"models.decoding"},
     "_disable_adapters": {"training.rl.build"},
 }
-#: Files of a folder, besides `__init__`: more are cut into folders.
+#: Files of a folder, besides `__init__`: more are split into folders.
 MAX_FILES = 13
 
 
@@ -119,19 +119,19 @@ def own_modules():
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_arrows_run_one_way(path):
     own = module_name(path)
-    room = own.split(".")[0]
-    allowed = MAY_SEE[room] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {room}))
+    folder = own.split(".")[0]
+    allowed = MAY_SEE[folder] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {folder}))
     for module in find_imports(path):
         if module in own_modules() and module != "odc_mpi":
             target = module.removeprefix("odc_mpi.")
-            # A room's name alone is its docstring: nothing comes with it.
+            # A folder's name alone is its docstring: nothing else is imported.
             assert is_in(target, allowed) or any(place.startswith(target + ".") for place in allowed), (
                 f"{own} may not import {module}"
             )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_libraries_stay_in_their_rooms(path):
+def test_libraries_are_imported_in_their_folders_only(path):
     own = module_name(path)
     for module in find_imports(path):
         for library, places in KEPT_IN.items():
@@ -160,12 +160,12 @@ def test_the_rules_see_a_breach(tmp_path):
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
-def test_a_room_is_no_heap(folder):
+def test_folders_are_small(folder):
     assert num_files(folder) <= MAX_FILES
     assert (folder / "__init__.py").is_file()
 
 
-def test_no_folder_of_tests_is_a_heap():
+def test_folders_of_tests_are_small():
     sizes = {folder: num_files(folder) for folder in {path.parent for path in TESTS.rglob("*.py")}}
     assert {folder: num for folder, num in sizes.items() if num > MAX_FILES + 1} == {}
 
@@ -174,7 +174,7 @@ def num_files(folder):
     return len([path for path in folder.glob("*.py") if path.name not in ("__init__.py", "conftest.py")])
 
 
-def test_names_of_tests_tell_them_apart():
+def test_names_of_tests_are_unique():
     """pytest takes modules of the same name in two folders for one, as the folders are no packages."""
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []

@@ -112,7 +112,7 @@ def test_faults_of_docstrings_are_found_at_their_line():
 
 
 @pytest.mark.parametrize("pattern", COMMUNICATING)
-def test_communicating_functions_have_to_say_so(pattern):
+def test_communicating_functions_are_marked(pattern):
     word, calls, receivers = pattern
     for call in calls.split():
         for receiver in receivers.split(" "):

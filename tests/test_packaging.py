@@ -1,4 +1,4 @@
-"""What an installed package holds: all rooms, and the sources of the kernels."""
+"""Content of an installed package: all folders, and the sources of the kernels."""
 
 import configparser
 import shutil
@@ -13,12 +13,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_room_is_in_the_list():
+def test_every_folder_is_in_the_list():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = config["options"]["packages"].split()
-    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
-    assert listed == sorted({".".join(room.parts) for room in rooms} | {"odc_mpi.src"})
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
+    assert listed == sorted({".".join(folder.parts) for folder in folders} | {"odc_mpi.src"})
 
 
 def test_constraints_pin_every_dependency_within_its_range():

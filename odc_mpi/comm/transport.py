@@ -21,7 +21,7 @@ Within a minibatch, ranks communicate only by fetches and pushes, in which the o
     collective   private memory            host          COPY           yes               no        no
 
 With windows on the host, zero-copy and all ranks on one node, `access` is VIEW, or KEEP if torch allows it; else COPY.
-`threads` requires MPI_THREAD_MULTIPLE.
+`thread_safe` requires MPI_THREAD_MULTIPLE.
 
 A `comm.shard_storage.ShardStorage` owns the memory of the shards; often a store is its own storage. A store can wrap
 another store, as in `comm.device.staged`, and leave the storage of the inner store unchanged.
@@ -209,7 +209,7 @@ class Transport:
     Attributes:
         storages: Memory of the shards, in the order of allocation. Freed in the reverse order.
         device: Device of the model, of fetched arrays and of pushed gradients.
-        threads: True if several threads may call the stores concurrently. If False, only the computing thread may.
+        thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without the other ranks. If False, each is a collective: all ranks
             must issue the same ones in the same order, so the units to fetch must not depend on cached units.
     """

@@ -37,7 +37,7 @@ class QueueState(NamedTuple):
 
     Attributes:
         in_progress: Started items, and the ranks that work on them.
-        num_unclaimed: Number of items that no rank has started.
+        num_not_started: Number of items that no rank has started.
         published: Items that can be claimed, the largest first.
         num_done: Number of items that are claimed or done.
     """

@@ -24,7 +24,7 @@ class BarColumn:
     Attributes:
         heading: The quantity with its unit.
         figures: Numbers, or mappings with `low`, `median` and `high`, by variant.
-        form: Number format.
+        number_format: Number format.
         line: Value at which the plot has a line.
         references: Values of the same quantity from other sources, by source and variant.
         in_plot: If False, the column is only in the table.

@@ -42,7 +42,7 @@ class Status:
         aborting: True if the rank is about to print a message and abort the job.
         heartbeat_missing: True if the watchdog of the rank, which also runs while the rank computes, sent no heartbeat.
         published_at: Time of publication in seconds since 1970, by the clock of the rank.
-        number: Number of the heartbeat, incremented by each write.
+        heartbeat_number: Number of the heartbeat, incremented by each write.
     """
 
     what: str

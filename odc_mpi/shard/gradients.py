@@ -51,7 +51,7 @@ class GradientPusher:
 
     Attributes:
         buffers: Buffers of gradients, in flight and accumulated.
-        residency: Budget for local accumulation. Unused if pushes stay on this rank or are collective.
+        cache: Budget for local accumulation. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward is the last one of this minibatch.
         parameters_with_gradient: Names of the parameters that got a gradient since `start`.
     """

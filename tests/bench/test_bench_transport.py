@@ -44,7 +44,7 @@ def test_every_goal_states_the_figure_and_what_was_expected():
 
 
 def test_what_was_not_measured_has_no_verdict():
-    """Where several ranks of several nodes share the zero-copy fetch, say, or without gloo."""
+    """Without gloo, and with zero-copy fetches between nodes."""
     made = result([1 << 20])
     for entry in made["sizes"][0]["all_at_once"].values():
         entry["of_gloo"] = None

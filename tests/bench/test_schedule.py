@@ -29,7 +29,7 @@ class All(Runner):
             yield TimedMicrobatch(minibatch.duration_s(0, own), is_dummy=not own)
 
 
-def test_what_is_slept_for_is_told_as_if_unscaled_and_without_padding():
+def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches():
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
     trial = SimulatedMinibatch(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
     runner = All(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)

@@ -21,7 +21,7 @@ def test_the_largest_difference_counts():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_as_far_off_as_can_be(bad):
+def test_nan_is_infinitely_far_off(bad):
     good = rounds(2.0, 4.0, 1.0)
     for place in range(3):
         losses = [2.0, 4.0, 1.0]

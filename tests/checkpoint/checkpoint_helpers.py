@@ -53,7 +53,7 @@ def train(model, optimizer, steps=2):
 
 def full_state(model, optimizer):
     """This rank's part of everything that a checkpoint should hold: `{name: (start, values)}`, copied."""
-    own = {piece.spec.name: (piece.start, tensor.clone()) for piece, tensor in model.slices()}
+    own = {interval.spec.name: (interval.start, tensor.clone()) for interval, tensor in model.slices()}
     found = {f"model/{name}": part for name, part in own.items()}
     for name, parameter in model.named_shard_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -67,13 +67,13 @@ def full_buffers(model):
 
 
 def whole(parts):
-    """The ranks' parts put together."""
+    """Concatenate the parts of all ranks."""
     paths = parts[0].keys()
     assert all(part.keys() == paths for part in parts)
-    ordered = {path: sorted((part[path] for part in parts), key=lambda piece: piece[0]) for path in paths}
+    ordered = {path: sorted((part[path] for part in parts), key=lambda interval: interval[0]) for path in paths}
     return {
-        path: torch.cat([values for _, values in pieces]) if pieces[0][1].dim() else pieces[0][1]
-        for path, pieces in ordered.items()
+        path: torch.cat([values for _, values in intervals]) if intervals[0][1].dim() else intervals[0][1]
+        for path, intervals in ordered.items()
     }
 
 
@@ -88,7 +88,7 @@ def write(directory, transport, size, model, optimizer, step, metadata, warn):
 
 
 def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, metadata=None, **options):
-    """Train and save on some ranks; return the whole state, and the module's buffers."""
+    """Train and save on some ranks; return the full state, and the module's buffers."""
     warnings = []
 
     def work(transport):
@@ -103,7 +103,7 @@ def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, me
 
 
 def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, out=None, **options):
-    """Load on some ranks, train on, and save there if asked; return the whole state and the buffers."""
+    """Load on some ranks, continue, and save there if asked; return the full state and the buffers."""
 
     def work(transport):
         module = build(seed=99, **options)

@@ -1,4 +1,4 @@
-"""A crash before each system call that changes names or flushes them: the next start finds a whole checkpoint."""
+"""A crash before each system call that changes names or flushes them: the next start finds a complete checkpoint."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def crashing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Whole checkpoints of steps 2, 4 and 6."""
+    """Complete checkpoints of steps 2, 4 and 6."""
     directory = tmp_path_factory.mktemp("saved") / CHECKPOINTS
     for step in (2, 4, 6):
         save(directory, SIZE, step=step)
@@ -102,7 +102,7 @@ def found_at_start(run_dir):
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
-def whole_below(run_dir):
+def complete_below(run_dir):
     return sorted(path.parent.name for path in run_dir.rglob("step_*/manifest.json"))
 
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_cannot_get_its_name_leaves_the_old_one(run_dir, monke
     assert list(steps_in(path / CHECKPOINTS)) == [2, 4, 6]
 
 
-def test_pruning_leaves_whole_ones_at_any_moment(run_dir, crashing):
+def test_pruning_leaves_complete_checkpoints_at_any_moment(run_dir, crashing):
     for number in range(100):
         path = run_dir()
         completes = crashing.completes(lambda: prune(path / CHECKPOINTS, 1), number)  # noqa: B023 - called at once
@@ -164,13 +164,13 @@ def test_pruning_leaves_whole_ones_at_any_moment(run_dir, crashing):
 @pytest.mark.parametrize(
     "ready", [lambda path: open_run_directory(path, "new\n"), lambda path: reopen_run_directory(path, "new\n", 2)]
 )
-def test_making_a_run_directory_ready_loses_nothing(run_dir, crashing, ready):
+def test_preparing_a_run_directory_loses_nothing(run_dir, crashing, ready):
     for number in range(100):
         path = run_dir()
         (path / "config.yaml").write_text("old\n")
         (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
         completes = crashing.completes(lambda: ready(path), number)  # noqa: B023 - called at once
-        assert whole_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
+        assert complete_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
         assert {file.read_text() for file in path.rglob("config.yaml")} <= {"old\n", "new\n"}
         found_at_start(path)
         ready(path)

@@ -1,4 +1,4 @@
-"""What is exported is in transformers the same to the last bit, and computes the same."""
+"""An exported model loads in transformers, with bitwise identical weights and equal logits."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def saved(request, tmp_path):
     return tmp_path / "step_00000001", state, logits
 
 
-def test_it_says_the_same(saved, tmp_path):
+def test_it_reports_the_same(saved, tmp_path):
     directory, state, logits = saved
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out")
@@ -76,7 +76,7 @@ def test_it_says_the_same(saved, tmp_path):
     loaded = model.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.items())
-    with torch.no_grad():  # not to the last bit: on some processors sums depend on where in memory a matrix begins
+    with torch.no_grad():  # not bitwise: on some processors sums depend on where in memory a matrix begins
         torch.testing.assert_close(model.eval()(input_ids=TOKENS).logits, logits)
     assert model.config.use_cache
 
@@ -112,7 +112,7 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     assert max(peaks) <= max(6000, largest), "a larger tensor is a file of its own"
 
 
-def test_a_full_disk_is_told_in_one_line(saved, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_in_one_line(saved, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -1,4 +1,4 @@
-"""Saving beside the training: when a checkpoint is complete, and what becomes of one that is not."""
+"""Saving in the background: when a checkpoint is complete, and the outcome of an incomplete one."""
 
 import errno
 import gc
@@ -34,8 +34,8 @@ from odc_mpi.errors import UserError
 
 
 def manifest(step, size):
-    pieces = tuple((rank, 3 * rank, 3 * rank + 3) for rank in range(size))
-    record = TensorRecord("trainable", "float32", (3 * size,), pieces)
+    ranges = tuple((rank, 3 * rank, 3 * rank + 3) for rank in range(size))
+    record = TensorRecord("trainable", "float32", (3 * size,), ranges)
     return Manifest(step, size, {"model/x": record}, {}, "AdamW", {})
 
 
@@ -44,7 +44,7 @@ def entries(rank, size, value):
 
 
 class Ranks:
-    """Some ranks' savers, and the boundary at which they tell each other."""
+    """Savers of some ranks, and the boundary at which their reports are gathered."""
 
     def __init__(self, directory, size, keep=0):
         self.directory, self.size, self.warnings = directory, size, []
@@ -76,7 +76,7 @@ class Ranks:
         return list(steps_in(self.directory))
 
 
-def test_complete_only_when_all_have_told(tmp_path, monkeypatch):
+def test_complete_only_when_all_have_reported(tmp_path, monkeypatch):
     ranks, go, write = Ranks(tmp_path, 2), threading.Event(), savers.write_shard
 
     def slow(path, *rest):

@@ -1,4 +1,4 @@
-"""What is saved on some ranks is the same, to the last bit, on any other number of them."""
+"""A state that is saved on some ranks is bitwise identical on any other number of ranks."""
 
 import functools
 
@@ -51,7 +51,7 @@ def test_the_digest_is_of_values_not_of_the_ranks_that_hold_them(saved, tmp_path
     assert (digest, place) == (digest_line(directory).split()[0], str(tmp_path / STEP))
 
 
-def test_the_digest_tells_other_values_and_other_types(saved, tmp_path):
+def test_the_digest_depends_on_values_and_dtypes(saved, tmp_path):
     directory, *_ = saved(2, torch.float32)
     load(directory, 2, steps=1, out=tmp_path)
     assert len({digest_line(path).split()[0] for path in (directory, tmp_path, saved(2, torch.bfloat16)[0])}) == 3
@@ -92,7 +92,7 @@ def test_another_precision(saved):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("writers", [1, 4])
-def test_the_index_shows_whole_tensors(saved, writers, dtype):
+def test_the_index_shows_full_tensors(saved, writers, dtype):
     directory, state, buffers = saved(writers, dtype)
     shapes = {f"model/{name}": p.shape for name, p in build().named_parameters()}
     with h5py.File(directory / "index.h5") as file:
@@ -114,7 +114,7 @@ def test_the_index_shows_whole_tensors(saved, writers, dtype):
         assert set(names) == tensors | {f"model/{name}" for name in buffers}
 
 
-def test_what_is_missing_shows_as_nan(tmp_path):
+def test_missing_values_show_as_nan(tmp_path):
     save(tmp_path, 3)
     (tmp_path / STEP / shard_name(2, 1)).unlink()
     with h5py.File(tmp_path / STEP / "index.h5") as file:

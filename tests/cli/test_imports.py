@@ -1,4 +1,4 @@
-"""How soon a command starts: what it imports, and how."""
+"""Start-up time of a command: the modules that it imports."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from odc_mpi.runtime.ranks import gc_paused
 
-#: Tells which large libraries are there when a command has ended.
+#: Prints which large libraries are imported when a command has ended.
 COMMAND = """
 import sys
 from odc_mpi.cli import main as cli
@@ -55,7 +55,7 @@ def test_ranks_and_the_probe_of_the_doctor_need_no_torch():
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
-def test_what_is_imported_is_never_looked_through(unfrozen, tmp_path, monkeypatch):
+def test_imported_objects_are_never_collected(unfrozen, tmp_path, monkeypatch):
     (tmp_path / "imported_here_only.py").write_text("things = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
     with gc_paused():

@@ -82,7 +82,7 @@ def test_a_script_from_a_configuration(config, capsys):
         (["--submit"], ["--submit", "sbatch"]),
     ],
 )
-def test_mistakes(config, tmp_path, monkeypatch, capsys, arguments, words):
+def test_user_errors(config, tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["job", str(config), *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -100,7 +100,7 @@ def test_times_that_sbatch_takes(config, capsys, time):
     assert directives(capsys.readouterr().out)["time"] == time
 
 
-def test_without_a_wish_the_environment_tells_the_mpi(config, capsys):
+def test_without_a_setting_the_environment_selects_the_mpi(config, capsys):
     assert cli.main(["job", str(config)]) == 0
     assert "export SLURM_MPI_TYPE=${SLURM_MPI_TYPE:-pmi" in capsys.readouterr().out
 

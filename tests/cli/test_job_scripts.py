@@ -1,4 +1,4 @@
-"""What the training scripts do where things go wrong, beside stand-ins for Slurm's programs."""
+"""Failures of the training scripts, with stand-ins for Slurm's programs."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 import pytest
 from batch_scripts import templates
 
-#: Tells its arguments; srun and sbcast then do what the variable of their name says.
+#: Records its arguments; srun and sbcast then do what the variable of their name contains.
 PROGRAM = """#!/bin/bash
 echo "{name} $*" >> "$CALLS"
 case " $* " in *" rm "*) exit 0 ;; esac
@@ -43,7 +43,7 @@ class Place:
         )
 
     def run(self, script, *arguments, **env):
-        """Return the exit code and what was told."""
+        """Return the exit code and the output."""
         process = self.start(script, *arguments, **env)
         _, output = process.communicate(timeout=30)
         return process.returncode, output
@@ -85,7 +85,7 @@ def test_a_stopped_job_queues_again(place, srun):
     assert not list(place.path.glob(".*stopped"))
 
 
-def test_ranks_that_start_while_the_job_is_told_find_a_file(place):
+def test_ranks_that_start_while_the_job_is_stopped_find_a_file(place):
     deaf = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
     process = place.start(TRAIN, srun=deaf)
     place.wait_until_up()
@@ -96,7 +96,7 @@ def test_ranks_that_start_while_the_job_is_told_find_a_file(place):
     assert not list(place.path.glob(".*stop*"))
 
 
-def test_a_file_of_an_earlier_start_tells_nothing(place):
+def test_a_file_of_an_earlier_start_is_ignored(place):
     (place.path / ".odc-mpi-12.stop").touch()
     assert place.run(TRAIN, srun='[ ! -e "$ODC_MPI_STOP_FILE" ]') == (0, "")
 
@@ -114,7 +114,7 @@ def test_a_number_without_settings_does_not_train(place):
     assert place.calls("srun") == []
 
 
-def test_the_ranks_are_told_once(place):
+def test_the_ranks_are_notified_once(place):
     process = place.start(TRAIN, srun=UNTIL_TOLD)
     place.wait_until_up()
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_a_signal_while_the_data_set_is_copied(place):
     assert call.endswith(REMOVED), "nothing is trained"
 
 
-def test_the_copy_is_what_is_trained_on(place):
+def test_the_copy_is_used_for_training(place):
     assert place.run(
         TRAIN, "--config", "c", srun='[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]', **STAGED
     ) == (
@@ -156,7 +156,7 @@ def test_the_copy_is_what_is_trained_on(place):
     assert call.endswith("--config c --data.path /local/12-data of mine.h5")
 
 
-def test_a_copy_that_fails_is_told_and_leaves_nothing(place):
+def test_a_failed_copy_is_reported_and_leaves_nothing(place):
     code, output = place.run(TRAIN, sbcast="exit 1", **STAGED)
     assert code == 1
     assert "error: cannot copy data of mine.h5 to /local on each node" in output
@@ -186,7 +186,7 @@ def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
         (["--data.path=x"], STAGED, "remove --data.path"),
     ],
 )
-def test_mistakes_of_staging(place, arguments, env, words):
+def test_user_errors_of_staging(place, arguments, env, words):
     code, output = place.run(TRAIN, *arguments, **env)
     assert code == 2
     assert len(output.splitlines()) == 1 and words in output

@@ -1,4 +1,4 @@
-"""The command line in this process, on one rank: mistakes of all kinds are one line and exit code 2."""
+"""The command line in this process, on one rank: user errors of all kinds are one line and exit code 2."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def config(tmp_path):
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
-def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
+def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
     assert cli.main(["train", "--config", str(config), *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1, errors
@@ -98,7 +98,7 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["doctor", "--colour"], ["--colour"]),
     ],
 )
-def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
+def test_user_errors_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -125,7 +125,7 @@ def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000], ids=["in the buffer", "beyond the buffer"])
-def test_output_that_nobody_reads(size):
+def test_output_without_a_reader(size):
     """As of `odc-mpi checkpoint show run | head`; what fits into the buffer is written at the end only."""
     script = (
         "import sys\n"
@@ -188,7 +188,7 @@ def test_help_names_every_setting(capsys):
     ],
     ids=["no configuration", "no weights", "damaged weights"],
 )
-def test_mistakes_in_a_model_directory(config, tmp_path, capsys, damage, words):
+def test_user_errors_in_a_model_directory(config, tmp_path, capsys, damage, words):
     path, data, run_dir = tmp_path / "model", tmp_path / "data.h5", tmp_path / "run"
     model_config = transformers.AutoConfig.for_model(**QWEN2)
     transformers.AutoModelForCausalLM.from_config(model_config).save_pretrained(path)

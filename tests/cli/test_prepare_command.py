@@ -13,7 +13,7 @@ from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.files import atomic_write
 
 
-def test_prepare_says_what_it_did(tmp_path, capsys):
+def test_prepare_prints_its_result(tmp_path, capsys):
     source = tmp_path / "lines.jsonl"
     source.write_text('{"text": "abc abc abc"}\n' * 3)
     assert cli.main(["prepare", "stdlib", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"]) == 0
@@ -42,7 +42,7 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     assert f"trained on {source}" in errors and "1 dropped: no loss tokens\n1 skipped: invalid\n" in errors
 
 
-def test_a_preparation_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
     def begin(sources, out, options, console):
         with atomic_write(out) as new:
             new.write_text("half")

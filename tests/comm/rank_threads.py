@@ -36,7 +36,7 @@ def draw_pushes(size: int, arrays: Sequence[int]) -> list[list[tuple[int, int, t
 
 
 def assert_sums(pushes: list[list[tuple[int, int, torch.Tensor]]], shards: list[list[torch.Tensor]]) -> None:
-    """What all ranks have pushed is in the shards of each rank."""
+    """Check that the shards of each rank are the sums of the pushes of all ranks."""
     for i, layout in enumerate(make_layouts(len(pushes))):
         expected = torch.zeros(len(pushes) * layout.shard_numel)
         for own in pushes:

@@ -19,7 +19,7 @@ def test_a_buffer_is_flat_and_of_the_size_asked_for(dtype: torch.dtype, numel: i
     assert pool.peak_bytes == max(1, numel) * dtype.itemsize
 
 
-def test_lent_buffers_do_not_overlap() -> None:
+def test_acquired_buffers_do_not_overlap() -> None:
     pool = BufferPool()
     buffers = [pool.acquire(100, torch.float32) for _ in range(5)]
     for i, buffer in enumerate(buffers):
@@ -27,7 +27,7 @@ def test_lent_buffers_do_not_overlap() -> None:
     assert all(bool((buffer == i).all()) for i, buffer in enumerate(buffers))
 
 
-def test_a_buffer_given_back_is_lent_again_whatever_the_type() -> None:
+def test_a_released_buffer_is_reused_for_any_dtype() -> None:
     pool = BufferPool()
     first = address(pool.acquire(100, torch.float32))
     buffer = pool.acquire(50, torch.float32)
@@ -63,7 +63,7 @@ def test_the_smallest_that_fits_is_taken() -> None:
     ],
     ids=["itself", "slice", "detached", "transposed", "set", "numpy"],
 )
-def test_a_buffer_that_somebody_looks_into_is_not_lent_again(look) -> None:
+def test_a_referenced_buffer_is_not_reused(look) -> None:
     pool = BufferPool()
     buffer = pool.acquire(100, torch.float32)
     buffer.copy_(torch.arange(100.0))
@@ -79,7 +79,7 @@ def test_a_buffer_that_somebody_looks_into_is_not_lent_again(look) -> None:
     assert address(pool.acquire(100, torch.float32)) == where
 
 
-def test_a_graph_looks_too() -> None:
+def test_a_buffer_in_a_graph_is_not_reused() -> None:
     pool = BufferPool()
     buffer = pool.acquire(4, torch.float32).fill_(3)
     x = torch.ones(4, requires_grad=True)
@@ -93,7 +93,7 @@ def test_a_graph_looks_too() -> None:
     assert address(pool.acquire(4, torch.float32)) == where
 
 
-def test_a_buffer_too_small_makes_room() -> None:
+def test_a_buffer_too_small_is_freed() -> None:
     """Units of growing sizes do not each leave a buffer behind."""
     pool = BufferPool()
     for numel in range(1, 50):
@@ -101,7 +101,7 @@ def test_a_buffer_too_small_makes_room() -> None:
     assert pool.peak_bytes == 49
 
 
-def test_the_peak_counts_idle_and_lent() -> None:
+def test_the_peak_counts_idle_and_acquired() -> None:
     pool = BufferPool()
     a, b = pool.acquire(100, torch.uint8), pool.acquire(50, torch.uint8)
     assert pool.peak_bytes == 150
@@ -117,7 +117,7 @@ def test_the_peak_counts_idle_and_lent() -> None:
     assert pool.peak_bytes == 300
 
 
-def test_clear_lets_go_of_what_is_idle_only() -> None:
+def test_clear_frees_idle_buffers_only() -> None:
     pool = BufferPool()
     kept, idle = pool.acquire(100, torch.uint8).fill_(9), pool.acquire(50, torch.uint8)
     pool.release(idle)
@@ -130,7 +130,7 @@ def test_clear_lets_go_of_what_is_idle_only() -> None:
     assert pool.acquire(10, torch.uint8).numel() == 10
 
 
-def test_what_was_not_lent_cannot_be_given_back() -> None:
+def test_only_acquired_buffers_can_be_released() -> None:
     pool = BufferPool()
     buffer = pool.acquire(3, torch.float32)
     pool.release(buffer)

@@ -1,4 +1,4 @@
-"""What a device needs besides the device itself."""
+"""Helpers around a device: events, memory and selection."""
 
 import sys
 
@@ -12,7 +12,7 @@ from odc_mpi.errors import UserError
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [("12.9", "cuda12"), ("13.0", "cuda13"), (None, "cuda12")])
-def test_without_cupy_a_line_says_what_to_install(monkeypatch, cuda, extra):
+def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(
@@ -29,25 +29,25 @@ def test_slots_are_added_in_their_order():
     assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
-    marks, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
-    mark = device.record_event()
-    marks.set(memory[2:], mark)
-    assert len(marks) == 1
-    assert marks.pop(memory[4:].view(torch.int32)) is mark
+def test_an_event_belongs_to_memory_not_to_a_view_of_it():
+    events, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
+    event = device.record_event()
+    events.set(memory[2:], event)
+    assert len(events) == 1
+    assert events.pop(memory[4:].view(torch.int32)) is event
     with pytest.raises(KeyError):
-        marks.pop(memory)
-    assert len(marks) == 0
+        events.pop(memory)
+    assert len(events) == 0
 
 
 def test_the_late_device_computes_when_it_is_waited_for():
     device, done = LateDevice(), []
     device.later(lambda: done.append(1))
-    mark = device.record_event()
+    event = device.record_event()
     device.later(lambda: done.append(2))
     assert done == []
-    mark.synchronize()
-    mark.synchronize()
+    event.synchronize()
+    event.synchronize()
     assert done == [1]
     device.record_event().synchronize()
     assert done == [1, 2]
@@ -55,11 +55,11 @@ def test_the_late_device_computes_when_it_is_waited_for():
 
 def test_the_late_device_notices_haste_with_slots():
     device, shard, values = LateDevice(), torch.zeros(4), torch.ones(2)
-    mark = device.add(shard, [(1, values)])
+    event = device.add(shard, [(1, values)])
     assert not shard.any()
-    mark.synchronize()
+    event.synchronize()
     assert shard.tolist() == [0, 1, 1, 0]
-    mark = device.add(shard, [(1, values)])
+    event = device.add(shard, [(1, values)])
     values.zero_()
     with pytest.raises(AssertionError, match="slot"):
-        mark.synchronize()
+        event.synchronize()

@@ -85,11 +85,11 @@ class LateWindow:
     def _deliver(self, puts):
         for target, start, borrowed in puts:
             memory, values = self._everyone[target].tensor.numpy(), borrowed.look()
-            # Whoever looks meanwhile sees some of the lower bytes new and the upper ones old.
-            pieces = values.reshape(-1, 1) if values.size == 8 else [values]
-            for piece in pieces:
-                memory[start : start + piece.size] = piece
-                start += piece.size
+            # A concurrent reader sees some of the lower bytes new and the upper ones old.
+            parts = values.reshape(-1, 1) if values.size == 8 else [values]
+            for part in parts:
+                memory[start : start + part.size] = part
+                start += part.size
                 time.sleep(0)
 
 
@@ -145,7 +145,7 @@ class Group:
         self._arrived = 0
         self._lock = threading.Lock()
 
-    def meet(self, serve):
+    def synchronize(self, serve):
         """A barrier at which ranks serve while they wait."""
         with self._lock:
             self._arrived += 1
@@ -155,7 +155,7 @@ class Group:
             serve()
 
     def progress(self):
-        """What every call of MPI does."""
+        """Yield to other threads, as every MPI call may."""
         assert not self.failed, "another rank failed"
         time.sleep(0)
 
@@ -198,7 +198,7 @@ def layouts(size, sizes=SIZES):
 
 
 def drawn(rank, minibatch, dtype):
-    """What a rank pushes in a minibatch: `(array, start, values)`."""
+    """Yield the pushes of a rank in a minibatch: `(array, start, values)`."""
     rng = np.random.default_rng([rank, minibatch])
     for _ in range(rng.integers(0, 6)):
         index = int(rng.integers(len(SIZES)))
@@ -238,7 +238,7 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
             for push in reversed(pushes):
                 push.wait()
             reduction.flush()
-            world.group.meet(reduction.make_progress)
+            world.group.synchronize(reduction.make_progress)
             reduction.complete()
             assert_sums(reduction, minibatch)
             world.group.barrier.wait()
@@ -268,7 +268,7 @@ def test_another_thread_serves(size):
     run_ranks(size, functools.partial(train, ring_bytes=SMALLEST, dtype=torch.float32, serving_thread=True))
 
 
-def test_pushes_beyond_the_room_wait_for_their_owner():
+def test_pushes_beyond_the_mailbox_wait_for_their_owner():
     """Rank 1 does not serve for a while: nothing that lies there is overwritten, and nothing comes twice."""
 
     def work(world):
@@ -285,7 +285,7 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
             reduction.flush()
         else:
             time.sleep(0.3)
-        world.group.meet(reduction.make_progress)
+        world.group.synchronize(reduction.make_progress)
         reduction.complete()
         first, last = reduction.layouts[0].owned(world.rank)
         assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])
@@ -294,7 +294,7 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
 
 
 def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
-    """Numbers whose sum tells the order: the first two of each rank cancel, and swallow what comes between."""
+    """Numbers whose sum depends on the order: the first two of each rank cancel, and absorb those between."""
 
     def work(world):
         reduction = MailboxGradientStore(world, torch.float32)
@@ -316,7 +316,7 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
     run_ranks(4, work)
 
 
-def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
+def test_a_mailbox_without_space_for_one_element_of_each_peer_is_refused():
     world = Group(4).world(0)
     MailboxGradientStore(world, torch.float64, 3 * SMALLEST).plan(layouts(4))
     for wrong in (3 * SMALLEST - 1, 0, -5):
@@ -326,7 +326,7 @@ def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
         MailboxGradientStore(Group(1).world(0), torch.float64, 0).plan(layouts(1))
 
 
-def test_memory_is_bounded_by_the_setting_and_by_what_is_of_use():
+def test_memory_is_bounded_by_the_setting_and_by_the_need():
     many, few = Group(9).world(0), Group(2).world(0)
     counters = 2 * 128  # nine of eight bytes each, in lines of 64
     for mailbox_bytes in (10_000, 1 << 20, 50_000_000):

@@ -62,7 +62,7 @@ def test_connections_made_later_count(ends, monkeypatch):
     assert waited(arrivals, 20.0) < 10.0
 
 
-def test_what_nobody_reads_is_left_out_until_somebody_has(ends, monkeypatch):
+def test_messages_without_a_reader_are_dropped_until_there_is_one(ends, monkeypatch):
     near, far, _ = ends
     far.sendall(b"x")
     arrivals = SocketWaiter()

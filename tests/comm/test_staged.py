@@ -28,7 +28,7 @@ class ViewTransport(LocalTransport):
         return FetchWork(torch.cat(shards)[: self.layouts[index].numel], CompletedWork())
 
     def release(self, fetched):
-        fetched.fill_(float("nan"))  # whoever still reads it would notice
+        fetched.fill_(float("nan"))  # a late reader would notice
 
 
 TRANSPORTS = {"copies": LocalTransport, "views": ViewTransport, "late": LateTransport}
@@ -61,7 +61,7 @@ def test_a_fetch_brings_every_owner_s_part_to_the_device(size, kind, param_dtype
 
 @SIZES
 @HOSTS
-def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
+def test_a_push_adds_what_the_device_had_at_its_event(size, kind):
     every = rank_threads.draw_pushes(size, (0, 1, 3))
     pushes = [[push for push in own if push[2].numel()] for own in every]  # none is empty where a model computes
 
@@ -79,7 +79,7 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
     rank_threads.assert_sums(pushes, run(size, kind, work))
 
 
-def test_memory_that_was_not_handed_over_is_not_touched():
+def test_memory_without_an_event_is_not_touched():
     def work(transport):
         with pytest.raises(KeyError):
             transport.gradients.push(0, torch.ones(3))

@@ -1,4 +1,4 @@
-"""What several test modules of this room need: the standard library as a data set, and small data sets."""
+"""Fixtures of several modules: the standard library as a data set, and small data sets."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -90,7 +90,7 @@ def _digest(path: Path, tokens: Sequence[int], mask: Sequence[int]) -> str:
         return dataset.digest()
 
 
-def test_the_digest_tells_tokens_and_masks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_tokens_and_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, mask = [1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 0, 1, 1, 0]
     known = _digest(tmp_path / "a.h5", tokens, mask)
     assert _digest(tmp_path / "b.h5", [1, 2, 3, 4, 5, 6, 8], mask) != known

@@ -39,7 +39,7 @@ def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
         assert trained_runs(tokenizer, encoded) == [pair.completion + "<|endoftext|>"]
 
 
-def test_chats_train_what_the_assistant_says_and_its_end_of_turn(tokenizer: Any) -> None:
+def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     [encoded] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
@@ -93,7 +93,7 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
     )
     text, spans = render_chat(plain, Conversation("", CHAT[3:5]), special_tokens(plain))
     assert [text[a:b] for a, b in spans] == ["No.\n\n"]
-    # A token may hold both the blank of the prompt and the first word: the word has to be learnt.
+    # A token may hold both the blank of the prompt and the first word: the word must be a loss token.
     [encoded] = encode(plain, [Conversation("", CHAT[3:5])])
     assert trained_runs(plain, encoded)[0].lstrip() == "No.\n\n"
 
@@ -182,6 +182,6 @@ def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer:
         assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
 
 
-def test_context_is_not_learnt(tokenizer: Any) -> None:
+def test_context_is_not_trained(tokenizer: Any) -> None:
     [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], num_context=4)])
     assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]

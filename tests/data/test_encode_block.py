@@ -34,21 +34,21 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer_place(chats: Path) -> Path:
+def tokenizer_path(chats: Path) -> Path:
     """A data set with a small tokenizer."""
     few = chats.with_name("few.jsonl")
     few.write_text('{"text": "What is it? It is 1234567890."}\n')
     return prepare([str(few)], chats.with_name("few.h5"), PrepareOptions(vocab_size=300)).path
 
 
-def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_place: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
     more = tmp_path / "more.jsonl.gz"
     more.write_bytes(gzip.compress(b"".join(b'{"text": "It is %d."}\n' % i for i in range(5000))))
     words = [f"{chats}:2", f"{more}:1"]
     written = []
     for num_proc in (1, 2):
         out = tmp_path / str(num_proc) / "out.h5"
-        options = PrepareOptions(tokenizer=tokenizer_place, max_length=300, bad_lines="skip", eval_fraction=0.1)
+        options = PrepareOptions(tokenizer=tokenizer_path, max_length=300, bad_lines="skip", eval_fraction=0.1)
         report = prepare(words, out, replace(options, num_proc=num_proc))
         assert report.num_proc == num_proc and report.num_bad_lines == 6
         written.append((out.read_bytes(), eval_output_path(out).read_bytes()))
@@ -60,23 +60,23 @@ def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_plac
 
 @pytest.mark.slow
 def test_the_first_bad_line_is_named_by_any_number_of_processes(
-    chats: Path, tokenizer_place: Path, tmp_path: Path
+    chats: Path, tokenizer_path: Path, tmp_path: Path
 ) -> None:
     messages = set()
     for num_proc in (1, 2):
         with pytest.raises(UserError) as caught:
-            prepare([str(chats)], tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_place, num_proc=num_proc))
+            prepare([str(chats)], tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_path, num_proc=num_proc))
         messages.add(str(caught.value))
     assert len(messages) == 1 and "chats.jsonl, line 1001: " in messages.pop()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_call_finds_the_result(
-    chats: Path, tokenizer_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chats: Path, tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = tmp_path / "a.jsonl", tmp_path / "a.h5"
     source.write_text("".join(json.dumps({"text": f"{i} some words"}) + "\n" for i in range(90)))
-    options = PrepareOptions(tokenizer=tokenizer_place, eval_fraction=0.2)
+    options = PrepareOptions(tokenizer=tokenizer_path, eval_fraction=0.2)
     first = prepare([str(source)], out, options)
     before = out.stat()
     again = prepare([str(source)], out, replace(options, num_proc=2))
@@ -98,7 +98,7 @@ def test_a_second_call_finds_the_result(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
     def kill_one() -> None:
         workers.extend(_children(os.getpid(), 2))
         os.kill(workers[1], signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_p
         prepare(
             [str(chats)] * 50,
             tmp_path / "a.h5",
-            PrepareOptions(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2),
+            PrepareOptions(tokenizer=tokenizer_path, bad_lines="skip", num_proc=2),
         )
     killer.join()
     assert list(tmp_path.iterdir()) == []
@@ -120,11 +120,11 @@ def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupt_or_kill_ends_all_processes(
-    chats: Path, tokenizer_place: Path, tmp_path: Path, kill: signal.Signals
+    chats: Path, tokenizer_path: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
     many = [str(chats)] * 200
     command = [sys.executable, "-m", "odc_mpi", "prepare", *many, str(tmp_path / "a.h5"), "--bad-lines", "skip"]
-    command += ["--tokenizer", str(tokenizer_place), "--num-proc", "2"]
+    command += ["--tokenizer", str(tokenizer_path), "--num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         workers = _children(process.pid, 2)
@@ -143,7 +143,7 @@ def test_an_interrupt_or_kill_ends_all_processes(
 
 
 def _children(pid: int, count: int) -> list[int]:
-    """Wait for so many workers of a process; another child of it tracks what they share."""
+    """Wait for `count` workers of a process; another child of it tracks shared resources."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         workers = [child for child, words in descendants(pid).items() if "spawn_main" in " ".join(words)]
@@ -153,8 +153,8 @@ def _children(pid: int, count: int) -> list[int]:
     raise AssertionError(f"expected {count} processes")
 
 
-def test_little_text_is_tokenised_by_one_process(chats: Path, tmp_path: Path, tokenizer_place: Path) -> None:
+def test_little_text_is_tokenised_by_one_process(chats: Path, tmp_path: Path, tokenizer_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "some words"}\n')
-    options = PrepareOptions(tokenizer=tokenizer_place)
+    options = PrepareOptions(tokenizer=tokenizer_path)
     assert prepare([str(source)], tmp_path / "a.h5", options, Console(quiet=True)).num_proc == 1

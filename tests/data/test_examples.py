@@ -48,7 +48,7 @@ def test_tools() -> None:
             parse_chat({"messages": CHAT, "tools": bad})
 
 
-def test_only_the_completion_of_two_lists_of_messages_is_learnt() -> None:
+def test_only_the_completion_of_two_lists_of_messages_is_trained() -> None:
     chat = parse_chat({"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:], "system": "Be brief."})
     assert chat.messages == [SYSTEM, *CHAT, *CHAT]
     assert [chat.message_has_loss(i) for i in range(5)] == [False, False, False, False, True]

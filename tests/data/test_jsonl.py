@@ -148,7 +148,7 @@ def test_bad_lines_can_be_skipped() -> None:
     assert [message[:9] for message in bad.first] == ["a, line 2", "a, line 3", "a, line 4"]
 
 
-def test_empty_texts_are_legal_and_may_have_nothing_to_learn() -> None:
+def test_empty_texts_are_legal_and_may_have_no_loss_tokens() -> None:
     silent = {"role": "assistant", "content": ""}
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
     for messages, trains in (

@@ -28,7 +28,7 @@ def loader(dataset: Dataset, **arguments: Any) -> Loader:
 
 
 def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
-    """What does not depend on the rank."""
+    """Return the fields that do not depend on the rank."""
     return (
         minibatch.data_epoch,
         minibatch.position,
@@ -168,7 +168,7 @@ def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatc
 
 
 def unpacked(batch: Microbatch) -> list[dict[str, torch.Tensor]]:
-    """Cut a batch into its sequences by its own bounds."""
+    """Split a microbatch into its sequences by its own bounds."""
     bounds = batch.inputs["cu_seq_lens_q"].tolist()
     names = ("input_ids", "labels", "position_ids")
     return [{name: batch.inputs[name][0, a:b] for name in names} for a, b in pairwise(bounds)]
@@ -197,7 +197,7 @@ def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
 
 
 def test_no_sequence_predicts_the_next_one(dataset: Dataset) -> None:
-    """What a model's own shift pairs up lies in one sequence: tokens of this data set count up by one."""
+    """Pairs of the shift lie in one sequence: tokens of this data set count up by one."""
     batch = read_microbatch(dataset, np.arange(10))
     inputs, labels = batch.inputs["input_ids"][0, :-1], batch.inputs["labels"][0, 1:]
     trained = labels != -100
@@ -245,7 +245,7 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
         ),
     ],
 )
-def test_mistakes_are_told_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:
+def test_user_errors_are_reported_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         loader(dataset, **arguments)
     assert expected in str(caught.value)
@@ -259,19 +259,19 @@ def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int) -> N
 
 
 @pytest.mark.parametrize("bounds", [(0, 7, 12), (0, 1, 11, 12), (0, 12)])
-def test_pieces_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Dataset, bounds: tuple[int, ...]) -> None:
+def test_chunks_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Dataset, bounds: tuple[int, ...]) -> None:
     index = int(np.flatnonzero(dataset.lengths >= 12)[0])
     length = int(dataset.lengths[index])
     bounds = (*bounds[:-1], length)
-    pieces = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
+    chunks = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
     whole = read_microbatch(dataset, np.array([index]))
     for name in ("input_ids", "position_ids", "labels"):
-        assert torch.equal(torch.cat([piece.inputs[name] for piece in pieces], 1), whole.inputs[name])
-    successors = torch.cat([piece.inputs["shift_labels"] for piece in pieces], 1)
+        assert torch.equal(torch.cat([chunk.inputs[name] for chunk in chunks], 1), whole.inputs[name])
+    successors = torch.cat([chunk.inputs["shift_labels"] for chunk in chunks], 1)
     assert torch.equal(successors, torch.nn.functional.pad(whole.inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL))
-    assert sum(piece.num_tokens for piece in pieces) == whole.num_tokens
-    assert sum(piece.num_input_tokens for piece in pieces) == length
-    for piece in pieces:
-        assert piece.is_chunk and piece.indices.tolist() == [index]
-        assert piece.inputs["num_items_in_batch"] == max(1, piece.num_tokens)
-        assert piece.inputs["cu_seq_lens_q"].tolist() == [0, piece.num_input_tokens]
+    assert sum(chunk.num_tokens for chunk in chunks) == whole.num_tokens
+    assert sum(chunk.num_input_tokens for chunk in chunks) == length
+    for chunk in chunks:
+        assert chunk.is_chunk and chunk.indices.tolist() == [index]
+        assert chunk.inputs["num_items_in_batch"] == max(1, chunk.num_tokens)
+        assert chunk.inputs["cu_seq_lens_q"].tolist() == [0, chunk.num_input_tokens]

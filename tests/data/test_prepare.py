@@ -224,7 +224,7 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
 
 
-def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
     assert "not a file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)

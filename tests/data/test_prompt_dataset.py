@@ -66,12 +66,12 @@ def test_parquet(tmp_path, tokenizer):
         ({"prompt": "1", "a": "\ud800"}, "line 1: expected columns that JSON can represent"),
     ],
 )
-def test_what_is_wrong_with_a_line(tmp_path, tokenizer, record, words):
+def test_errors_in_a_line(tmp_path, tokenizer, record, words):
     with pytest.raises(UserError, match=words):
         PromptDataset(lines(tmp_path / "p.jsonl", record), tokenizer)
 
 
-def test_what_is_no_file_of_prompts(tmp_path, tokenizer):
+def test_files_without_prompts(tmp_path, tokenizer):
     with DatasetWriter(tmp_path / "d.h5", vocab_size=4, tokenizer="", source=""):
         pass
     for path, words in (

@@ -22,7 +22,7 @@ def write(name: str, texts: list[str]) -> str:
         content = gzip.compress(content)
     elif name.endswith(".zst"):
         zstandard = pytest.importorskip("zstandard")
-        half = content.index(b"\n") + 1  # two frames, as of files put one behind the other
+        half = content.index(b"\n") + 1  # two frames, as of concatenated files
         content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_bytes(content)
@@ -133,7 +133,7 @@ def test_times_in_rows_are_left_out() -> None:
 
 
 def test_damaged_zstandard() -> None:
-    """Also cut off in the second of two frames, or behind a whole line, where no line tells of it."""
+    """Also truncated in the second of two frames, or after a full line, where no line is incomplete."""
     texts = [f"{i} {i * i}" for i in range(50_000)]
     whole = Path(write("c.jsonl.zst", texts)).read_bytes()
     assert read_all("c.jsonl.zst") == texts

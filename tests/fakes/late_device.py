@@ -59,16 +59,16 @@ class LateDevice:
         self.registered.remove(memory.data_ptr())
 
     def later(self, kernel):
-        """Give the device something to compute, which it does when somebody waits for a mark behind it."""
+        """Enqueue a computation, which runs when something waits for a later event."""
         with self._lock:
             self._kernels.append(kernel)
 
     def record_event(self):
         with self._lock:
-            return LateMark(self, len(self._kernels))
+            return LateEvent(self, len(self._kernels))
 
     def copy(self, destination, source, wait_for):
-        assert isinstance(wait_for, LateMark)
+        assert isinstance(wait_for, LateEvent)
         assert destination.shape == source.shape and destination.dtype == source.dtype
         wait_for.synchronize()
         with self._lock:
@@ -90,8 +90,8 @@ class LateDevice:
                     self._kernels[i] = None
 
 
-class LateMark:
-    """Behind the kernels that the device had been given: they are done when somebody waits, no sooner."""
+class LateEvent:
+    """An event after the enqueued kernels, which run when something waits for it, no sooner."""
 
     def __init__(self, device, count):
         self._device, self._count = device, count

@@ -15,7 +15,7 @@ from odc_mpi.comm.work import CompletedWork, FetchWork, Work
 
 @dataclass
 class LocalGroup:
-    """What the ranks of a `LocalTransport` share. A lost rank ends the others after `timeout_s`."""
+    """State shared by the ranks of a `LocalTransport`. A lost rank ends the others after `timeout_s`."""
 
     size: int
     timeout_s: float = 60.0
@@ -124,7 +124,7 @@ class LocalTransport(Transport, Group):
         self._group.board[self.rank] = values.copy()
         self._group.barrier.wait()
         everyone = np.stack([np.asarray(values) for values in self._group.board])
-        # Nobody may write the board again before all have read it.
+        # No rank may write the board again before all have read it.
         self._group.barrier.wait()
         return everyone
 

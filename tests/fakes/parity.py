@@ -98,11 +98,11 @@ def train_sharded(
     make_optimizer: MakeOptimizer = adamw,
     max_norm: float | None = 0.5,
     assign: Assign = in_turn,
-    tell_last: bool = False,
+    mark_last: bool = False,
 ) -> dict[tuple[int, int], float]:
     """Train; return the loss of every microbatch of this rank by step and number.
 
-    With `tell_last` the model is told which backward is this rank's last in a minibatch.
+    With `mark_last` the model is notified which backward is this rank's last in a minibatch.
     """
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
@@ -115,7 +115,7 @@ def train_sharded(
                         for j in range(len(minibatch))
                         if assign(step, j, transport.group.size) == transport.group.rank
                     ]
-                    if tell_last and i == own[-1]:
+                    if mark_last and i == own[-1]:
                         model.set_is_last_backward()
                     value = loss(model, batch)
                     value.backward()
@@ -129,7 +129,7 @@ def train_sharded(
 
 @dataclass
 class Trained:
-    """What is left of a rank."""
+    """Results of a rank."""
 
     model: ShardedModel
     transport: RecordingTransport
@@ -178,7 +178,7 @@ def check_parity(
     ranks = run_ranks(
         size, work, param_dtype, reduce_dtype, kind or (LateTransport if prefetch else RecordingTransport)
     )
-    for option in ("assign", "tell_last"):
+    for option in ("assign", "mark_last"):
         training.pop(option, None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}

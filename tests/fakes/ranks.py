@@ -25,7 +25,7 @@ class RecordingTransport(LocalTransport):
     """Writes down every operation, in order.
 
     Attributes:
-        log: Of `(operation, name of the flat array)`; collectives have no array.
+        log: `(operation, name of the flat array)` of each call; collectives have no array.
     """
 
     log: list[tuple[str, str]]
@@ -123,12 +123,12 @@ class LateTransport(RecordingTransport):
         return Late(arrive)
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        assert not self.buffers.on_the_way, "fetching at point A"
+        assert not self.buffers.on_the_way, "fetching while gradients are completed"
         self._between_a_and_b = True
         return super().gradients_complete(report)
 
     def parameters_published(self) -> None:
-        assert not self.buffers.on_the_way, "fetching at point B"
+        assert not self.buffers.on_the_way, "fetching while parameters are published"
         super().parameters_published()
         self._between_a_and_b = False
 

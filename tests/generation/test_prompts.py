@@ -21,15 +21,15 @@ def tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("asked", "learnt"),
+    ("asked", "trained"),
     [
         (PromptCompletion("here", "one two ", ""), PromptCompletion("here", "one two ", "three")),
         (Conversation("here", [QUESTION]), Conversation("here", [QUESTION, ANSWER])),
     ],
 )
-def test_tokens_are_those_before_the_completion(tokenizer, asked, learnt):
+def test_tokens_are_those_before_the_completion(tokenizer, asked, trained):
     (request,) = tokenize(tokenizer, [asked], stop=[tokenizer.eos_token_id])
-    (encoded,) = encode(tokenizer, [learnt])
+    (encoded,) = encode(tokenizer, [trained])
     first = int(encoded.loss_mask.argmax())
     assert request.prompt.tokens == encoded.tokens[:first].tolist()
     # What training ends a completion with is among what ends one here.

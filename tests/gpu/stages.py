@@ -36,7 +36,7 @@ Skipped = str
 
 @dataclass(frozen=True)
 class Job:
-    """What the commands of a stage share.
+    """Settings shared by the commands of a stage.
 
     Attributes:
         mpi: mpich, openmpi or system.
@@ -94,7 +94,7 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
     """Run the kernels under one of NVIDIA's tools.
 
     torch takes every piece of memory from the driver, else what is beyond one is torch's all the same. Calls of the
-    driver that fail are torch's and CuPy's own affair: both try some that may. Left out: what needs 20 GiB, and what
+    driver that fail are left to torch and CuPy: both try some that may fail. Left out: what needs 20 GiB, and what
     looks at whether somebody waits, which the tool does.
     """
     if shutil.which(SANITIZER) is None:
@@ -164,7 +164,7 @@ STAGES: dict[str, Callable[[Job], int | Skipped]] = {
 
 
 def ucx_environment(mpi: str) -> dict[str, str]:
-    """Return what makes an MPI of the package registry give everything to the UCX of `libucx-cu12` or `libucx-cu13`."""
+    """Return the environment for an MPI of the registry with the UCX of `libucx-cu12` or `libucx-cu13`."""
     found = importlib.util.find_spec("libucx")
     if found is None or found.origin is None:
         return {}

@@ -3,7 +3,7 @@
     python tests/hosts/faults.py --faults 100 --seed 7
 
 A run saves every third step. A rank is killed, or stopped, for a moment or for good; or the second host is cut off from
-the network, for a moment or until somebody says so. What outlasts that goes on to the next fault. What does not ends
+the network, for a moment or until the line is printed. What outlasts that goes on to the next fault. What does not ends
 with a line that names the rank, and is started once more. In the end the losses are those of one process.
 """
 
@@ -39,7 +39,7 @@ MOMENT_S = 3.0
 START_TIMEOUT_S = 60.0
 #: Kinds of faults, by how often they come: those for good end a run, and most of these take TIMEOUT_S and more.
 KINDS = {"kill": 6, "stop for a moment": 3, "stop": 2, "cut for a moment": 3, "cut": 1}
-#: So many of the faults come while a run starts.
+#: Fraction of the faults that occur while a run starts.
 EARLY = 0.15
 #: Seconds until a run has done the next steps, or has ended after a fault; a busy machine takes most of it to start.
 PATIENCE_S = 120.0
@@ -50,7 +50,7 @@ SETTINGS = ("--optim.lr_scheduler_type", "constant", "--optim.adam_epsilon", 1e-
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, at which rank, and when: so many steps later, None at once; and so many seconds after."""
+    """A fault, its rank and its time: `steps` steps later (None: at once) and some seconds after."""
 
     kind: str
     rank: int
@@ -73,7 +73,7 @@ def draw(random_numbers, ranks):
 
 
 class Run:
-    """A start of the run on two hosts, what it says, and its ranks' processes."""
+    """A start of the run on two hosts, its output, and its ranks' processes."""
 
     def __init__(self, config, steps):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def step(self):
-        """The last step that it has told."""
+        """The last step that it has printed."""
         steps = re.findall(r"^ *(\d+)/\d+ ", "".join(self.said["stdout"]), re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
@@ -129,7 +129,7 @@ class Run:
         return self._process.returncode if in_time else None
 
     def end(self):
-        """Kill what is left of the run, and read the last that it said."""
+        """Kill the rest of the run, and read the rest of its output."""
         two_hosts.end(self._process)
         for thread in self._threads:
             thread.join(20)
@@ -170,7 +170,7 @@ def set_network(host, state):
 
 
 def named(text, rank):
-    """Whether a line names a rank, or any rank: of this package, or of a launcher that saw it die.
+    """True if a line names a rank, or any rank: of this package, or of a launcher that saw it die.
 
     MPICH's launcher names its process and its host, of which it is the only rank, and leaves the others no time to say.
     Neither does Open MPI where it finds a connection closed: the rank that found it is ended, with the peer's host.

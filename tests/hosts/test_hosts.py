@@ -21,7 +21,7 @@ place = {name: getattr(world, name) for name in names} | {"host": socket.gethost
 Path(sys.argv[1], f"{world.rank}.json").write_text(json.dumps(place))
 """
 
-# Rank 1 is on the other host. Ethernet's counters tell what really crossed the network.
+# Rank 1 is on the other host. Ethernet's counters show what really crossed the network.
 CROSSES = """
 import torch
 from pathlib import Path
@@ -136,7 +136,7 @@ def test_nothing_is_left_when_the_harness_itself_is_killed(tmp_path):
     [(LEAVES_A_PROCESS, "process sleep 543"), (LEAVES_A_FILE, "file /dev/shm/odc_mpi-forgotten")],
     ids=["process", "file"],
 )
-def test_what_a_job_leaves_behind_is_noticed(tmp_path, text, what):
+def test_leftovers_of_a_job_are_noticed(tmp_path, text, what):
     done = launch(1, script(tmp_path, text))
     assert done.code == LEFT_BEHIND
     assert f"left behind: {what}" in done.err

@@ -50,7 +50,7 @@ world.close()
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
-def test_nobody_waits_for_a_computing_rank_of_the_other_host(tmp_path, reduction, ranks_per_host):
+def test_no_rank_waits_for_a_computing_rank_of_the_other_host(tmp_path, reduction, ranks_per_host):
     (tmp_path / "script.py").write_text(COMPUTES)
     done = launch(ranks_per_host, tmp_path / "script.py", reduction, "thread", timeout_s=60)
     assert done.code == 0, done.err

@@ -45,7 +45,7 @@ NETWORK = {
 
 
 def missing():
-    """Say why there can be no two hosts here; None if there can."""
+    """Return the reason why there can be no two hosts here; None if there can."""
     if os.geteuid() != 0:
         return "two hosts need root"
     for tool in ("ip", "unshare", "setpriv", "mount"):

@@ -1,4 +1,4 @@
-"""What real launches share."""
+"""Fixtures of real launches."""
 
 import pytest
 from mpi_launch import MPIEXEC, end_all

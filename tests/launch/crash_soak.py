@@ -1,4 +1,4 @@
-"""Kill a run at random moments, again and again; what is saved is always whole, and little is lost.
+"""Kill a run at random moments, again and again; saved checkpoints are always complete, and little is lost.
 
     python tests/launch/crash_soak.py --kills 50
 
@@ -28,9 +28,9 @@ EVERY = 2
 #: take longer.
 INTERVALS = 2
 
-#: So many of the kills come while a run starts, or soon after.
+#: Fraction of the kills that come while a run starts, or soon after.
 EARLY = 0.25
-#: Of one start after the other.
+#: Ranks of successive starts.
 RANKS = (3, 2, 3)
 
 
@@ -82,7 +82,7 @@ def _find_ranks(launcher, count):
 
 
 def _wait_for_step(process, step):
-    """Read what the run says until it has done a step; return all that."""
+    """Read the output of the run until it has done a step; return all of it."""
     said = []
     for line in process.stdout:
         said.append(line)

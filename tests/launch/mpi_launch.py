@@ -100,7 +100,7 @@ def odc_mpi(ranks, *arguments, **options):
 
 
 def left_behind(before):
-    """Return what is new in /dev/shm and in no process's memory."""
+    """Return new entries of /dev/shm that no process has mapped."""
     new = set(Path("/dev/shm").iterdir()) - before
     if not new:
         return new

@@ -1,11 +1,11 @@
-"""What a process has started, and whether it still runs."""
+"""Descendants of a process, and whether they still run."""
 
 from contextlib import suppress
 from pathlib import Path
 
 
 def is_running(pid):
-    """Say whether a process is there, and not one that has ended and that nobody has waited for."""
+    """Return True for a process that runs, False for one that has ended, even if no parent has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

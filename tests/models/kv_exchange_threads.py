@@ -1,4 +1,4 @@
-"""Pieces of one sequence as threads of one process: the exchange that windows are on ranks."""
+"""Chunks of one sequence as threads of one process, without the windows of `WindowKVExchange`."""
 
 import threading
 
@@ -6,7 +6,7 @@ WAIT_S = 20
 
 
 class Board:
-    """What pieces show and give, by layer and piece; whoever looks waits for it."""
+    """Keys, values and their gradients by layer and chunk; reading waits for them."""
 
     def __init__(self):
         self.news = threading.Condition()
@@ -25,7 +25,7 @@ class Board:
 
 
 class ThreadKVExchange:
-    """The piece `number` of `count`."""
+    """Chunk `number` of `count`."""
 
     def __init__(self, board, number, count):
         self.board, self.number, self.count = board, number, count
@@ -51,7 +51,7 @@ class ThreadKVExchange:
 
 
 def run_chunks(work, count):
-    """Call `work(number)` for each piece in a thread of its own; return the results by piece."""
+    """Call `work(number)` for each chunk in a thread of its own; return the results by chunk."""
     results, errors = [None] * count, []
 
     def call(number):
@@ -67,5 +67,5 @@ def run_chunks(work, count):
         thread.join(WAIT_S)
     if errors:
         raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a piece waits for ever"
+    assert not any(thread.is_alive() for thread in threads), "a chunk waits forever"
     return results

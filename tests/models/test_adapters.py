@@ -54,7 +54,7 @@ def test_adapters_depend_on_seed_and_name_alone():
     assert not torch.equal(one[a], one[b]) and not torch.equal(one[a], other[a])
 
 
-def test_a_module_that_is_trained_whole_begins_as_the_base():
+def test_a_fully_trained_module_begins_as_the_base():
     meta_model = adapted(dtype=torch.bfloat16, target_modules=["q_proj"], modules_to_save=["lm_head"])
     values = first_values(meta_model)
     assert torch.equal(values["lm_head.modules_to_save.default.weight"], values["lm_head.original_module.weight"])
@@ -84,7 +84,7 @@ def test_a_module_that_is_trained_whole_begins_as_the_base():
     ],
     ids=["target", "embedding", "saved", "tied target", "tied saved"],
 )
-def test_mistakes(changes, words):
+def test_user_errors(changes, words):
     changes = dict(changes)
     settings = UNTIED | {"tie_word_embeddings": changes.pop("tied", False)}
     with pytest.raises(UserError, match=words):

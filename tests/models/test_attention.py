@@ -10,7 +10,7 @@ HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 def written_out(query, key, value, boundaries, window=None, scaling=SIZE**-0.5):
-    """The whole matrix of scores, masked to causal blocks."""
+    """The full matrix of scores, masked to causal blocks."""
     key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     tokens = torch.arange(query.shape[2])

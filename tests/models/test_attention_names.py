@@ -1,4 +1,4 @@
-"""The names of attention: what is served is what is implemented, and every other one of transformers says why not."""
+"""Names of attention: supported ones are implemented, and each other one of transformers has a reason."""
 
 import argparse
 import json
@@ -14,24 +14,24 @@ from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 
 
-def test_what_is_served_is_implemented():
+def test_supported_attention_is_implemented():
     assert set(SUPPORTED) == IMPLEMENTATIONS.keys()
 
 
-def test_every_other_attention_of_transformers_says_why_it_is_refused():
+def test_every_other_attention_of_transformers_is_refused_with_a_reason():
     theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {*SUPPORTED, *IMPLEMENTATIONS.values()}
     assert {"flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"} <= theirs
     assert [name for name in theirs if not unsupported_reason(name)] == []
     assert unsupported_reason("fast") == unsupported_reason(None) == unsupported_reason(3) == ""
 
 
-def test_the_option_says_why():
+def test_the_option_prints_the_reason():
     assert attention_name("eager") == "eager"
     with pytest.raises(argparse.ArgumentTypeError, match=r"^expected sdpa or eager, got 'flash_attention_3' \(a lib"):
         attention_name("flash_attention_3")
 
 
-def test_what_a_model_s_own_configuration_names_does_not_count(tmp_path):
+def test_names_in_a_model_s_own_configuration_do_not_count(tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN2)).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     for name in ("attn_implementation", "_attn_implementation"):

@@ -87,7 +87,7 @@ class TestFromConfig:
         assert all(parameter.is_meta for parameter in meta_model.module.parameters())
         assert not any(buffer.is_meta for buffer in meta_model.module.buffers())
 
-    def test_values_look_as_transformers_draws_them(self):
+    def test_values_are_distributed_as_in_transformers(self):
         meta_model, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
         for name, parameter in reference.named_parameters():
             values = meta_model.weights.read(name, 0, parameter.numel())
@@ -176,7 +176,7 @@ class TestFromConfig:
             ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
         ],
     )
-    def test_mistakes(self, settings, words):
+    def test_user_errors(self, settings, words):
         with pytest.raises(UserError, match=re.escape(words)) as raised:
             shard(models.from_config(settings, seed=0))
         assert "\n" not in str(raised.value)
@@ -244,7 +244,7 @@ class TestFromDirectory:
         meta_model = models.from_directory(copy)
         assert torch.equal(meta_model.weights.read("model.norm.weight", 0, 32), stored["model.norm.weight"])
 
-    def test_mistakes(self, copy, tmp_path):
+    def test_user_errors(self, copy, tmp_path):
         def refused(words, path=copy):
             with pytest.raises(UserError, match=re.escape(words)) as raised:
                 models.from_directory(path)

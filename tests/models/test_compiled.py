@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def _anew():
+def _reset_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -73,7 +73,7 @@ def loss(module, lengths):
 
 
 LENGTHS = ((5, 9), (11,), (3, 4, 5), (20, 1))
-#: Of a layer: four around its attention and one around those, first for one length, then for any.
+#: Graphs per layer: four around its attention and one around those, first for one length, then for any.
 NUM_GRAPHS = 10
 
 
@@ -113,7 +113,7 @@ def test_generation_is_not_compiled(backend):
     assert backend.num_graphs == 0
 
 
-def test_what_a_machine_lacks(monkeypatch, tmp_path):
+def test_missing_parts_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"a C\+\+ compiler.* no-such-compiler: install .* set model.compile to"):
         compiled.compile_layers(model(1))

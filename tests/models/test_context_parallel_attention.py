@@ -1,4 +1,4 @@
-"""Attention of pieces, which wait for each other in threads, against torch's on the whole sequence."""
+"""Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence."""
 
 import kv_exchange_threads
 import pytest
@@ -17,13 +17,13 @@ def draw(dtype=torch.float32, tokens=13):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def whole(inputs, upstream, scaling):
+def unsplit(inputs, upstream, scaling):
     leaves = [x.clone().requires_grad_() for x in inputs]
     output = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scaling, enable_gqa=True)
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
-def in_pieces(inputs, upstream, scaling, cuts):
+def in_chunks(inputs, upstream, scaling, cuts):
     board, count = kv_exchange_threads.Board(), len(cuts) - 1
 
     def work(number):
@@ -38,20 +38,20 @@ def in_pieces(inputs, upstream, scaling, cuts):
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_values_and_gradients_are_those_of_the_whole(cuts, scaling):
+def test_values_and_gradients_are_those_of_the_unsplit_sequence(cuts, scaling):
     *inputs, upstream = draw()
-    expected = whole(inputs, upstream, scaling)
-    for one, other in zip(in_pieces(inputs, upstream, scaling, cuts), expected, strict=True):
+    expected = unsplit(inputs, upstream, scaling)
+    for one, other in zip(in_chunks(inputs, upstream, scaling, cuts), expected, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_whole():
+def test_in_bf16_the_distance_to_the_exact_result_is_that_of_the_unsplit_sequence():
     """Of each array, by its norm: both round to bf16, at other places."""
     *inputs, upstream = draw(torch.bfloat16, 64)
-    exact = whole([x.double() for x in inputs], upstream.double(), None)
-    bound = [(one - other.double()).norm() for one, other in zip(exact, whole(inputs, upstream, None), strict=True)]
-    got = in_pieces(inputs, upstream, None, (0, 30, 50, 64))
+    exact = unsplit([x.double() for x in inputs], upstream.double(), None)
+    bound = [(one - other.double()).norm() for one, other in zip(exact, unsplit(inputs, upstream, None), strict=True)]
+    got = in_chunks(inputs, upstream, None, (0, 30, 50, 64))
     for one, other, distance in zip(got, exact, bound, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.double() - other).norm() < 3 * distance

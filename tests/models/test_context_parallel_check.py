@@ -1,4 +1,4 @@
-"""Which models' sequences can be cut, found on the meta device, and what their attention moves."""
+"""The check of models for context parallelism, on the meta device, and the sizes of what attention transfers."""
 
 import pytest
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -29,7 +29,7 @@ def compute_shape(settings, num_tokens=100, attention="sdpa"):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])
-def test_models_whose_sequences_are_cut(kind):
+def test_models_with_context_parallelism(kind):
     head_dim = 128 if kind == "qwen3" else 8  # its default, whatever the hidden size
     assert compute_shape({"model_type": kind, **SIZES}) == AttentionShape(3, 2 * 2 * head_dim)
 
@@ -53,7 +53,7 @@ def test_a_window_that_holds_the_longest_sequence_is_none():
         ({"model_type": "mixtral", **SIZES, "output_router_logits": True}, "balance of experts"),
     ],
 )
-def test_models_that_are_trained_whole(settings, words):
+def test_models_without_context_parallelism(settings, words):
     with pytest.raises(ContextParallelUnsupportedError, match=words):
         compute_shape(settings)
 

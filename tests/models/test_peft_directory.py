@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:Futu
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A base, adapters with a head that is trained whole, and what peft computes with them."""
+    """A base, adapters with a fully trained head, and peft's outputs with them."""
     directory = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
     settings = {key: value for key, value in QWEN2.items() if key != "model_type"}

@@ -10,14 +10,14 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 VOCAB = 61
-#: Numbers of ranks that a test runs on unless its mark `sizes` says otherwise: a pair, and a pair that others stand by.
+#: Numbers of ranks that a test runs on without the marker `sizes`: a pair, and a pair with a bystander.
 USUAL_SIZES = (2, 3)
-#: Whoever asks for more ranks than that wants all tests on them.
+#: A launch with more ranks runs all tests on them.
 MAX_RANKS = 4
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what this number of ranks would tell nothing new about."""
+    """Skip tests whose outcome this number of ranks cannot change."""
     size = MPI.COMM_WORLD.size
     if not config.getoption("--with-mpi") or size > MAX_RANKS:
         return
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def world():
-    """One world for all tests; a rank that others wait for in vain ends the launch after a minute."""
+    """One world for all tests; a rank that is late by a minute ends the launch."""
     with World(timeout_s=60) as made:
         yield made
 

@@ -17,7 +17,7 @@ class Block(nn.Module):
 
 
 def assert_nan_is_known_to_all(model, world, run):
-    """One rank's gradient that is not finite: all hear of it, and `run`, another minibatch, begins from zero."""
+    """A gradient of one rank is not finite: all ranks learn it, and `run`, another minibatch, begins from zero."""
     with model.minibatch() as totals:
         scale = float("nan") if world.rank == world.size - 1 else 1.0
         (model(torch.randn(2, 16)).mean() * scale).backward()
@@ -33,7 +33,7 @@ def assert_reports_and_sums(world, transport):
     assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
 
 
-def stretches(sizes, rank, number):
+def random_pushes(sizes, rank, number):
     """Yield, for each array, a stretch of a gradient: index, start, integers, so that sums are exact in any order."""
     for index, numel in enumerate(sizes):
         rng = np.random.default_rng([rank, number, index])
@@ -42,11 +42,11 @@ def stretches(sizes, rank, number):
 
 
 def assert_pushed(world, transport, sizes, numbers):
-    """After A: every owner has the sums of what `stretches` yields for these numbers on all ranks, and no more."""
+    """Check complete gradients: owners have the sums of `random_pushes` for these numbers on all ranks, and no more."""
     wanted = [torch.zeros(numel, dtype=torch.float64) for numel in sizes]
     for rank in range(world.size):
         for number in numbers:
-            for index, start, values in stretches(sizes, rank, number):
+            for index, start, values in random_pushes(sizes, rank, number):
                 wanted[index][start : start + len(values)] += values
     for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)

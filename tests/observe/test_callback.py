@@ -24,6 +24,6 @@ def test_sums_do_not_depend_on_their_order(most: float) -> None:
     assert len(before) > 1, "sums of these do not depend on their order anyway"
 
 
-def test_what_is_not_finite_stays() -> None:
+def test_values_that_are_not_finite_do_not_change() -> None:
     assert round_for_exact_sum(math.inf, 1.0) == math.inf and round_for_exact_sum(-math.inf, 1.0) == -math.inf
     assert math.isnan(round_for_exact_sum(math.nan, 1.0))

@@ -1,4 +1,4 @@
-"""What a run tells: spans, lines of JSON, progress with and without a terminal, the summary."""
+"""Records of a run: spans, lines of JSON, progress with and without a terminal, the summary."""
 
 import json
 import os
@@ -76,12 +76,12 @@ class TestMetricsWriter:
             writer.close()
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
-    def test_a_run_directory_that_cannot_be_is_the_users_mistake(self, tmp_path):
+    def test_an_impossible_run_directory_is_a_user_error(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in, got .*file/run: Not a dir"):
             MetricsWriter(tmp_path / "file" / "run")
 
-    def test_a_full_disk_is_told_once_and_leaves_whole_lines(self, tmp_path, capsys):
+    def test_a_full_disk_is_reported_once_and_leaves_complete_lines(self, tmp_path, capsys):
         # A process of its own: the limit would hold for the whole test run.
         script = (
             "import resource, signal, sys\n"
@@ -143,7 +143,7 @@ class TestSummary:
         result = Summary(ENTRIES).finish(FACTS)
         assert (result["steps"], result["loss_first"], result["tokens_per_s"]) == (0, None, 0.0)
 
-    def test_of_a_run_that_goes_on_it_tells_all(self):
+    def test_it_shows_all_of_a_resumed_run(self):
         """Of sums that are measured better than step by step, the steps before this start have none but theirs."""
         null = STEP | {"loss": None, "skipped": True}
         summary = Summary(ENTRIES, [null, STEP, {"step": 3, "step_s": 0.5, "skipped": False, "reward": 1.0}])
@@ -164,7 +164,7 @@ class TestSummary:
         assert result.keys() == {"steps", "reward_last", "reward_mean", "elapsed_s"}
         assert (result["reward_last"], result["reward_mean"]) == (2.0, 1.25)
 
-    def test_written_whole_or_not_at_all(self, tmp_path):
+    def test_written_atomically(self, tmp_path):
         write_summary(tmp_path, {"loss_last": float("nan"), "deep": [{"x": float("inf")}, 1.5]})
         expected = {"loss_last": None, "deep": [{"x": None}, 1.5]}
         assert strict_json((tmp_path / "summary.json").read_text()) == expected

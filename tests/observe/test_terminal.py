@@ -1,4 +1,4 @@
-"""What the user sees of a run, with and without a terminal."""
+"""Output of a run, with and without a terminal."""
 
 import fcntl
 import io
@@ -106,7 +106,7 @@ class TestClosingTable:
         console.print(closing_table(summary))
         return " ".join(console.file.getvalue().split())
 
-    def test_it_tells_the_run(self):
+    def test_it_prints_the_run(self):
         summary = Summary(ENTRIES)
         summary.add(STEP)
         summary.add(STEP | {"loss": 7.0})
@@ -119,12 +119,12 @@ class TestClosingTable:
         ):
             assert part in text
 
-    def test_it_tells_of_an_evaluation(self):
+    def test_it_reports_an_evaluation(self):
         figures = {"eval_loss_start": 8.0, "eval_loss": 2.0, "eval_perplexity": 7.389}
         assert "eval loss (start -> final) 8.0000 -> 2.0000, perplexity 7.389" in self.render(figures)
         assert "evaluation" not in self.render({})
 
-    def test_what_is_missing_shows_as_a_dash(self):
+    def test_missing_values_show_as_a_dash(self):
         text = self.render({})
         assert "loss (first -> last) - -> -" in text and "run directory -" in text
 
@@ -188,12 +188,12 @@ class TestConsole:
         monkeypatch.setenv("FORCE_COLOR", "1")
         assert (make_console().is_terminal, make_console().color_system) == (False, "standard")
 
-    def test_the_wish_wins(self, monkeypatch):
+    def test_the_setting_wins(self, monkeypatch):
         monkeypatch.setenv("ODC_MPI_PROGRESS", "bar")
         monkeypatch.setenv("COLUMNS", "66")
         assert terminal_width() == 66
 
-    def test_the_wish_for_plain_lines_wins_too(self, monkeypatch, has_terminal):
+    def test_the_setting_for_plain_lines_wins_too(self, monkeypatch, has_terminal):
         monkeypatch.setenv("ODC_MPI_PROGRESS", "plain")
         assert terminal_width() is None
 
@@ -202,7 +202,7 @@ class TestConsole:
         monkeypatch.setenv("TERM", term) if term else monkeypatch.delenv("TERM")
         assert terminal_width() is None
 
-    def test_any_other_wish_is_a_mistake(self, monkeypatch):
+    def test_any_other_setting_is_a_user_error(self, monkeypatch):
         monkeypatch.setenv("ODC_MPI_PROGRESS", "fancy")
         with pytest.raises(UserError, match="ODC_MPI_PROGRESS: expected bar or plain, got 'fancy'"):
             terminal_width()

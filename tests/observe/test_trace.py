@@ -1,4 +1,4 @@
-"""What a trace keeps, and what it leaves out, without a run."""
+"""Spans that a trace keeps or leaves out, without a run."""
 
 import json
 from time import perf_counter

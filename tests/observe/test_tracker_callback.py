@@ -1,4 +1,4 @@
-"""What trackers' own readers find of a run, also of one that repeats steps; and that no tracker holds a run up."""
+"""Runs as trackers' own readers see them, also with repeated steps; no tracker delays a run."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
 
 
 def train(run_dir, name, done, steps, scale):
-    """Run steps whose loss tells which start they are of."""
+    """Run steps whose loss shows which start they are of."""
     lines = (run_dir / METRICS).read_text().splitlines()[:done] if done else []
     run_dir.mkdir(exist_ok=True)
     (run_dir / METRICS).write_text("".join(f"{line}\n" for line in lines))  # as a run that goes on leaves it
@@ -219,7 +219,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     Broken.hang.set()
 
 
-def test_a_missing_library_is_told(monkeypatch):
+def test_a_missing_library_is_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb needs the package accelerate.*pip install accelerate wandb, or"):
         require_tracker_packages(["wandb"])

@@ -1,4 +1,4 @@
-"""What is decided from faked reports: every rule, every wish, every gap."""
+"""Decisions from faked reports: every rule, every setting, every gap."""
 
 import json
 from contextlib import nullcontext
@@ -85,7 +85,7 @@ def test_with_a_mailbox_put_and_get_decide_on_progress():
     assert choices(decide(report(other_node=one_sided_puts)))[2:] == ("mailbox", "off")
     assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
     assert choices(decide(report(other_node=replace(one_sided_puts, get=WAITS))))[2:] == ("mailbox", "thread")
-    # Whoever wants Accumulate all the same needs somebody to serve it.
+    # Accumulate, if set all the same, needs a thread that makes progress.
     wanted = decide(report(other_node=one_sided_puts), CommSettings(reduction="accumulate"))
     assert choices(wanted)[2:] == ("accumulate", "thread")
 
@@ -126,7 +126,7 @@ def test_without_shared_memory_there_is_no_zero_copy(shared, words):
     assert words in made.zero_copy.reason and words in made.window.reason
 
 
-def test_wishes_win():
+def test_settings_win():
     made = decide(report(other_node=TCP), CommSettings(zero_copy="off", reduction="mailbox", progress="off"))
     assert choices(made) == ("allocate", "off", "mailbox", "off")
     assert made.zero_copy.reason == "set by comm.zero_copy"
@@ -136,13 +136,13 @@ def test_wishes_win():
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("setting", "words"),
     [({"zero_copy": "on"}, "auto or off"), ({"reduction": "sum"}, "mailbox"), ({"progress": "core"}, "thread")],
 )
-def test_unknown_wishes(wish, words):
-    (name, value), *_ = wish.items()
+def test_unknown_settings(setting, words):
+    (name, value), *_ = setting.items()
     with pytest.raises(UserError, match=rf"comm\.{name}: expected .*{words}.*, got {value}"):
-        CommSettings(**wish)
+        CommSettings(**setting)
 
 
 def test_a_thread_needs_to_be_allowed():
@@ -250,7 +250,7 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
 
 
 @pytest.mark.parametrize("tickets", [False, True])
-def test_nobody_draws_from_counters_that_are_wrong(tickets):
+def test_no_rank_draws_from_wrong_counters(tickets):
     found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(
         Problem(("same_node", "fetch_and_op"), Cause.WRONG)
     )
@@ -275,7 +275,7 @@ def test_a_put_that_never_came_back_rules_the_mailbox_out():
     assert made.value == "accumulate" and made.reason.endswith("nor did Put")
 
 
-def test_what_is_all_set_needs_no_probe():
+def test_complete_settings_need_no_probe():
     assert CommSettings("off", "mailbox", "off").is_complete
     for open_one in (
         CommSettings("auto", "mailbox", "off"),

@@ -1,4 +1,4 @@
-"""Where windows are, decided from faked reports of devices: used where all that they take is proved, else not."""
+"""Location of windows, decided from faked reports of devices: on the device if all requirements are proved."""
 
 import itertools
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ def test_every_combination_of_what_is_proved(answered, kind):
         assert (decision.window.value, decision.zero_copy.value) == ("create", "off")
 
 
-def test_without_a_verdict_the_host_is_used_and_a_line_says_what_to_do():
+def test_without_a_verdict_the_host_is_used_and_a_line_suggests_the_probe():
     found = replace(report(), device=None)
     decision = made(found)
     assert choices(decision) == ("cpu", "accumulate")
@@ -67,7 +67,7 @@ def test_without_a_verdict_the_host_is_used_and_a_line_says_what_to_do():
     assert replace(decision, window_device=None) == decide(found), "all else is as without a GPU"
 
 
-def test_without_a_gpu_nothing_is_said_of_windows_there():
+def test_without_a_gpu_windows_there_are_not_mentioned():
     decision = decide(report())
     assert decision.window_device is None
     assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress"}
@@ -155,7 +155,7 @@ def test_accumulate_has_to_work_in_the_own_window():
     assert choices(made(nothing_else))[0] == "cpu"
 
 
-def test_where_no_window_can_be_made_the_reason_is_told():
+def test_the_reason_is_reported_if_no_window_can_be_created():
     found = report(window=None).with_problem(Problem.read("device memory: CuPy does not import"))
     assert made(found).window_device.reason == (
         "windows on GPUs cannot be created (device memory: CuPy does not import)"
@@ -205,7 +205,7 @@ def test_only_kinds_of_peers_that_exist_count():
 def test_settings_that_do_not_go_together():
     with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda, got run.device cpu"):
         decide(report(), CommSettings(window_device="cuda"))
-    for wish in ("auto", "cpu"):
-        assert decide(report(), CommSettings(window_device=wish)).window_device is None
+    for setting in ("auto", "cpu"):
+        assert decide(report(), CommSettings(window_device=setting)).window_device is None
     with pytest.raises(UserError, match=r"comm.window_device: expected auto or cuda or cpu, got gpu"):
         CommSettings(window_device="gpu")

@@ -119,7 +119,7 @@ def written(source, content=None, **options):
 
 
 def extract_plots(page):
-    """The pictures of a page, which must be whole: each a well-formed document, and no name in it given twice."""
+    """Extract the plots of a page: each a well-formed document, without duplicate names."""
     found = re.findall(r"<svg.*?</svg>", page, re.S)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
@@ -187,7 +187,7 @@ def test_a_run_that_was_killed_before_its_first_step(run):
     assert "ended before its first step" in written(run)
 
 
-def test_what_was_evaluated_is_beside_the_loss(run):
+def test_evaluations_are_next_to_the_loss(run):
     lines = [step(n, **({"eval_loss": 8.5 - n / 10} if n % 2 == 0 else {})) for n in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "On held-out data, dashed, it was 8.3 first and 8.1 last." in written(run)
@@ -288,7 +288,7 @@ def test_a_page_has_colours_for_both_backgrounds():
     assert 'aria-label="a &quot;b&quot;"' in page
 
 
-def mistake(capsys, *arguments):
+def user_error(capsys, *arguments):
     assert cli.main(["report", *map(str, arguments)]) == 2
     errors = capsys.readouterr()
     assert errors.out == ""
@@ -312,12 +312,12 @@ def mistake(capsys, *arguments):
         ("\x00\x01\xff", "JSON"),
     ],
 )
-def test_other_files_are_a_mistake(tmp_path, capsys, content, words):
+def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
     source = tmp_path / "train_schedule_transport.json"
     if content is not None:
         source.write_text(content, encoding="latin-1")
     before = set(tmp_path.iterdir())
-    line = mistake(capsys, source)
+    line = user_error(capsys, source)
     assert words in line and str(source) in line
     assert set(tmp_path.iterdir()) == before, "nothing half-written"
 
@@ -335,28 +335,28 @@ def test_other_files_are_a_mistake(tmp_path, capsys, content, words):
         ("metrics.jsonl", "17\n"),
     ],
 )
-def test_damaged_runs_are_a_mistake(run, capsys, name, content):
+def test_damaged_runs_are_a_user_error(run, capsys, name, content):
     (run / name).write_text(content)
     before = set(run.iterdir())
-    assert str(run) in mistake(capsys, run)
+    assert str(run) in user_error(capsys, run)
     assert set(run.iterdir()) == before
 
 
-def test_other_mistakes(run, tmp_path, capsys):
-    assert "run directory" in mistake(capsys, tmp_path)
-    assert "x" * 300 in mistake(capsys, "x" * 300)
-    assert "gantt, time, lengths, loss" in mistake(capsys, run, "--picture", "gant")
-    assert "ends in .svg" in mistake(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
-    assert "ends in .html" in mistake(capsys, run, "--out", tmp_path / "a.svg")
+def test_other_user_errors(run, tmp_path, capsys):
+    assert "run directory" in user_error(capsys, tmp_path)
+    assert "x" * 300 in user_error(capsys, "x" * 300)
+    assert "gantt, time, lengths, loss" in user_error(capsys, run, "--picture", "gant")
+    assert "ends in .svg" in user_error(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
+    assert "ends in .html" in user_error(capsys, run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
-    assert "--out" in mistake(capsys, run, "--out", tmp_path / "nowhere" / "a.html")
+    assert "--out" in user_error(capsys, run, "--out", tmp_path / "nowhere" / "a.html")
     (tmp_path / "taken").mkdir()
-    assert "--out" in mistake(capsys, run, "--out", tmp_path / "taken")
+    assert "--out" in user_error(capsys, run, "--out", tmp_path / "taken")
     assert {path.name for path in tmp_path.iterdir()} == {"data.h5", "run", "taken"}, "nothing half-written"
 
 
-def test_the_command_says_what_it_wrote(run, tmp_path, capsys):
+def test_the_command_prints_what_it_wrote(run, tmp_path, capsys):
     (run / "metrics.jsonl").unlink()
     assert cli.main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'a.html'}\n"

@@ -1,4 +1,4 @@
-"""Rewards are TRL's: what functions get and may return, what becomes of it, and one line for whatever goes wrong."""
+"""Rewards are TRL's: arguments and results of the functions, their outcome, and one line for any error."""
 
 import contextlib
 import math
@@ -73,7 +73,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
         (["length", "length"], "different names"),
     ],
 )
-def test_what_is_not_there_is_said(places, words):
+def test_missing_functions_are_reported(places, words):
     with pytest.raises(UserError, match=words):
         load_reward_functions(places, None)
 

@@ -1,4 +1,4 @@
-"""Completions of a batch: drawn from the policy's own distribution, the same whoever is beside them."""
+"""Completions of a batch: sampled from the policy's own distribution, independent of the others in the batch."""
 
 import numpy as np
 import pytest

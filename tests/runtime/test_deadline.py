@@ -16,7 +16,7 @@ class Calls:
         self.called.set()
 
 
-def test_it_tells_once_what_outlasted_its_deadline() -> None:
+def test_it_prints_once_what_outlasted_its_deadline() -> None:
     calls = Calls()
     watchdog = Watchdog(0.1, calls)
     began = time.monotonic()
@@ -100,13 +100,13 @@ def test_it_does_not_keep_the_process() -> None:
     watchdog.close()
 
 
-def test_it_gives_signs_of_life_while_it_waits_and_while_not() -> None:
-    looks: list[float] = []
-    watchdog = Watchdog(0.5, Calls(), lambda: looks.append(time.monotonic()))
+def test_heartbeats_continue_while_it_waits_and_while_not() -> None:
+    polls: list[float] = []
+    watchdog = Watchdog(0.5, Calls(), lambda: polls.append(time.monotonic()))
     time.sleep(0.4)
     with watchdog.watch("short"):
         time.sleep(0.4)
-    assert len(looks) >= 4
+    assert len(polls) >= 4
     watchdog.close()
     watchdog._thread.join(5.0)
     assert not watchdog._thread.is_alive()

@@ -3,7 +3,7 @@ import threading
 from odc_mpi.runtime.job import Progress
 
 
-def test_all_tasks_run_and_tell_whether_there_was_anything_to_do() -> None:
+def test_all_tasks_run_and_return_if_any_made_progress() -> None:
     progress, calls = Progress(), []
 
     def task(name: str, found: bool) -> bool:

@@ -23,7 +23,7 @@ def read(memory: bytearray) -> Status:
     return status
 
 
-def test_what_is_written_is_read(page: StatusPage, memory: bytearray) -> None:
+def test_written_files_are_read(page: StatusPage, memory: bytearray) -> None:
     before = time.time()
     page.write("forward of unit layers.3", 2)
     status = read(memory)
@@ -34,11 +34,14 @@ def test_what_is_written_is_read(page: StatusPage, memory: bytearray) -> None:
     assert (read(memory).what, read(memory).microbatch) == ("short", 0)
 
 
-def test_meetings_are_counted(page: StatusPage, memory: bytearray) -> None:
+def test_collectives_are_counted(page: StatusPage, memory: bytearray) -> None:
     page.write("forward of unit x", 3)
-    assert [page.enter_collective("meeting at point A"), page.enter_collective("meeting at point B")] == [1, 2]
+    assert [
+        page.enter_collective("first collective"),
+        page.enter_collective("second collective"),
+    ] == [1, 2]
     assert read(memory).num_collectives == 2
-    assert (read(memory).what, read(memory).microbatch) == ("meeting at point B", 0)
+    assert (read(memory).what, read(memory).microbatch) == ("second collective", 0)
     page.write("after")
     assert read(memory).num_collectives == 2
 
@@ -55,7 +58,7 @@ def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytear
     assert read(memory).finalizing
 
 
-def test_an_empty_page_tells_nothing(memory: bytearray) -> None:
+def test_an_empty_page_has_no_status(memory: bytearray) -> None:
     assert read_page(bytes(memory)) is None
 
 
@@ -86,7 +89,7 @@ def test_a_writer_that_is_stopped_within_a_slot_leaves_the_one_before(
     assert status is not None and status.microbatch == 4
 
 
-def test_both_slots_torn_tell_nothing(page: StatusPage, memory: bytearray) -> None:
+def test_two_torn_slots_have_no_status(page: StatusPage, memory: bytearray) -> None:
     for number in range(2):
         page.write(f"number {number}")
     for slot in (0, SLOT_BYTES):
@@ -94,7 +97,7 @@ def test_both_slots_torn_tell_nothing(page: StatusPage, memory: bytearray) -> No
     assert read_page(bytes(memory)) is None
 
 
-def test_threads_write_whole_records(page: StatusPage, memory: bytearray) -> None:
+def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> None:
     stop = threading.Event()
 
     def write(thread: int) -> None:
@@ -110,7 +113,7 @@ def test_threads_write_whole_records(page: StatusPage, memory: bytearray) -> Non
     for thread in threads:
         thread.join(5.0)
     whole = [status for status in seen if status is not None]
-    # No two threads in one slot: a reader in the same process, under the same lock of Python, finds every page whole.
+    # No two threads in one slot: a reader in the same process, under the same lock of Python, finds valid pages.
     assert len(whole) == len(seen)
     assert all(status.what == f"{status.microbatch} " * 20 for status in whole)
     assert page._number == read(memory).number

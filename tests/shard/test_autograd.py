@@ -17,7 +17,7 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class Parts:
-    """A transport's worth of units with the parts that autograd meets, and a list of what was pushed."""
+    """Units of a transport with the objects that autograd uses, and a list of pushed gradients."""
 
     def __init__(self, transport: RecordingTransport, *units: dict[str, tuple[tuple[int, ...], bool]]) -> None:
         self.units: list[Unit] = []
@@ -141,8 +141,8 @@ def test_in_backward() -> None:
 
 
 @on_ranks(1)
-def test_what_is_saved_is_where_to_look(transport: RecordingTransport) -> None:
-    """The graph keeps no unit ready, and the backward fetches what it needs."""
+def test_a_graph_saves_places_not_parameters(transport: RecordingTransport) -> None:
+    """The graph keeps no unit unsharded, and the backward fetches what it needs."""
     parts = Parts(transport, *({f"p{i}": ((3, 3), True)} for i in range(6)))
     x = torch.ones(2, 3, dtype=torch.float64)
     with parts.saved.active():

@@ -1,4 +1,4 @@
-"""Units that stay and gradients that are pushed once: the rule, and that nobody can tell but by the traffic."""
+"""Resident units and local gradient accumulation: the rule, and results that do not depend on it."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ from odc_mpi.shard.model import ShardedModel
 NUM_LAYERS = 12
 ITEM_BYTES = 8
 INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
-#: Of a layer, padding between its weight and its bias included.
+#: Bytes of a layer, padding between its weight and its bias included.
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * ITEM_BYTES
 PLENTY = CacheBytes(1 << 30, 1 << 30)
 
@@ -49,7 +49,7 @@ def belady(uses: Sequence[int], capacity: int) -> int:
 
 
 def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
-    """Fetches of equal units if the first to come stay, and of the others the longest unused goes."""
+    """Return the fetches of equal units: the first ones stay resident, of the others the least recent is dropped."""
     residency, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
     for unit in uses:
         if unit in residency:
@@ -76,7 +76,7 @@ def test_no_choice_of_what_stays_needs_fewer_fetches(num_units: int, num_microba
     uses = forward_and_backward(num_units, num_microbatches)
     for staying in range(num_units + 1):
         assert fetches(uses, staying) == belady(uses, staying + 2)
-        # Of a unit that stays each fetch but the first is saved.
+        # Of a resident unit each fetch but the first is saved.
         passes, others = 2 * num_microbatches - 1, max(0, num_units - 2 - staying)
         assert fetches(uses, staying) == num_units + passes * others
 
@@ -114,7 +114,7 @@ def test_free_memory_is_shared_out() -> None:
 
 
 class Poisoning(LateTransport):
-    """What is given back is NaN from then on: of parameters and of gradients."""
+    """Fills released buffers of parameters and gradients with NaN."""
 
     def reserve(self, num_arrays: int, plan: Any) -> None:
         super().reserve(num_arrays, plan)
@@ -142,7 +142,7 @@ def poisoned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningGradients)
 
 
-#: Of a rank: none, half of the layers, all, and ranks that differ.
+#: Budgets of a rank: none, half of the layers, all, and ranks that differ.
 BUDGETS = {
     "half": lambda rank: CacheBytes(NUM_LAYERS // 2 * LAYER_BYTES, NUM_LAYERS // 2 * LAYER_BYTES),
     "all": lambda rank: PLENTY,
@@ -160,21 +160,21 @@ def cases() -> Iterable[Any]:
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
     yield pytest.param(Case(Stack(5), many), id="plain")
-    yield pytest.param(Case(Stack(5), many, tell_last=True), id="last_told")
-    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True), id="ahead1")
+    yield pytest.param(Case(Stack(5), many, mark_last=True), id="last_marked")
+    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True), id="ahead1")
     yield pytest.param(Case(Stack(5), many, prefetch=2, activation_checkpointing=True), id="ahead2_recomputed")
     yield pytest.param(Case(Branches(), skipped, prefetch=1), id="skipped_and_twice")
-    yield pytest.param(Case(Branches(), skipped, tell_last=True, activation_checkpointing=True), id="twice_recomputed")
-    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, tell_last=True), id="frozen")
+    yield pytest.param(Case(Branches(), skipped, mark_last=True, activation_checkpointing=True), id="twice_recomputed")
+    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, mark_last=True), id="frozen")
     narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
     many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)
-    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True, **narrow), id="fp32")
+    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True, **narrow), id="fp32")
 
 
 @pytest.mark.parametrize("case", list(cases()))
 @pytest.mark.parametrize("budgets", BUDGETS)
 def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
-    """Over a transport in which a unit that is read after it was given back is NaN, and a sum after its push."""
+    """Over a transport in which a released unit is NaN, and so is a pushed sum."""
     check_parity(
         copy.deepcopy(case.module),
         case.minibatches,
@@ -195,12 +195,12 @@ class Train:
         self.model.cache_bytes = budgets
         self.optimizer = adamw(self.model.shard_parameters())
 
-    def step(self, num_microbatches: int, tell_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
-        """Return how many fetches and pushes it took."""
+    def step(self, num_microbatches: int, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
+        """Return the numbers of fetches and pushes."""
         self.transport.log.clear()
         with self.model.minibatch():
             for i in range(num_microbatches):
-                if tell_last and i == num_microbatches - 1:
+                if mark_last and i == num_microbatches - 1:
                     self.model.set_is_last_backward()
                 squares(self.model, (batch,)).backward()
         self.optimizer.step()
@@ -215,15 +215,15 @@ def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), module, prefetch=prefetch)
-        for num_microbatches, tell_last in itertools.product((1, 4, 0, 3), (False, True)):
-            fetched, pushed = train.step(num_microbatches, tell_last)
-            if prefetch and num_microbatches == 1 and not tell_last:
+        for num_microbatches, mark_last in itertools.product((1, 4, 0, 3), (False, True)):
+            fetched, pushed = train.step(num_microbatches, mark_last)
+            if prefetch and num_microbatches == 1 and not mark_last:
                 continue  # it learns the order of the uses
             uses = forward_and_backward(NUM_LAYERS, num_microbatches)
             assert fetched == fetches(uses, staying) + min(1, num_microbatches)  # the root, too
             # Of an array that is added up, one push; the root comes last, and finds no room unless all is kept.
-            room = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
-            assert pushed == (num_microbatches and room + num_microbatches * (NUM_LAYERS + 1 - room))
+            num_kept = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
+            assert pushed == (num_microbatches and num_kept + num_microbatches * (NUM_LAYERS + 1 - num_kept))
 
     run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
 
@@ -275,14 +275,14 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
 
 @pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
 @on_ranks(1)
-def test_a_graph_keeps_parameters_once_all_units_are_ready(
+def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
     transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look at what a forward saves, tensor by tensor, takes Python's time."""
-    looks, pack = [], SavedTensorHooks._pack
+    """Checking each tensor that a forward saves takes Python's time."""
+    packed, pack = [], SavedTensorHooks._pack
 
     def counted(saved: SavedTensorHooks, tensor: torch.Tensor) -> Any:
-        looks.append(1)
+        packed.append(1)
         return pack(saved, tensor)
 
     monkeypatch.setattr(SavedTensorHooks, "_pack", counted)
@@ -292,9 +292,9 @@ def test_a_graph_keeps_parameters_once_all_units_are_ready(
         seen = []
         with model.minibatch():
             for _ in range(3):
-                looks.clear()
+                packed.clear()
                 squares(model, (INPUT,)).backward()
-                seen.append(len(looks))
+                seen.append(len(packed))
         model.publish()
         assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
 
@@ -361,7 +361,7 @@ def test_bytes_by_node() -> None:
 
 
 @on_ranks(2, transport=Poisoning)
-def test_forwards_alone_use_what_stays_and_leave_it_to_the_next_minibatch(
+def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
     train = Train(transport, PLENTY, module)
@@ -400,7 +400,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
     train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
     waiting = train.model._pusher._in_flight
     train.step(2)
-    train.step(2, tell_last=True)
+    train.step(2, mark_last=True)
     assert len(on_the_way) == 2 * (NUM_LAYERS + 1) and max(on_the_way) == 1
 
 
@@ -473,7 +473,7 @@ def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTrans
         pass
 
 
-def test_sums_that_overflow_at_home_are_known_to_all() -> None:
+def test_local_sums_that_overflow_are_known_to_all() -> None:
     """Each gradient is finite, and the last one would bring the sum back; or the sums of two ranks are too much."""
     module = nn.Sequential(Layer()).float()
 

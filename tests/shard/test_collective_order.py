@@ -1,4 +1,4 @@
-"""Where fetches and pushes are collective, all ranks make the same ones in the same order, whatever each did before."""
+"""With collective fetches and pushes, all ranks issue the same ones in the same order, whatever each did before."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ from odc_mpi.shard.model import ShardedModel
 
 
 class InStep(RecordingTransport):
-    """Says that it is collective; what it does needs nobody, so a mistake is seen in the log instead of hanging."""
+    """Claims to be collective without communicating, so that an error is seen in the log instead of hanging."""
 
     threads = False
     one_sided = False
-    most_lent = 0
+    max_in_use = 0
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        self.most_lent = max(self.most_lent, len(self.buffers._in_use))
+        self.max_in_use = max(self.max_in_use, len(self.buffers._in_use))
         return super().start_fetch(index, buffer)
 
 
@@ -63,12 +63,12 @@ def test_each_microbatch_fetches_the_same(transport: InStep, prefetch: int, acti
                 backward(model, rows=1 + transport.group.rank + i)
         model.publish()
     assert operations(transport) == MICROBATCH * 6
-    assert transport.most_lent == 2, "more was held than the root and one unit"
+    assert transport.max_in_use == 2, "more was held than the root and one unit"
     model.close()
 
 
 @on_ranks(3, transport=InStep)
-def test_what_a_rank_did_between_makes_no_difference_later(transport: RecordingTransport) -> None:
+def test_calls_of_a_rank_in_between_make_no_difference_later(transport: RecordingTransport) -> None:
     model = stacked(transport)
     with torch.no_grad():
         model.module.layers[transport.group.rank](torch.zeros(1, WIDTH).double())

@@ -23,7 +23,7 @@ def make_unit(transport: RecordingTransport) -> Unit:
 
 
 def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Whole gradients out of the shards."""
+    """Full gradients out of the shards."""
     layout = ranks[0][0]
     flat = torch.cat([shard for _, shard in ranks])
     used = torch.zeros_like(flat, dtype=torch.bool)
@@ -167,7 +167,7 @@ class Failing(RecordingTransport):
 
 
 @on_ranks(1, transport=Failing)
-def test_a_push_that_fails_in_the_thread_is_told_at_the_end(transport: RecordingTransport) -> None:
+def test_a_push_that_fails_in_the_thread_raises_at_the_end(transport: RecordingTransport) -> None:
     unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
     pusher.start()
     pusher.push(unit, ["b"], [torch.ones(40)])
@@ -178,7 +178,7 @@ def test_a_push_that_fails_in_the_thread_is_told_at_the_end(transport: Recording
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @on_ranks(1)
-def test_finite_tells_of_every_push_since_the_start(transport: RecordingTransport, value: float) -> None:
+def test_finite_covers_every_push_since_the_start(transport: RecordingTransport, value: float) -> None:
     unit, pusher = make_unit(transport), GradientPusher(transport)
     for bad in (False, True, False):
         pusher.start()
@@ -194,7 +194,7 @@ def test_finite_tells_of_every_push_since_the_start(transport: RecordingTranspor
 
 
 @on_ranks(1, reduce_dtype=torch.float32)
-def test_pushes_whose_sum_may_overflow_are_told(transport: RecordingTransport) -> None:
+def test_pushes_whose_sum_may_overflow_are_reported(transport: RecordingTransport) -> None:
     unit, pusher = make_unit(transport), GradientPusher(transport)
     pusher.start()
     for factor in (1.0, -1.0, 1.0):

@@ -59,13 +59,15 @@ def test_slices_reassemble_every_parameter() -> None:
             shard = torch.zeros(layout.shard_numel, dtype=flat.dtype)
             shard[: last - first] = flat[first:last]
             slices = layout.slices(rank)
-            assert [piece.spec for piece in slices] == [slot.spec for slot in layout.ranges]
-            for piece in slices:
-                assert 0 <= piece.start <= piece.stop <= piece.spec.numel
-                assert piece.offset >= 0 and (piece.numel == 0 or piece.offset + piece.numel <= layout.shard_numel)
-                part = shard[piece.offset : piece.offset + piece.numel]
-                assert torch.equal(part, values[piece.spec.name][piece.start : piece.stop])
-                parts[piece.spec.name].append(part)
+            assert [interval.spec for interval in slices] == [slot.spec for slot in layout.ranges]
+            for interval in slices:
+                assert 0 <= interval.start <= interval.stop <= interval.spec.numel
+                assert interval.offset >= 0 and (
+                    interval.numel == 0 or interval.offset + interval.numel <= layout.shard_numel
+                )
+                part = shard[interval.offset : interval.offset + interval.numel]
+                assert torch.equal(part, values[interval.spec.name][interval.start : interval.stop])
+                parts[interval.spec.name].append(part)
         for name, value in values.items():
             assert torch.equal(torch.cat(parts[name]), value)
 
@@ -87,7 +89,7 @@ def test_owners_of_a_stretch_are_those_who_own_an_element_of_it() -> None:
 def test_a_unit_smaller_than_the_number_of_ranks_leaves_shards_empty() -> None:
     layout = FlatLayout.build("tiny", [ParameterSpec("a", (2,), True), ParameterSpec("b", (), True)], 5)
     assert [layout.owned(rank) for rank in range(5)] == [(0, 32), (32, 33), (33, 33), (33, 33), (33, 33)]
-    assert [[piece.numel for piece in layout.slices(rank)] for rank in range(5)] == [
+    assert [[interval.numel for interval in layout.slices(rank)] for rank in range(5)] == [
         [2, 0],
         [0, 1],
         [0, 0],
@@ -99,7 +101,7 @@ def test_a_unit_smaller_than_the_number_of_ranks_leaves_shards_empty() -> None:
 def test_parameters_without_elements() -> None:
     layout = FlatLayout.build("none", [ParameterSpec("a", (0, 3), False)], 3)
     assert layout.numel == 0 and not layout.trainable
-    assert all(piece.numel == 0 for rank in range(3) for piece in layout.slices(rank))
+    assert all(interval.numel == 0 for rank in range(3) for interval in layout.slices(rank))
     assert list(layout.owners(0, 0)) == []
 
 

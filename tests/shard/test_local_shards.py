@@ -146,7 +146,7 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
 
 
 @on_ranks(3)
-def test_what_nobody_pushed_has_no_gradient(transport: RecordingTransport) -> None:
+def test_parameters_without_a_push_have_no_gradient(transport: RecordingTransport) -> None:
     slices, layouts = make_slices(transport)
     names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.ranges]
     assert [own.slice.spec.name for own in slices.trainable] == names

@@ -65,7 +65,7 @@ def test_the_only_collectives_of_a_minibatch_are_its_ordering_points(size: int, 
         assert not ranks[3].transport.names("push")
 
 
-def test_pushes_lie_between_b_and_a_and_fetches_too() -> None:
+def test_pushes_and_fetches_lie_within_minibatches() -> None:
     for rank in check_parity(Stack(2), vectors(2, WIDTH), 2, units=[Layer]):
         operations = [operation for operation, _ in rank.transport.log]
         assert operations[-4:] == ["B", "fetch", "fetch", "fetch"]  # the state, at the end
@@ -77,7 +77,7 @@ def test_pushes_lie_between_b_and_a_and_fetches_too() -> None:
                 assert inside is (operation != "N")
 
 
-def test_nobody_waits_before_a() -> None:
+def test_no_rank_waits_before_gradients_are_complete() -> None:
     """One rank does all its work before the other begins its minibatch."""
     module, done = stack(), threading.Event()
 
@@ -163,7 +163,7 @@ def test_a_forward_needs_no_minibatch(transport: RecordingTransport, module: nn.
 
 
 @on_ranks(2)
-def test_nobody_reads_parameters_while_owners_write_them(transport: RecordingTransport, module: nn.Module) -> None:
+def test_no_rank_reads_parameters_while_owners_write_them(transport: RecordingTransport, module: nn.Module) -> None:
     model = shard(module, transport)
     with model.minibatch():
         work_once(model)
@@ -175,7 +175,7 @@ def test_nobody_reads_parameters_while_owners_write_them(transport: RecordingTra
 
 
 @on_ranks(1)
-def test_an_optimizer_steps_between_a_and_b_only(transport: RecordingTransport) -> None:
+def test_an_optimizer_steps_between_complete_gradients_and_publication_only(transport: RecordingTransport) -> None:
     module = stack()
     model = shard(module, transport)
     optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
@@ -237,7 +237,7 @@ def test_freezing_after_sharding_is_refused(transport: RecordingTransport) -> No
 
 
 class Changing(nn.Module):
-    """Changes its own weight in its forward, if told how."""
+    """Changes its own weight in its forward, in the way that `how` names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,9 @@ def test_a_new_parameter_cannot_take_a_sharded_ones_place(transport: RecordingTr
 
 @SIZES
 @on_ranks()
-def test_an_exception_in_a_minibatch_meets_nobody(transport: RecordingTransport, size: int, module: nn.Module) -> None:
+def test_an_exception_in_a_minibatch_skips_collectives(
+    transport: RecordingTransport, size: int, module: nn.Module
+) -> None:
     model = shard(module, transport)
     before = list(transport.collectives())
     with pytest.raises(ZeroDivisionError), model.minibatch():

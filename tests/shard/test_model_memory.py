@@ -1,4 +1,4 @@
-"""How much of the parameters a rank holds, and how often it fetches them."""
+"""Memory of unsharded parameters on a rank, and the number of fetches."""
 
 import copy
 import gc

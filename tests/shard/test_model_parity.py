@@ -1,4 +1,4 @@
-"""A sharded module learns what the plain one learns: losses and parameters after several steps."""
+"""A sharded module is trained as the plain one: losses and parameters after several steps."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_whatever_the_units(size: int, units: list[type], prefetch: int) -> None
 
 
 class Branches(nn.Module):
-    """Calls its layers as told: any number of times, in any order."""
+    """Calls its layers any number of times, in any order."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_parameters_of_a_unit_that_a_call_does_not_use(size: int, prefetch: int)
 
 
 class Outside(nn.Module):
-    """Looks into a unit without calling it."""
+    """Reads a parameter of a unit without calling it."""
 
     def __init__(self, as_well_call_it: bool) -> None:
         super().__init__()

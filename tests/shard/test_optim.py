@@ -86,7 +86,7 @@ def test_others_are_refused_with_a_reason(kind: type[optim.Optimizer], reason: s
 
 
 def test_all_of_torch_s_elementwise_optimizers_give_the_same_on_slices() -> None:
-    """What `ELEMENTWISE` claims: a step on the parts of a parameter is a step on the whole."""
+    """Check `ELEMENTWISE`: a step on the parts of a parameter is a step on the full parameter."""
     for kind in ELEMENTWISE:
         whole = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
         parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().split([7, 0, 20, 3])]
@@ -120,7 +120,7 @@ def test_a_step_on_slices_is_refused(transport: RecordingTransport, make: Any, m
 
 
 @on_ranks(2)
-def test_a_step_on_other_parameters_is_not_looked_at(transport: RecordingTransport, module: nn.Module) -> None:
+def test_a_step_on_other_parameters_is_ignored(transport: RecordingTransport, module: nn.Module) -> None:
     model = sharded(transport, module)
     other = nn.Parameter(torch.ones(2, 2))
     other.grad = torch.ones(2, 2)
@@ -143,7 +143,7 @@ def test_an_optimizer_that_calls_itself_elementwise_steps(transport: RecordingTr
 
 
 @on_ranks(1)
-def test_a_closed_model_looks_at_no_optimizer(transport: RecordingTransport) -> None:
+def test_a_closed_model_ignores_optimizers(transport: RecordingTransport) -> None:
     module = Stack(1)
     model = sharded(transport, module)
     slices = model.shard_parameters()
@@ -223,7 +223,7 @@ def test_clip_coefficient(norm: float, max_norm: float, expected: float) -> None
 # Settings
 
 
-def test_weight_decay_goes_by_the_whole_shape() -> None:
+def test_weight_decay_depends_on_the_full_shape() -> None:
     shapes = {"matrix": (3, 4), "bias": (4,), "scalar": (), "kernel": (2, 2, 3, 3)}
     named = [(name, nn.Parameter(torch.ones(5))) for name in shapes]  # slices, all of one dimension
     names = {id(p): name for name, p in named}
@@ -299,7 +299,7 @@ def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads:
 
     def trained(*cuts: int) -> torch.Tensor:
         bounds = list(pairwise([0, *(cut * ALIGNMENT_NUMEL for cut in cuts), numel]))
-        # Slices of one piece of memory, as those of a shard.
+        # Slices of one storage, as those of a shard.
         slices = [nn.Parameter(start.clone()[first:last]) for first, last in bounds]
         named = [(f"p{i}", p) for i, p in enumerate(slices)]
         shapes = {name: (1, 1) for name, _ in named}

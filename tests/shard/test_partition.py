@@ -128,7 +128,7 @@ def test_a_shared_module_is_one_unit_under_its_first_name() -> None:
     assert [(unit.name, list(unit.parameters)) for unit in units] == [("a", ["a.linear.weight", "a.linear.bias"])]
 
 
-def test_what_is_not_floating_point_is_left_alone() -> None:
+def test_tensors_without_floating_point_do_not_change() -> None:
     module = Layer(3)
     module.steps = nn.Parameter(torch.tensor(3), requires_grad=False)
     module.register_buffer("scale", torch.ones(2))

@@ -29,7 +29,7 @@ def test_seconds_add_up_whether_spans_are_kept_or_not():
     assert [span.kind for span in spans.drain()] == ["parameters_published"], "still kept"
 
 
-def test_a_span_costs_no_more_than_some_looks_at_the_clock():
+def test_a_span_costs_no_more_than_some_clock_reads():
     spans, rounds = SpanRecorder(), 20_000
 
     def seconds(call, *arguments):
@@ -44,7 +44,7 @@ def test_a_span_costs_no_more_than_some_looks_at_the_clock():
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_what_a_model_waits_for_is_kept_in_order_and_adds_up(prefetch):
+def test_waits_of_a_model_are_recorded_in_order_and_add_up(prefetch):
     def work(transport):
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
         model = ShardedModel(module, transport, units=[nn.Linear], prefetch=prefetch)

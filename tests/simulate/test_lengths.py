@@ -49,7 +49,7 @@ def test_a_data_set_gives_its_own_lengths(tmp_path):
     ("name", "words"),
     [("longaling", ["did you mean longalign?"]), ("zzz", ["swesmith", "'zzz'"]), ("/nowhere/x.h5", ["/nowhere/x.h5"])],
 )
-def test_mistakes_are_told(name, words):
+def test_user_errors_are_reported(name, words):
     with pytest.raises(UserError) as caught:
         lengths_by_name(name).sample(1, np.random.default_rng(0))
     assert all(word in str(caught.value) for word in words)

@@ -1,4 +1,4 @@
-"""Generation and training in one minibatch, reckoned: figures found by hand, a second implementation, and bounds."""
+"""Simulated generation and training of one minibatch: figures by hand, a second implementation, and bounds."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_every_completion_is_trained_once():
 
 
 def walk(minibatch, step):
-    """Train on demand by small steps of time, whoever is free, in the order in which groups are finished."""
+    """Train on demand in small steps of time: any idle rank, in the order in which groups are finished."""
     size = minibatch.scenario.ranks
     free = [own[-1][0] for own in minibatch.assigned_decode_ends_s]
     due = [
@@ -116,7 +116,7 @@ def test_all_schedules_do_the_same_work():
     assert max(busy.values()) == pytest.approx(min(busy.values()), rel=1e-9)
 
 
-def test_one_rank_has_nobody_to_wait_for():
+def test_one_rank_never_waits():
     outcome = simulate_rollouts(replace(SMALL, ranks=1))
     assert all(ratio == pytest.approx(1.0) for ratio in outcome["speedup"].values())
 
@@ -144,7 +144,7 @@ def test_the_command_prints_an_object_and_a_table(capsys):
         (["--workload", "rlhf"], ["--workload", "rlhf"]),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, words):
+def test_user_errors_are_one_line(capsys, arguments, words):
     assert cli.main(["simulate", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and all(word in errors[0] for word in words)

@@ -102,6 +102,6 @@ def test_the_packing_ratio_sets_the_most_tokens():
         ({"fetch_gb_per_s": -1.0}, "--fetch-gb-per-s"),
     ],
 )
-def test_mistakes_name_the_option(values, option):
+def test_user_errors_name_the_option(values, option):
     with pytest.raises(UserError, match=option):
         Scenario(**values)

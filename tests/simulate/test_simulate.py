@@ -23,15 +23,15 @@ from odc_mpi.simulate.recommendation import recommend_batch_size
 from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, simulate_timing
 
-#: Schedules that leave sequences whole.
+#: Schedules that do not split sequences.
 WHOLE = [name for name in SCHEDULES if name != "window/split"]
 NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, cost_error=0.1)
 
 
-def test_pieces_wait_for_each_other_in_each_unit_by_hand():
+def test_chunks_wait_for_each_other_in_each_unit_by_hand():
     # Three seconds in one unit: one forward, two backward. The second is twice as slow, so the first waits at the end.
     assert simulate_context_parallel([0.0, 0.0], [3.0, 6.0], 1) == [[(0.0, 1.0), (1.0, 3.0)], [(0.0, 2.0), (2.0, 6.0)]]
-    # A first piece that comes late holds up the second in forward; a second, the first in backward.
+    # A first chunk that is late delays the second in forward; a second, the first in backward.
     assert simulate_context_parallel([2.0, 0.0], [3.0, 3.0], 1) == [[(2.0, 3.0), (3.0, 5.0)]] * 2
     first, second = simulate_context_parallel([0.0, 4.0], [6.0, 6.0], 2)
     assert [b for _, b in first] == [1.0, 2.0, 4.0, 10.0], "its last unit begins when the other has left one"
@@ -41,10 +41,10 @@ def test_pieces_wait_for_each_other_in_each_unit_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_second_implementation_of_pieces_agrees(seed):
+def test_a_second_implementation_of_chunks_agrees(seed):
     rng = np.random.default_rng(seed)
     began, seconds, units = rng.uniform(0, 2, 4).tolist(), rng.uniform(1, 6, 4).tolist(), 3
-    # Step through time: a piece may begin a step once the pieces it needs have come to it, or are done with it.
+    # Step through time: a chunk may begin a step once the chunks it needs have reached it, or are done with it.
     step, now = 2e-4, 0.0
     arrived, done, left, ends = [0] * 4, [0] * 4, [0.0] * 4, [[] for _ in range(4)]
     while any(count < 2 * units for count in done):
@@ -80,9 +80,9 @@ def test_what_splitting_gains_and_what_keys_and_values_cost():
     assert gain(per_rank=1, piece_factor=1.5) < 0.9 * gain(per_rank=1, piece_factor=1.0)
 
 
-def test_pieces_are_timed_by_hand():
+def test_chunks_are_timed_by_hand():
     cost = CostModel(1.0, 0.0, 2.0, 1.5, 0.5)
-    minibatch = replace(trial_of([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
+    minibatch = replace(make_minibatch([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
     split = SequenceSplit(0, (0, 12, 20), (1, 0))
     assert minibatch.chunk_s(1, split, 0, is_first=True) == pytest.approx((2 + 1.5 * 12) / 0.5)
     assert minibatch.chunk_s(0, split, 1, is_first=True) == pytest.approx(2 + 1.5 * 8 + 0.5 * 12)
@@ -100,7 +100,7 @@ def outline(found):
 
 
 def test_lockstep_by_hand():
-    # Turns: max(3, 1) + max(2, 4) + max(1, padding 0.5).
+    # Rounds: max(3, 1) + max(2, 4) + max(1, dummy 0.5).
     assert outline(simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])) == (8.0, 11.0)
     assert outline(simulate_collective([[1.0], [0.0]], [2.0, 2.0])) == (
         2.0,
@@ -146,14 +146,14 @@ def test_timelines_hold_all_work_of_the_first_minibatch(scenario):
     assert simulate(replace(scenario, num_minibatches=2)).timeline == outcome.timeline
 
 
-def walk(durations, meets):
-    """Step through time, unit by unit, four units a microbatch: ranks may go on when `meets` lets them."""
+def walk(durations, synchronize):
+    """Step through time, unit by unit, four units a microbatch: ranks may go on when `synchronize` lets them."""
     units = [[seconds / 4 for seconds in own for _ in range(4)] for own in durations]
     at = [0.0] * len(units)
     for unit in range(max(map(len, units), default=0)):
         for rank, own in enumerate(units):
             at[rank] += own[unit] if unit < len(own) else 0.0
-        if meets:
+        if synchronize:
             at = [max(at)] * len(at)
     return max(at)
 
@@ -162,8 +162,8 @@ def walk(durations, meets):
 def test_a_second_implementation_agrees(seed):
     rng = np.random.default_rng(seed)
     durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
-    assert simulate_collective(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
-    assert simulate_static(durations).end_s == pytest.approx(walk(durations, meets=False))
+    assert simulate_collective(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, synchronize=True))
+    assert simulate_static(durations).end_s == pytest.approx(walk(durations, synchronize=False))
     work = rng.integers(1, 64, 20).astype(float)
     speeds = rng.uniform(0.5, 1.5, 3)
     # Draw in small steps of time instead of by events.
@@ -179,7 +179,7 @@ def test_a_second_implementation_agrees(seed):
     assert found.end_s == pytest.approx(ended, abs=0.5)
 
 
-def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
+def make_minibatch(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
     times = np.array(sequence_s, dtype=float)
     return SimulatedMinibatch(
         (times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float)
@@ -187,7 +187,7 @@ def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
 
 
 def test_plans_are_timed_by_hand():
-    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
+    minibatch = make_minibatch([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
     fixed = Plan((((0,), ()), ((1, 2), (3,))))
     # Rank 0: 7 + 0.5; rank 1: 6 / 0.5 + 0.5 and 2 / 0.5 + 0.5.
     assert simulate_timing(minibatch, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
@@ -204,7 +204,7 @@ def test_plans_are_timed_by_hand():
 
 
 def test_the_floor_by_hand():
-    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
+    minibatch = make_minibatch([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
     longest, shared = floor_s(minibatch, max_tokens=60)
     assert longest == 7.0
     assert shared == pytest.approx((12 + 2) / 1.5)  # 120 tokens: two microbatches
@@ -252,7 +252,7 @@ def test_thousands_of_ranks():
     assert outcome.speedup["window/dynamic"] > 1.0
 
 
-def test_one_rank_has_nobody_to_wait_for():
+def test_one_rank_never_waits():
     outcome = simulate(Scenario(ranks=1, num_minibatches=3))
     assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
     assert all(idle == pytest.approx(0.0, abs=1e-9) for idle in outcome.idle_fraction.values())
@@ -280,8 +280,8 @@ def test_a_ticket_and_a_microbatch_cost_time():
     assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
-def test_what_a_cache_buys():
-    """A rank that keeps the whole model pays one fetch and one push of it per minibatch, whatever it runs."""
+def test_gain_of_a_cache():
+    """A rank that caches the full model pays one fetch and one push of it per minibatch, whatever it runs."""
     lengths = np.full(8, 1000)
     free = Scenario(ranks=2, per_rank=4, lengths="equal")
     slow = replace(free, num_units=10, unit_bytes=10**8, fetch_gb_per_s=2.0, push_gb_per_s=1.0)
@@ -317,13 +317,13 @@ def test_the_command_prints_one_object(capsys):
 
 
 @pytest.mark.parametrize(("workload", "count"), [("sft", 16), ("grpo", 2)])
-def test_the_command_draws_so_many_unless_it_is_told(capsys, workload, count):
+def test_the_command_draws_the_default_number_unless_it_is_set(capsys, workload, count):
     lengths = ["--lengths", "equal"] if workload == "sft" else []
     assert cli.main(["simulate", "--workload", workload, *lengths, "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scenario"]["num_minibatches"] == count
 
 
-def test_no_ranks_are_a_mistake(capsys):
+def test_no_ranks_are_a_user_error(capsys):
     assert cli.main(["simulate", "--ranks", "0"]) == 2
     assert "--ranks: expected a number from 1 to" in capsys.readouterr().err
 
@@ -401,7 +401,7 @@ def test_advice_names_what_is_enough():
         (["--step-s", "1"], ["unknown argument --step-s"]),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, words):
+def test_user_errors_are_one_line(capsys, arguments, words):
     assert cli.main(["simulate", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

@@ -25,15 +25,15 @@ from two_hosts import NETWORK  # noqa: E402
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv", "mount")
 #: States that a job does not leave by itself.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-#: As on two hosts, but that ranks do not let go of their core while they wait: under Slurm each is its own session,
-#: and Linux 6.18 keeps one session from running while the ranks of others let go again and again (docs/windows.md).
+#: As on two hosts, but that ranks do not yield their core while they wait: under Slurm each is its own session,
+#: and Linux 6.18 keeps one session from running while the ranks of others yield again and again (docs/windows.md).
 SPINNING = {name: value for name, value in NETWORK.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
 #: For the whole cluster to come up, in seconds.
 START_S = 60.0
 
 
 def missing():
-    """Say why there can be no Slurm here; None if there can."""
+    """Return the reason why there can be no Slurm here; None if there can."""
     if os.geteuid() != 0:
         return "a Slurm of its own needs root"
     for program in PROGRAMS:
@@ -52,7 +52,7 @@ def missing():
 
 
 def srun_mpi():
-    """What srun --mpi is for the MPI library of these tests."""
+    """Return the value of srun --mpi for the MPI library of these tests."""
     version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, timeout=20).stdout
     return "pmi2" if "HYDRA" in version else "pmix"
 
@@ -106,7 +106,7 @@ class Cluster:
         return own | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
 
     def show(self, job):
-        """What `scontrol show job` tells."""
+        """Return the fields of `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).out.split()
         return dict(word.partition("=")[::2] for word in words)
 

@@ -1,6 +1,6 @@
 """The first process of the PID namespace that a Slurm cluster of this machine lives in; `cluster.py` starts it.
 
-It makes the two nodes, starts Slurm, says "ready" and then waits for its end.
+It makes the two nodes, starts Slurm, prints "ready" and then waits for its end.
 
 Network, mounts and host names are private to this process and its children. All talk goes over this network's loopback;
 each node has a /dev/shm and a scratch directory of its own, other files are common, as on a cluster. Slurm's own files

@@ -6,18 +6,18 @@ import time
 from mpi_launch import ROOT
 from small_run import write_config
 
-#: Of every training here: long enough to be met in the middle.
+#: Steps of every training here: long enough to be interrupted in the middle.
 STEPS = 120
 #: For any job to end, those before it in the queue included, in seconds. Every rank imports torch on two shared cores.
 LIMIT_S = 600
 
 
 class Directory:
-    """A directory in which jobs run, with a configuration; on one rank for each job and node unless told otherwise.
+    """A directory in which jobs run, with a configuration; by default on one rank for each job and node.
 
     Args:
         cluster: That runs them.
-        path: Of the directory.
+        path: Path of the directory.
         data: The data set.
     """
 

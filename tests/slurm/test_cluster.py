@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster import HERE
 from mpi_launch import environment
 
-#: Starts a cluster and a job, tells their processes, and waits to be killed.
+#: Starts a cluster and a job, prints their processes, and waits to be killed.
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {here!r})

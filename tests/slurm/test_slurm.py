@@ -1,4 +1,4 @@
-"""The templates, and what becomes of jobs that are told to stop, lose a rank, or have the wrong launcher."""
+"""The templates, and jobs that are stopped, lose a rank, or have the wrong launcher."""
 
 import json
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 EVERY_10 = ("--run.checkpoint_every", "10")
 SHORT = ("--run.steps", "3")
-#: Of a node, and its own; as the benchmark of schedules is small.
+#: Directory of a node, and its own; as the benchmark of schedules is small.
 SCRATCH = "/run/scratch"
 SCHEDULE = "--ranks 2 --per-rank 2 --minibatches 1 --units 1 --step-s 0.05"
 #: How docs/clusters.md starts commands that end by themselves.
@@ -42,8 +42,8 @@ def jobs(place):
     last = f"{submitted['sweep']}_1"
     with ThreadPoolExecutor() as others:
         yield submitted | {
-            "stopping": others.submit(tell_twice, place, submitted["stopped"], "stopped"),
-            "stopping the last": others.submit(tell_to_stop, place, last, f"runs/sweep-{submitted['sweep']}/1"),
+            "stopping": others.submit(send_stop_twice, place, submitted["stopped"], "stopped"),
+            "stopping the last": others.submit(send_stop, place, last, f"runs/sweep-{submitted['sweep']}/1"),
             "losing": others.submit(kill_a_rank, place, submitted["lost"]),
         }
 
@@ -61,7 +61,7 @@ def render(place):
 
 def within(place):
     """Train without a launcher and with mpiexec, inside a job of two nodes."""
-    # Told to put more ranks on a node than it has slots, as tests outside are, Open MPI would put both on the first.
+    # With more ranks on a node than it has slots, as tests outside have, Open MPI would put both on the first.
     mpiexec = "env --unset=PRTE_MCA_rmaps_default_mapping_policy mpiexec -n 2"
     script = "odc-mpi train --config {0} --run.dir alone && {1} odc-mpi train --config {0} --run.dir two"
     wrapped = script.format(shlex.quote(str(place.config)), mpiexec)
@@ -73,24 +73,24 @@ def stage(place):
     return place.train("train", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
 
 
-def tell_to_stop(place, job, run):
+def send_stop(place, job, run):
     place.wait_for_steps(10, run)
     # What --signal of the template brings before the time is up.
     return place.cluster.run("scancel", "--batch", "--signal=USR1", job)
 
 
-def tell_twice(place, job, run):
-    """Tell a job to stop while its ranks load libraries, and in the middle of the training."""
+def send_stop_twice(place, job, run):
+    """Stop a job while its ranks load libraries, and in the middle of the training."""
     deadline = time.monotonic() + LIMIT_S
     while f"{job}.0 " not in place.cluster.run("squeue", "--steps", "--noheader", "--jobs", job).out:
         assert time.monotonic() < deadline, f"no ranks in {LIMIT_S} s"
         time.sleep(0.1)
     assert place.cluster.run("scancel", "--batch", "--signal=USR1", job).code == 0
-    return tell_to_stop(place, job, run)
+    return send_stop(place, job, run)
 
 
 def kill_a_rank(place, job):
-    """Return how long the job lived after that; it is queued again."""
+    """Return the seconds that the job lived after that; it is queued again."""
     place.wait_for_steps(25, "lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
     assert place.cluster.run("kill", "-KILL", process).code == 0
@@ -102,7 +102,7 @@ def kill_a_rank(place, job):
 
 
 def start_wrongly(place, kind):
-    """Train with a --mpi that tells the library nothing, or with the other library's."""
+    """Train with a --mpi that passes the library nothing, or with the other library's."""
     wrong = {"other": {"pmi2": "pmix", "pmix": "pmi2"}[srun_mpi()]}.get(kind, kind)
     srun = ["srun", f"--mpi={wrong}", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=0"]
     wrong_run = ["odc-mpi", "train", "--config", place.config, "--run.dir", kind]
@@ -162,7 +162,7 @@ def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
     assert cores[0] != cores[1]
 
 
-def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
+def test_a_stopped_job_continues_by_itself(place, jobs):
     assert jobs["stopping"].result().code == 0
     output = place.finish(jobs["stopped"])
     saved = re.search(r"stopped on request after step (\d+); checkpoint saved", output)
@@ -209,7 +209,7 @@ def test_the_benchmarks_end(place, jobs):
 
 
 @pytest.mark.library
-def test_the_doctor_looks_at_both_nodes(place):
+def test_the_doctor_probes_both_nodes(place):
     report = json.loads(place.finish(place.command(f"{SRUN} doctor --json", "--nodes=2")))
     assert report["nodes"] == 2
     assert report["decision"] is not None

@@ -1,4 +1,4 @@
-"""A job that Slurm itself tells to stop before its time is up, with the template's own --signal: it goes on by itself.
+"""A job that Slurm itself stops before its time is up, with the template's own --signal: it continues by itself.
 
 Takes about five minutes, since Slurm counts limits in minutes: only with ODC_MPI_LONG=1, as `make soak` has it.
 """
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("ODC_MPI_LONG") != "1", reason="takes five minutes: make soak"),
 ]
 
-#: A training whose steps take at least so long, and are so many that Slurm tells it to stop: with four minutes of time
+#: A training with enough steps of at least `SLOW_S` that Slurm stops it: with four minutes of time
 #: and 120 s of warning that comes 90 to 120 s after its start, which takes a minute where others use the machine, too.
 SLOW_S, SLOW_STEPS = 1.0, 120
 SLOW = f"""#!{sys.executable}
@@ -45,7 +45,7 @@ def train_slowly(place):
     return place.train("train", *settings, options=["--time=4"], PATH=path)
 
 
-def test_slurm_itself_tells_a_job_to_stop(place):
+def test_slurm_itself_stops_a_job(place):
     output = place.finish(train_slowly(place))
     after = [int(step) for step in re.findall(r"stopped on request after step (\d+); checkpoint saved", output)]
     assert after and place.summary("slow-run")["slurm_restarts"] >= len(after)

@@ -4,7 +4,7 @@
 
 Tickets, the exchange, rewards and microbatches are those of training; what generates is given completions with sleeps
 in between, and what trains looks at its microbatches. In each step a rank drawn for it is slow at generating, another
-one slow at training, another one late; all sleep at random. Stores have room for nothing, for about one or two prompt
+one slow at training, another one late; all sleep at random. Stores have space for nothing, for about one or two prompt
 groups, or for all. The content of each completion says which one it is, and follows from seed, step and prompt.
 """
 
@@ -39,7 +39,7 @@ LATE_S, SLEEP_S = 2e-3, 5e-4
 
 @functools.lru_cache(maxsize=NUM_PROMPTS)
 def completion_tokens(seed, step, prompt):
-    """Return the completions of a prompt: their first tokens say which ones they are."""
+    """Return the completions of a prompt: their first tokens identify them."""
     draws = np.random.default_rng((seed, step, prompt))
     lengths = draws.integers(4, MAX_LENGTH + 1, size=NUM_GENERATIONS)
     heads = ([prompt, completion, step % 60] for completion in range(NUM_GENERATIONS))
@@ -52,7 +52,7 @@ def reward(completion_ids, **columns):
 
 
 class _NoModel:
-    """What `RolloutSource` asks of a model."""
+    """The attributes of a model that `RolloutSource` reads."""
 
     module = None
     cache_needs = SimpleNamespace(maximum=SimpleNamespace(parameters=0))
@@ -72,8 +72,8 @@ class Rollouts:
     Args:
         world: The ranks.
         path: Written by `grpo_job.write_files`.
-        seed: Of all that is drawn, with the step.
-        store_bytes: Of each rank.
+        seed: Seed, combined with the step.
+        store_bytes: Bytes of the store of each rank.
         beta: Above 0, completions without an advantage are trained, too.
 
     Attributes:
@@ -115,9 +115,9 @@ class Rollouts:
             self._sleep(slow=self._world.rank == self._slow_trainer)
         gathered.local.update(zip(source.gathered_names, source.local_values(), strict=True))
         report = gathered.report(trained.ravel(), [False])
-        gathered.receive_reports(np.array(self._world.gather_objects(report)))  # point A
+        gathered.receive_reports(np.array(self._world.gather_objects(report)))  # gradients complete
         self._check(minibatch.indices.tolist(), gathered.sums.reshape(trained.shape), step, gathered)
-        self._world.wait_collective(self._world.comm.Ibarrier(), "meeting at point B of a soak")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "synchronizing at parameters_published of a soak")
 
     def close(self):
         """Free windows. Collective."""

@@ -2,8 +2,8 @@
 
     mpiexec -n RANKS python tests/soak/soak.py --minibatches 500
 
-Arrays, sizes, dtypes, the reduction, the room in the mailbox, whether a thread serves, and who works off which
-microbatch (by turns, all by one rank, or whoever draws its ticket): all are drawn anew every few minibatches. Ranks
+Arrays, sizes, dtypes, the reduction, the size of the mailbox, the progress thread, and the assignment of each
+microbatch (by turns, all by one rank, or any by its ticket): all are drawn again every few minibatches. Ranks
 sleep at random, push different numbers of gradients, also none, and have several on their way. Values are integers, so
 that sums are exact in any order; every rank knows from the seed what all microbatches push.
 
@@ -11,7 +11,7 @@ On two hosts, by network namespaces:
 
     python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
 
-A run by hand also says how much memory the ranks hold after each fifth of the minibatches, and what is left
+A run by hand also prints the memory that the ranks hold after each fifth of the minibatches, and what is left
 in /dev/shm.
 """
 
@@ -36,9 +36,9 @@ from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 MINIBATCHES_PER_LIFE = 20
 MAX_NUMEL = 200_000
-#: Of one microbatch.
+#: Limit of one microbatch.
 MAX_PUSHES = 4
-#: Of a minibatch, for each rank.
+#: Limit of a minibatch, for each rank.
 MAX_MICROBATCHES = 3
 BALANCES = ("by turns", "all by one rank", "tickets")
 SMALLEST_RING = 256
@@ -49,7 +49,7 @@ class Life:
 
     Attributes:
         num_checked: Sums that were compared.
-        num_sent: Pieces of gradients that this rank brought to other ranks.
+        num_sent: Segments of gradients that this rank sent to other ranks.
     """
 
     def __init__(self, world, seed, reduction, tickets):
@@ -61,9 +61,9 @@ class Life:
         self.num_checked = self.num_sent = 0
         self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.
-        room = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
+        mailbox_bytes = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         make = (
-            functools.partial(MailboxGradientStore, mailbox_bytes=room)
+            functools.partial(MailboxGradientStore, mailbox_bytes=mailbox_bytes)
             if reduction == "mailbox"
             else AccumulateGradientStore
         )
@@ -74,8 +74,8 @@ class Life:
         specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         self.name = (
-            f"{reduction}, {room if reduction == 'mailbox' else 0} bytes, {self.sizes}, thread {self.has_thread}, "
-            f"microbatches: {self.balance}"
+            f"{reduction}, {mailbox_bytes if reduction == 'mailbox' else 0} bytes, {self.sizes}, "
+            f"thread {self.has_thread}, microbatches: {self.balance}"
         )
 
     def _keep(self, make):
@@ -103,7 +103,7 @@ class Life:
             thread.join()
 
     def num_microbatches(self, minibatch):
-        """How many microbatches there are for all ranks."""
+        """Return the number of microbatches of all ranks."""
         return int(np.random.default_rng([*self.seed, minibatch]).integers(MAX_MICROBATCHES * self.world.size + 1))
 
     def own(self, minibatch):
@@ -116,7 +116,7 @@ class Life:
         return range(count if minibatch % size == self.world.rank else 0)
 
     def pushes(self, minibatch, microbatch):
-        """What a microbatch pushes: `(array, start, values)` each."""
+        """Yield the pushes of a microbatch: `(array, start, values)`."""
         rng = np.random.default_rng([*self.seed, minibatch, microbatch])
         for _ in range(rng.integers(0, MAX_PUSHES + 1)):
             index = int(rng.integers(len(self.sizes)))
@@ -124,7 +124,7 @@ class Life:
             yield index, start, rng.integers(-1000, 1000, size=stop - start)
 
     def parameters(self, index, minibatch):
-        """What an array holds in a minibatch."""
+        """Return the parameters of an array in a minibatch."""
         return torch.arange(minibatch, minibatch + self.sizes[index], dtype=torch.float32)
 
     def minibatch(self, minibatch):
@@ -198,7 +198,7 @@ def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox"), aft
 
 
 class Memory:
-    """What this process holds, in MiB, after each fifth of the minibatches, and what it sent after the first."""
+    """Memory of this process, in MiB, after each fifth of the minibatches, and bytes sent after the first."""
 
     def __init__(self, num_minibatches):
         self.num_minibatches, self.num_sent, self.held = num_minibatches, 0, []

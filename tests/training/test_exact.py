@@ -46,7 +46,7 @@ def test_what_breaks_it_with_rewards_is_refused(setting: str, value: str, words:
         apply_exact_settings(load(None, [*MODEL, *GRPO, f"--{setting}={value}"]))
 
 
-def test_a_run_begins_with_room_for_what_is_divided_later() -> None:
+def test_exponents_leave_headroom_for_a_later_division() -> None:
     elements = FixedPointGradients({0: 10, 3: 20})
     ExponentCallback(elements, 1000.0)
     assert elements.exponents == {0: FIRST_EXPONENT - 10, 3: FIRST_EXPONENT - 10}

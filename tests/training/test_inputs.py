@@ -1,4 +1,4 @@
-"""What a run is made from: whether data set and model fit each other."""
+"""Inputs of a run: whether data set and model fit each other."""
 
 import re
 import shutil

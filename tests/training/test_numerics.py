@@ -1,4 +1,4 @@
-"""What the last bits depend on is told, and compared on resume."""
+"""Facts on which the last bits depend are recorded, and compared on resume."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.training.exact.numerics import numerics_differences, numerics_fingerprint
 
 
-def test_it_tells_processor_and_what_libraries_are_forced_to(monkeypatch):
+def test_it_contains_the_processor_and_forced_library_settings(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     own = numerics_fingerprint("cpu")
@@ -16,7 +16,7 @@ def test_it_tells_processor_and_what_libraries_are_forced_to(monkeypatch):
     assert own["processor"] and own["instructions"]
 
 
-def test_what_changed_since_a_checkpoint_is_told():
+def test_changes_since_a_checkpoint_are_reported():
     before = {"processor": "old", "torch": "1", "run.threads": "2", "GPU": "one"}
     own = {"processor": "new", "torch": "1", "run.threads": "2", "MKL_CBWR": "not set"}
     assert numerics_differences(own, before, "there") == ["processor old -> new", "GPU one -> none"]

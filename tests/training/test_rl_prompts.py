@@ -1,4 +1,4 @@
-"""What reward functions get of a prompt and its completions."""
+"""Prompts and completions as reward functions get them."""
 
 import json
 

@@ -45,6 +45,6 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
         ({"run__num_train_epochs": 2}, "set run.steps instead"),
     ],
 )
-def test_what_does_not_fit_is_said(changes, words):
+def test_mismatches_are_reported(changes, words):
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         loaded(**changes)

@@ -1,4 +1,4 @@
-"""Which of two runs may write in a directory."""
+"""The lock of a run directory between two runs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Settings: what is read comes back, and every mistake is one line that names source, setting and cure."""
+"""Settings: written files are read back, and every user error is one line that names source, setting and cure."""
 
 import random
 from dataclasses import asdict, replace
@@ -324,7 +324,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha requires lora.r"),
     ],
 )
-def test_mistakes_in_a_file(write, text, expected):
+def test_user_errors_in_a_file(write, text, expected):
     assert message(write(text)).startswith(expected)
 
 
@@ -357,7 +357,7 @@ def test_mistakes_in_a_file(write, text, expected):
         (["--model.config.model_type", "x"], "job.yaml: expected exactly one of model.path and model.config, got both"),
     ],
 )
-def test_mistakes_in_arguments(write, arguments, expected):
+def test_user_errors_in_arguments(write, arguments, expected):
     assert message(write(MINIMAL), *arguments).startswith(expected)
 
 

@@ -1,4 +1,4 @@
-"""What an update does without gradients, and when a run that goes nowhere ends."""
+"""Updates without gradients, and the end of a run that makes no progress."""
 
 from types import SimpleNamespace
 

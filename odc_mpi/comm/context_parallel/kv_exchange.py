@@ -49,7 +49,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         sequence_number: Number of the sequence among all split sequences so far, from 1; the same on all ranks.
         bounds: Boundaries of the chunks in tokens, `[chunks + 1]`.
         ranks: Rank of each chunk.
-        sequence: Name of the sequence, for messages.
+        sequence_name: Name of the sequence, for messages.
     """
 
     def __init__(

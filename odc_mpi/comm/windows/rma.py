@@ -196,8 +196,8 @@ class WindowFactory:
     """Factory of the windows of a store.
 
     Attributes:
-        make: Creates a window of `(world, numel, dtype)`.
-        memory: Returns the MPI buffer of a flat tensor on the same device as the windows.
+        create: Creates a window of `(world, numel, dtype)`.
+        as_buffer: Returns the MPI buffer of a flat tensor on the same device as the windows.
         on_host: True if the windows are in host memory.
         shared: True if the ranks of a node map the shards of each other.
     """

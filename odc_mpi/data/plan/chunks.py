@@ -21,7 +21,7 @@ class SequenceSplit:
     """A sequence split into chunks on different ranks. Chunk `i` contains the tokens bounds[i]:bounds[i + 1].
 
     Attributes:
-        sequence: Position of the sequence in the minibatch.
+        position: Position of the sequence in the minibatch.
         bounds: Bounds of the chunks, in tokens: increasing, from 0 to the length of the sequence, [chunks + 1].
         ranks: Rank of each chunk, all different, [chunks].
     """

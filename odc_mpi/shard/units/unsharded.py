@@ -57,7 +57,7 @@ class UnshardedUnits:
         activity: Publishes which unit is in use.
         parameter_version: Version of the parameters; incremented by `invalidate`.
         fetch_allowed: False while owners write their shards: a fetch is then an error. Set by the model.
-        is_reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
+        reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
     """
 
     def __init__(

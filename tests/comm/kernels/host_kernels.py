@@ -6,7 +6,7 @@ from pathlib import Path
 
 from odc_mpi.comm.kernels import native
 
-#: Of each file: what its kernels take besides segments, their number, the range and the target.
+#: Arguments of the kernels of each file besides segments, their number, the range and the target.
 FILES = {"flatten": ["unsigned long long *largest"], "add_segments": []}
 TARGETS = {"float32": "float", "float64": "double"}
 #: A quad at an address that is none's stops the test.
@@ -18,7 +18,7 @@ class HostKernels:
 
     Attributes:
         blocks: How many blocks a launch has, whatever it asks for.
-        threads: Of a block.
+        threads: Threads of a block.
         launches: Names of the kernels that were launched.
     """
 

@@ -1,4 +1,4 @@
-"""Random pieces of a flat array, and what is to come of them, element by element in Python."""
+"""Random segments of a flat array, and the expected results, element by element in Python."""
 
 import math
 
@@ -17,25 +17,25 @@ def random_values(rng, shape, dtype, special=0.0, device="cpu"):
     return torch.from_numpy(np.asarray(values)).to(dtype).to(device)
 
 
-def random_pieces(rng, count, longest=40, alignment=1, special=0.0, device="cpu"):
+def random_segments(rng, count, longest=40, alignment=1, special=0.0, device="cpu"):
     """Pieces in order, gaps between some of them, some empty or scalars, some with strides; and where the last ends."""
-    pieces, filled = [], 0
+    segments, filled = [], 0
     for _ in range(count):
         start = filled + int(rng.choice([0, 0, 1, 3, 50]))
         start = -(-start // alignment) * alignment
         shape = [(), (0,), (1,), (int(rng.integers(2, longest)),), (2, 3, 4), (int(rng.integers(1, 9)), 7)]
         dtype = DTYPES[rng.integers(len(DTYPES))]
-        piece = random_values(rng, shape[rng.integers(len(shape))], dtype, special, device)
+        segment = random_values(rng, shape[rng.integers(len(shape))], dtype, special, device)
         form = rng.integers(6)
-        if form == 0 and piece.dim():
-            piece = piece.flip(0).transpose(0, -1)
-        elif form == 1 and piece.dim() == 1 and piece.numel() > 1:
-            piece = piece[1:]  # no multiple of 16 bytes any more
-        elif form == 2 and piece.dim() and dtype is not torch.float16:
-            piece = piece.to_sparse()
-        pieces.append((start, piece))
-        filled = start + piece.numel()
-    return pieces, filled
+        if form == 0 and segment.dim():
+            segment = segment.flip(0).transpose(0, -1)
+        elif form == 1 and segment.dim() == 1 and segment.numel() > 1:
+            segment = segment[1:]  # no multiple of 16 bytes any more
+        elif form == 2 and segment.dim() and dtype is not torch.float16:
+            segment = segment.to_sparse()
+        segments.append((start, segment))
+        filled = start + segment.numel()
+    return segments, filled
 
 
 def random_slots(rng, numel, count, special=0.0, device="cpu"):
@@ -56,13 +56,13 @@ def elements(tensor):
     return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().reshape(-1).tolist()
 
 
-def flatten_naively(pieces, numel, dtype):
+def flatten_naively(segments, numel, dtype):
     """The flat array, and the largest magnitude."""
     to = np.float32 if dtype is torch.float32 else np.float64
     flat = np.zeros(numel, dtype=to)
     with np.errstate(all="ignore"):
-        for start, piece in pieces:
-            for i, x in enumerate(elements(piece)):
+        for start, segment in segments:
+            for i, x in enumerate(elements(segment)):
                 flat[start + i] = to(x)
     magnitudes = [abs(float(x)) for x in flat]
     return torch.from_numpy(flat), math.nan if any(map(math.isnan, magnitudes)) else max(magnitudes, default=0.0)
@@ -79,7 +79,7 @@ def add_naively(shard, slots):
 
 
 def assert_same(made, wanted):
-    """To the last bit, but for those of a NaN."""
+    """Compare bit for bit, except the bits of a NaN."""
     made, wanted = made.cpu(), wanted.cpu()
     assert made.dtype == wanted.dtype and made.shape == wanted.shape
     assert torch.equal(made.isnan(), wanted.isnan())

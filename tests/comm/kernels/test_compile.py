@@ -55,6 +55,6 @@ def test_a_kernel_compiles_and_stays_in_registers(nvcc, name, tmp_path):
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
-        # A table of pieces that is copied to a thread's own memory, or values that are, would cost much of the speed.
+        # A table of segments that is copied to a thread's own memory, or values that are, would cost much of the speed.
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
         assert frames == [("0", "0", "0")] * len(native._TARGETS) * len(ARCHITECTURES), done.stderr

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DTYPES, TARGETS, assert_same, assert_same_number, random_pieces, random_slots, random_values
+from kernel_cases import DTYPES, TARGETS, assert_same, assert_same_number, random_segments, random_slots, random_values
 
 from odc_mpi.comm.kernels import native
 
@@ -35,13 +35,13 @@ def test_flatten_is_torch_s_to_the_bit(gpu, dtype, special):
     for seed in range(30):
         rng = np.random.default_rng(seed)
         longest, alignment = int(rng.choice([40, 5000, 60_000])), int(rng.choice([1, 4, 32]))
-        pieces, filled = random_pieces(rng, int(rng.integers(1, 300)), longest, alignment, special, gpu)
+        segments, filled = random_segments(rng, int(rng.integers(1, 300)), longest, alignment, special, gpu)
         around = torch.full((filled + 20,), -7.0, dtype=dtype, device=gpu)
         offset = int(rng.choice([0, 4, 1]))
         flat = around[offset : offset + filled + 3]
-        largest = native.flatten(pieces, flat)
+        largest = native.flatten(segments, flat)
         wanted = torch.empty_like(flat)
-        wanted_largest = native.flatten_with_torch(pieces, wanted)
+        wanted_largest = native.flatten_with_torch(segments, wanted)
         assert_same(flat, wanted)
         assert_same_number(largest, float(wanted_largest))
         assert (around[:offset] == -7).all() and (around[offset + flat.numel() :] == -7).all()
@@ -103,13 +103,13 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_nobody_waits_for_the_device(gpu):
-    pieces = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
+def test_no_call_waits_for_the_device(gpu):
+    segments = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
     flat = torch.empty(300, device=gpu)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        native.flatten(pieces, flat)
-        native.add_segments_(flat, [(5, pieces[0][1])])
+        native.flatten(segments, flat)
+        native.add_segments_(flat, [(5, segments[0][1])])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(flat.sum()) == 263
@@ -117,12 +117,12 @@ def test_nobody_waits_for_the_device(gpu):
 
 def test_without_kernels_the_same(gpu, monkeypatch):
     rng = np.random.default_rng(5)
-    pieces, numel = random_pieces(rng, 40, 3000, special=0.01, device=gpu)
+    segments, numel = random_segments(rng, 40, 3000, special=0.01, device=gpu)
     with_kernels, without = torch.empty(numel, device=gpu), torch.empty(numel, device=gpu)
-    native.flatten(pieces, with_kernels)
+    native.flatten(segments, with_kernels)
     monkeypatch.setenv("ODC_MPI_KERNELS", "off")
     assert native.kernels_unavailable_reason(gpu) is not None
-    native.flatten(pieces, without)
+    native.flatten(segments, without)
     assert_same(with_kernels, without)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels do, on the host: through the same tables, launch by launch, in place of CuPy."""
+"""The kernels compiled for the host: the same tables, launch by launch, without CuPy."""
 
 import ctypes
 import math
@@ -16,7 +16,7 @@ from kernel_cases import (
     assert_same,
     assert_same_number,
     flatten_naively,
-    random_pieces,
+    random_segments,
     random_slots,
     random_values,
 )
@@ -50,14 +50,14 @@ def test_flatten_is_torch_s_to_the_bit(kernels, dtype, grid):
     for seed in range(25):
         rng = np.random.default_rng(seed)
         alignment = int(rng.choice([1, 4, 32]))
-        pieces, filled = random_pieces(rng, int(rng.integers(1, 12)), 200, alignment, special=0.1 * (seed % 2))
+        segments, filled = random_segments(rng, int(rng.integers(1, 12)), 200, alignment, special=0.1 * (seed % 2))
         numel = filled + int(rng.choice([0, 5]))
         around = torch.full((numel + 9,), -7.0, dtype=dtype)
         offset = int(rng.choice([0, 4, 1]))
         flat = around[offset : offset + numel]
-        largest = native.flatten(pieces, flat)
+        largest = native.flatten(segments, flat)
         wanted = torch.empty(numel, dtype=dtype)
-        wanted_largest = native.flatten_with_torch(pieces, wanted)
+        wanted_largest = native.flatten_with_torch(segments, wanted)
         assert_same(flat, wanted)
         assert_same_number(largest, float(wanted_largest))
         assert (around[:offset] == -7).all() and (around[offset + numel :] == -7).all(), "written beyond the array"
@@ -98,7 +98,7 @@ def test_every_value_of_two_bytes_is_cast_right(kernels, dtype, target):
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
-def test_more_pieces_than_a_launch_takes(kernels, dtype):
+def test_more_segments_than_a_launch_takes(kernels, dtype):
     rng = np.random.default_rng(3)
     for count, launches in [
         (0, 1),
@@ -106,16 +106,16 @@ def test_more_pieces_than_a_launch_takes(kernels, dtype):
         (native.MAX_SEGMENTS + 1, 2),
         (3 * native.MAX_SEGMENTS, 3),
     ]:
-        pieces = [(8 * i + i % 3, torch.from_numpy(rng.normal(size=1 + i % 5))) for i in range(count)]
+        segments = [(8 * i + i % 3, torch.from_numpy(rng.normal(size=1 + i % 5))) for i in range(count)]
         kernels.launches.clear()
         flat = torch.full((8 * count + 3,), math.nan, dtype=dtype)
-        largest = native.flatten(pieces, flat)
-        wanted, wanted_largest = flatten_naively(pieces, flat.numel(), dtype)
+        largest = native.flatten(segments, flat)
+        wanted, wanted_largest = flatten_naively(segments, flat.numel(), dtype)
         assert_same(flat, wanted)
         assert_same_number(largest, wanted_largest)
         assert len(kernels.launches) == launches
         shard = torch.from_numpy(rng.normal(size=flat.numel())).to(dtype)
-        slots = [pieces[i] for i in rng.permutation(count)] + pieces
+        slots = [segments[i] for i in rng.permutation(count)] + segments
         wanted = add_naively(shard, slots)
         native.add_segments_(shard, slots)
         assert_same(shard, wanted)
@@ -154,13 +154,13 @@ def test_indices_beyond_32_bits(kernels):
 
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_nothing_is_read_or_written_behind_the_end(kernels, source, target):
-    """Where the next page may not be touched: it would end the process."""
+def test_nothing_is_accessed_beyond_the_end(kernels, source, target):
+    """Place arrays before a page whose access would end the process."""
     for numel in range(1, 60):
-        piece, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)
-        piece.copy_(torch.arange(numel))
-        native.flatten([(numel % 3, piece)], flat)
-        native.add_segments_(flat, [(numel % 3, piece), (0, piece)])
+        segment, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)
+        segment.copy_(torch.arange(numel))
+        native.flatten([(numel % 3, segment)], flat)
+        native.add_segments_(flat, [(numel % 3, segment), (0, segment)])
         assert float(flat[-1]) == (2 if numel % 3 else 3) * (numel - 1)
 
 

@@ -14,7 +14,7 @@ from kernel_cases import (
     assert_same,
     assert_same_number,
     flatten_naively,
-    random_pieces,
+    random_segments,
     random_slots,
     random_values,
 )
@@ -24,7 +24,7 @@ from odc_mpi.comm.kernels import native
 
 @pytest.fixture
 def no_cache():
-    """What is known of CuPy is found out anew."""
+    """Forget the cached result of the search for CuPy."""
     find = native._cupy
     find.cache_clear()
     yield
@@ -36,11 +36,11 @@ def no_cache():
 def test_flatten_casts_lays_out_and_measures(dtype, special):
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        pieces, filled = random_pieces(rng, int(rng.integers(0, 9)), special=special)
+        segments, filled = random_segments(rng, int(rng.integers(0, 9)), special=special)
         numel = filled + int(rng.choice([0, 0, 7]))
         flat = torch.full((numel,), float("nan"), dtype=dtype)
-        largest = native.flatten(pieces, flat)
-        wanted, wanted_largest = flatten_naively(pieces, numel, dtype)
+        largest = native.flatten(segments, flat)
+        wanted, wanted_largest = flatten_naively(segments, numel, dtype)
         assert_same(flat, wanted)
         assert_same_number(largest, wanted_largest)
 
@@ -81,10 +81,10 @@ def test_nothing_to_lay_out():
     assert not flat.any()
 
 
-@pytest.mark.parametrize("pieces", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
-def test_pieces_over_one_another_or_beyond_the_array(pieces):
+@pytest.mark.parametrize("segments", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
+def test_segments_that_overlap_or_exceed_the_array(segments):
     with pytest.raises(AssertionError, match="segments"):
-        native.flatten([(start, torch.ones(numel)) for start, numel in pieces], torch.zeros(8))
+        native.flatten([(start, torch.ones(numel)) for start, numel in segments], torch.zeros(8))
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
@@ -106,7 +106,7 @@ def test_why_there_are_no_kernels(monkeypatch, no_cache):
     assert "ROCm" in native.kernels_unavailable_reason(gpu)
 
 
-def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cache):
+def test_a_cupy_that_cannot_be_imported_is_reported(monkeypatch, tmp_path, no_cache):
     (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1:\\ncannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -116,7 +116,7 @@ def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cac
     assert native.kernels_unavailable_reason(torch.device("cuda", 0)) is not None
 
 
-def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
+def test_a_kernel_that_cannot_be_built_is_reported(monkeypatch):
     class Broken:
         __version__ = "14"
 
@@ -134,7 +134,7 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
 @pytest.mark.parametrize("current", [0, 3])
 @pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 320)])
 def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched, current):
-    """What is handed to CuPy; whether it is right tells a GPU only."""
+    """Check the arguments passed to CuPy. Their effect is tested on a GPU only."""
     cupy, cuda = MagicMock(), MagicMock()
     cuda.current_stream.return_value.cuda_stream = 4711
     cuda.current_device.return_value = current
@@ -179,8 +179,8 @@ def test_cupy_is_not_imported_where_there_is_no_gpu(tmp_path):
         "import importlib, pkgutil, sys, torch\n"
         "from odc_mpi import api, comm, shard\n"
         "from odc_mpi.comm.kernels import native\n"
-        "for room in (comm, shard):\n"
-        "    for module in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
+        "for folder in (comm, shard):\n"
+        "    for module in pkgutil.iter_modules(folder.__path__, folder.__name__ + '.'):\n"
         "        importlib.import_module(module.name)\n"
         "native.flatten([(0, torch.ones(3))], torch.empty(3))\n"
         "native.add_segments_(torch.ones(3), [(0, torch.ones(3))])\n"

@@ -40,7 +40,7 @@ def test_plans_are_made_of_plain_integers_and_repeat(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BALANCE_STRATEGIES)
-def test_equal_costs_are_told_apart_by_their_place_alone(name: str) -> None:
+def test_equal_costs_are_ordered_by_position(name: str) -> None:
     lengths = np.full(24, 7)
     assert BALANCE_STRATEGIES[name](lengths, 3, 20, COST) == BALANCE_STRATEGIES[name](
         np.random.default_rng(0).permutation(lengths), 3, 20, COST
@@ -145,7 +145,7 @@ def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> Non
 
 
 def lockstep(plan: Plan, lengths: np.ndarray) -> float:
-    """The time of ranks that meet in each microbatch."""
+    """Return the time of ranks that synchronize after each microbatch."""
     turns = zip(*plan.microbatches, strict=True)
     return sum(max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in turn) for turn in turns)
 

@@ -1,4 +1,4 @@
-"""Plans that cut the longest sequences, against brute force in small cases, and what every plan must keep."""
+"""Plans that split the longest sequences, against brute force in small cases, and invariants of every plan."""
 
 import math
 from itertools import combinations, pairwise, product
@@ -13,7 +13,7 @@ from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 
 COST = CostModel(1.0, 1e-3, 100.0)
-#: Linear, quadratic, both, and with a price for the tokens before a piece.
+#: Linear, quadratic, both, and with a cost for the tokens before a chunk.
 COSTS = (CostModel(1.0), CostModel(0.0, 1.0), CostModel(3.0, 0.25), CostModel(1.0, 0.5, 7.0, 1.2, 0.75))
 
 
@@ -37,19 +37,19 @@ def test_bounds_are_the_best_of_all(cost):
         assert costliest(found, cost) == pytest.approx(min(costliest(b, cost) for b in allowed), rel=1e-12)
 
 
-def test_pieces_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
+def test_chunks_of_a_long_sequence_cost_the_same_and_the_first_is_the_longest():
     bounds = even_bounds(65_536, 7, 65_536, COST)
     costs = [COST.chunk(a, b) for a, b in pairwise(bounds)]
     tokens = [b - a for a, b in pairwise(bounds)]
     assert len(costs) == 7 and max(costs) < 1.002 * min(costs)
     assert tokens == sorted(tokens, reverse=True)
-    # Without a price of being apart, pieces add up to the whole.
+    # Without a cost of splitting, the costs of chunks sum to that of the sequence.
     fair = CostModel(1.0, 1e-3, 0.0, 1.0)
     assert math.fsum(fair.chunk(a, b) for a, b in pairwise(bounds)) == pytest.approx(fair.sequence(65_536).item())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_each_token_is_planned_once_and_pieces_fit(size):
+def test_each_token_is_planned_once_and_chunks_fit(size):
     for n in (0, 1, 2, 3, 7, 24, 61):
         for max_tokens in (8192, -(-8192 // size)):
             lengths = longtailed(size * 100 + n, n)
@@ -70,7 +70,7 @@ def test_each_token_is_planned_once_and_pieces_fit(size):
 
 
 def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
-    """Run a plan event by event: a piece begins when all ranks of its sequence have come to it. Fails on a deadlock."""
+    """Run a plan event by event: a chunk begins when all ranks of its sequence have reached it. Fails on a deadlock."""
     due = [[split for split in plan.splits if rank in split.ranks] for rank in range(size)]
     free = [0.0] * size
     while any(due):
@@ -85,7 +85,7 @@ def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:
 
 
 def optimum(lengths, size: int, cost: CostModel) -> float:
-    """The least end of all: every number of pieces, every choice of ranks, every assignment of whole sequences."""
+    """Return the least makespan over all numbers of chunks, choices of ranks and assignments of unsplit sequences."""
     best = math.inf
     for counts in product(range(1, size + 1), repeat=len(lengths)):
         each = [
@@ -115,7 +115,7 @@ def test_small_minibatches_end_nearly_as_early_as_the_best_plan(size):
 
 
 @pytest.mark.parametrize(("per_rank", "gain"), [(1, 1.6), (2, 1.35), (4, 1.1)])
-def test_what_splitting_wins_over_drawing_whole_sequences(per_rank, gain):
+def test_gain_of_splitting_over_drawing_unsplit_sequences(per_rank, gain):
     whole = cut = 0.0
     for seed in range(10):
         lengths = longtailed(seed, 8 * per_rank)
@@ -148,6 +148,6 @@ def test_more_long_sequences_than_ranks_take_turns():
         split_longest(np.array([5, 1025]), 1, 1024, COST)
 
 
-def test_two_pieces_of_a_sequence_never_share_a_rank():
+def test_two_chunks_of_a_sequence_never_share_a_rank():
     with pytest.raises(AssertionError):
         SequenceSplit(0, (0, 1, 2), (1, 1))

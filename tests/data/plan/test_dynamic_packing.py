@@ -1,4 +1,4 @@
-"""How a minibatch is cut for those who draw: against single sequences, against a fixed plan, and in time."""
+"""Splitting of a minibatch for dynamic balance: against single sequences, against a fixed plan, and in time."""
 
 import math
 import time
@@ -38,7 +38,7 @@ def test_makespan_is_that_of_ranks_that_draw():
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])
-def test_makespan_is_the_same_to_the_last_bit_as_piece_by_piece(spread):
+def test_makespan_is_bitwise_that_of_item_by_item(spread):
     rng = np.random.default_rng(0)
     for size in (2, 3, 17, 100):
         for work in (rng.exponential(1.0, 400), -np.sort(-rng.exponential(1.0, 400)), rng.integers(0, 4, 90) * 1.0):

@@ -129,7 +129,7 @@ def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
+def test_learns_the_cost_of_chunks(factor: float) -> None:
     ranks, rng = [FittedCostModel(CostModel()) for _ in range(3)], np.random.default_rng(1)
     true, slowness = replace(TRUE, piece_factor=factor), [0.8, 1.0, 1.3]
     learn(ranks, slowness=slowness)
@@ -148,8 +148,8 @@ def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
     assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
 
 
-def test_pieces_alone_change_nothing() -> None:
-    """Nothing then tells how fast the rank is."""
+def test_splitting_alone_changes_nothing() -> None:
+    """Without varied chunks nothing shows how fast the rank is."""
     rank = FittedCostModel(CostModel())
     rank.observe_chunk(0, 100, 7.0)
     rank.observe_chunk(5, 5, 1.0)
@@ -157,7 +157,7 @@ def test_pieces_alone_change_nothing() -> None:
     assert rank.cost == CostModel()
 
 
-def test_what_says_nothing_is_left_out() -> None:
+def test_useless_measurements_are_ignored() -> None:
     rank = FittedCostModel(CostModel())
     for lengths, seconds in (([], 1.0), ([5], 0.0), ([5], -1.0), ([5], math.nan), ([5], math.inf)):
         rank.observe(lengths, seconds)

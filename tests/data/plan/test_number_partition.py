@@ -20,7 +20,7 @@ def greedy(costs: list[float], size: int) -> float:
 
 
 def best(costs: list[float], size: int, most: int | None = None) -> float:
-    """The least makespan of all assignments, with at most so many items for each."""
+    """Return the least makespan of all assignments with at most `most` items per rank."""
     return min(
         max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(size))
         for ranks in itertools.product(range(size), repeat=len(costs))
@@ -124,7 +124,7 @@ def test_even_parts_need_no_memory_with_the_square() -> None:
         assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
 
 
-def test_first_fit_takes_the_first_bin_with_room() -> None:
+def test_first_fit_takes_the_first_bin_with_space() -> None:
     assert first_fit(np.array([2, 5, 4, 5, 3, 6]), 10) == [[5, 2], [1, 3], [4, 0]]
 
 

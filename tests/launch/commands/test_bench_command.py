@@ -83,7 +83,7 @@ def test_under_mpiexec_it_takes_the_ranks_it_finds():
     assert "measuring units of 2M" in done.err
 
 
-def test_other_ranks_than_mpiexec_started_are_a_mistake():
+def test_ranks_that_differ_from_mpiexec_are_a_user_error():
     done = odc_mpi(2, *SMALL, "--ranks", 3)
     assert done.code == 2
     errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
@@ -91,7 +91,7 @@ def test_other_ranks_than_mpiexec_started_are_a_mistake():
     assert "Traceback" not in done.err
 
 
-def test_too_large_units_are_told_and_the_exit_code_passes_through():
+def test_too_large_units_are_reported_and_the_exit_code_passes_through():
     done = odc_mpi(0, "bench", "transport", "--sizes", "4096G", "--repeats", 1)
     assert done.code == 2
     assert len([line for line in done.err.splitlines() if "MiB of memory are available" in line]) == 1

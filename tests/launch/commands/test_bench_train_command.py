@@ -1,4 +1,4 @@
-"""`odc-mpi bench train` as a person runs it: schema, mistakes, how it ends. No figure is compared with another here."""
+"""`odc-mpi bench train` from a shell: schema, user errors, how it ends. No figure is compared with another here."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_it_starts_its_ranks_and_prints_one_object(config, tmp_path):
         (("--ranks", 100000), "--ranks 100000: expected at most"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, options, output):
+def test_user_errors_are_one_line(tmp_path, options, output):
     done = odc_mpi(0, *TINY, *options, cwd=tmp_path)
     assert done.code == 2, done.err
     lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]

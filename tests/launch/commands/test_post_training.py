@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SECTION = re.search(r"## Post-training, start to end\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-#: Of jobs/lora.yaml.
+#: Steps between checkpoints in jobs/lora.yaml.
 EVERY = 20
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as a person meets them: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
+"""Checkpoints with real commands: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ CONSTANT = ("--optim.lr_scheduler_type", "constant")
 
 
 def run_until(step, ranks, config, *arguments):
-    """Start a run that would go on for ever, and return when it has done a step."""
+    """Start a run without end, and return when it has done a step."""
     process = start(ranks, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000, *CONSTANT, *arguments)
     wait_for(process, f" {step}/100000")
     return process

@@ -1,4 +1,4 @@
-"""`odc-mpi train` as a person runs it: what it leaves, what it says, how it ends."""
+"""`odc-mpi train` from a shell: its files, its output, how it ends."""
 
 import itertools
 import json
@@ -90,7 +90,7 @@ def sum_seconds(own, kind, until_s=math.inf):
 
 
 @pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_the_trace_tells_when_the_waits_of_the_metrics_were(config, tmp_path, balance):
+def test_the_trace_contains_the_waits_of_the_metrics(config, tmp_path, balance):
     arguments = ["--run.trace_steps", 8, "--data.balance", balance, "--comm.zero_copy", "off"]
     assert odc_mpi(2, "train", "--config", config, *arguments).code == 0
     run = tmp_path / "run"
@@ -134,8 +134,8 @@ def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
     assert losses(run / "earlier-1") == losses(run)
 
 
-def mistake(done, *words):
-    """Check that a mistake is told once, in one line, and ends with exit code 2."""
+def check_user_error(done, *words):
+    """Check that a user error is printed once, in one line, with exit code 2."""
     errors = [line for line in done.lines if "error:" in line]
     assert done.code == 2, (done.code, done.out, done.err)
     assert len(errors) == 1, done.lines
@@ -155,12 +155,12 @@ def mistake(done, *words):
     ],
     ids=["configuration", "data", "argument", "room", "combination"],
 )
-def test_mistakes_are_told_by_one_rank(config, tmp_path, arguments, words):
-    mistake(odc_mpi(2, "train", "--config", config, *arguments), *words)
+def test_user_errors_are_printed_by_one_rank(config, tmp_path, arguments, words):
+    check_user_error(odc_mpi(2, "train", "--config", config, *arguments), *words)
     assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
 
 
-def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
+def test_a_user_error_on_one_rank_only(config, tmp_path):
     """Rank 1 does not see the data set, as on a node where it was not copied to."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -174,7 +174,7 @@ def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
         "sys.exit(cli.main(['train', '--config', sys.argv[1], '--data.path', 'here.h5']))\n"
     )
     data = configuration.load(config).data.path
-    mistake(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
+    check_user_error(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
 
 
 #: Each rank warns while it imports, from a library with a handler of its own too, and while it trains.

@@ -1,4 +1,4 @@
-"""`odc-mpi bench schedule` as a person runs it: schema, agreement with the simulator, mistakes."""
+"""`odc-mpi bench schedule` from a shell: schema, agreement with the simulator, user errors."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_fewer_sequences_than_ranks_have_use_for():
         (("--speed-variation", "nan"), "--speed-variation"),
     ],
 )
-def test_mistakes_are_one_line(options, output):
+def test_user_errors_are_one_line(options, output):
     done = odc_mpi(0, "bench", "schedule", "--ranks", 2, *options)
     assert done.code == 2
     lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(options, output):
     assert "Traceback" not in done.err
 
 
-def test_other_ranks_than_mpiexec_started_are_a_mistake():
+def test_ranks_that_differ_from_mpiexec_are_a_user_error():
     done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
     assert done.code == 2
     errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]

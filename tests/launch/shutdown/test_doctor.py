@@ -129,7 +129,7 @@ def test_the_table_fits_a_terminal():
     assert sum(line.split()[:2] == ["progress", "off"] for line in lines) == 1, "one voice"
 
 
-def test_alone_it_says_how_to_have_a_peer():
+def test_a_single_rank_says_how_to_start_a_peer():
     done = odc_mpi(0, "doctor")
     assert done.code == 0, done.err
     assert "mpiexec -n 2 odc-mpi doctor" in done.out
@@ -243,7 +243,7 @@ def device_doctor(tmp_path):
     [(SEGFAULT, "crashed (SIGSEGV on rank 1)"), (HANG, "no answer within 6 s")],
     ids=["segfault", "hang"],
 )
-def test_what_a_device_cannot_do_is_an_answer_that_is_kept(device_doctor, fault, how):
+def test_missing_abilities_of_a_device_are_a_stored_answer(device_doctor, fault, how):
     done, kept = device_doctor(fault, "--json", operation_s=6)
     found = answer(done)
     device = found["device"]
@@ -282,7 +282,7 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
     assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
 
 
-def test_without_a_device_nothing_is_said_of_one(tmp_path):
+def test_without_a_device_none_is_mentioned(tmp_path):
     done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
     found = answer(done)
     assert found["device"] is None and "device_decision" not in found

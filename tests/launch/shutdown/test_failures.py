@@ -1,4 +1,4 @@
-"""One rank fails or makes a mistake: the whole job ends, soon, and says whose fault it was."""
+"""One rank fails or raises a user error: the whole job ends, soon, with a message that names the rank."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ if world.rank == 1:
 world.gather_objects(None)
 """
 
-#: A thread of ours ends on the last rank while all others wait for that rank; with a limit that nobody waits for.
+#: A thread of this package ends on the last rank while all others wait for that rank; no time-out expires.
 THREAD_FAILS = """
 import time
 from odc_mpi import World
@@ -162,7 +162,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
         ("progress", 2, "ProgressThread(world, work)"),
     ],
 )
-def test_a_thread_of_ours_that_ends_ends_the_job_with_its_traceback(tmp_path, thread, ranks, hand_over):
+def test_a_failed_thread_of_the_package_ends_the_job_with_its_traceback(tmp_path, thread, ranks, hand_over):
     done = launch(ranks, script(tmp_path, THREAD_FAILS.format(hand_over=hand_over)), timeout_s=50)
     assert done.code != 0 and done.seconds < 25
     assert f"rank {ranks - 1} failed in its thread odc_mpi-{thread}:" in done.err
@@ -178,7 +178,7 @@ def test_a_thread_of_the_user_s_that_ends_does_not_end_the_job(tmp_path):
 
 @pytest.mark.library
 def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
-    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting for ever."""
+    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting forever."""
     job = start(2, script(tmp_path, LAUNCHER_STOPPED), tmp_path, os.getpid())
     stopped, deadline = tmp_path / "stopped", time.monotonic() + 50
     while not (stopped.exists() and stopped.read_text()) and job.poll() is None and time.monotonic() < deadline:
@@ -217,7 +217,7 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
 
 @pytest.mark.library
 @pytest.mark.quick
-def test_too_little_shared_memory_is_said_early(tmp_path):
+def test_too_little_shared_memory_is_reported_early(tmp_path):
     text = """
 import odc_mpi, torch
 from odc_mpi.comm.factory import window_transport
@@ -274,7 +274,7 @@ print("fine")
 
 
 @pytest.mark.quick
-def test_ranks_with_different_data_are_told(tmp_path, data, config):
+def test_ranks_with_different_data_are_reported(tmp_path, data, config):
     text = f"""
 import shutil, sys
 from odc_mpi.cli import main as cli

@@ -1,4 +1,4 @@
-"""Collectives within microbatches: whoever is late, or elsewhere, is named within the deadline."""
+"""Collectives within microbatches: a rank that is late, or elsewhere, is named within the deadline."""
 
 import re
 
@@ -42,10 +42,10 @@ def test_a_rank_that_sleeps_in_a_forward(tmp_path):
 
 
 def test_a_rank_that_runs_fewer_microbatches(tmp_path):
-    """It is at A, where the others are not; each side may be the first to say so."""
+    """It has synchronized its gradients, the others have not; each side may be the first to report."""
     line = the_line(tmp_path, ENDS_EARLY)
-    at_a, gathering = "synchronizing at gradients_complete", "gathering unit 0"
-    ways = [f"{gathering}: .*rank 1 on .*{at_a}", f"{at_a}: .*rank [02] on .*{gathering}"]
+    synchronizing, gathering = "synchronizing at gradients_complete", "gathering unit 0"
+    ways = [f"{gathering}: .*rank 1 on .*{synchronizing}", f"{synchronizing}: .*rank [02] on .*{gathering}"]
     assert any(re.fullmatch(WAITED + way + ".*" + LIMIT, line) for way in ways), line
 
 

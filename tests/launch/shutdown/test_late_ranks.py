@@ -1,4 +1,4 @@
-"""A rank that others wait for in vain is named, with what it was last doing; the job ends and nothing stays behind."""
+"""A late rank is named with its last activity; the job ends and nothing stays behind."""
 
 import os
 import re
@@ -101,7 +101,7 @@ def misbehave():
 train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
-#: Rank 1 has the first of two pieces, rank 0 the second.
+#: Rank 1 has the first of two chunks, rank 0 the second.
 SLEEPS_IN_A_PIECE = """
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows, KVSizes
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
@@ -211,7 +211,7 @@ def the_line(tmp_path, text):
 WAITED = r"odc_mpi: rank \d on \S+ waited more than 3 s while "
 NUMBER = r"\d+\.\d"
 LAST_SEEN = f"which was last seen ({NUMBER}) s ago, "
-AT_A = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
+SYNCHRONIZING = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
 LIMIT = "; the limit is comm.timeout_s"
 
 pytestmark = pytest.mark.usefixtures("shared_memory_stays")
@@ -227,24 +227,24 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
 @pytest.mark.quick
 def test_a_rank_that_sleeps_in_a_forward(tmp_path):
     line = the_line(tmp_path, SLEEPS)
-    assert_line(AT_A + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
 
 
 def test_a_rank_that_sleeps_in_a_backward(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_BACKWARD)
-    assert_line(AT_A + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
 
 
-def test_a_rank_that_sleeps_in_a_piece(tmp_path):
+def test_a_rank_that_sleeps_in_a_chunk(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
     what = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
     assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
 
 
-def test_a_rank_that_computes_between_a_and_b(tmp_path):
+def test_a_rank_that_computes_before_parameters_are_published(tmp_path):
     line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
-    at_b = "synchronizing at parameters_published: late is rank 1 on \\S+, "
-    assert_line(WAITED + at_b + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
+    publishing = "synchronizing at parameters_published: late is rank 1 on \\S+, "
+    assert_line(WAITED + publishing + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
 
 
 @pytest.mark.library
@@ -264,7 +264,7 @@ def test_a_stopped_rank(tmp_path):
     places = "in microbatch [123], (?:forward|backward) of|synchronizing at|after synchronizing at|flushing|completing"
     doing = f"(?:{places}) .*"
     late = "late (?:is|are) rank 2 on \\S+, "
-    # Stopped within B, it may have let one of the others through, who then waits at A for both.
+    # Stopped while it publishes, it may have let one of the others through, who then waits for both with its gradients.
     other = "(?:; rank [01] on \\S+, .*)?"
     assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + other + LIMIT, lines[0])
     assert done.seconds < 30
@@ -295,9 +295,9 @@ def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
     assert_line(f"{WAITED}fetching unit 2: it waits for {owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)
 
 
-def test_who_waits_for_one_that_fetches_learns_so(tmp_path):
+def test_a_waiting_rank_names_the_unit_that_another_fetches(tmp_path):
     line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[0, 2]"))
-    assert_line(AT_A + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
+    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
 
 
 @pytest.mark.library

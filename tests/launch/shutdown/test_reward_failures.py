@@ -104,7 +104,7 @@ def test_a_reward_that_hangs_is_named(launch):
 
 @pytest.mark.slow
 def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
-    """Where Python's own time limit does not reach."""
+    """For a function that Python's own time limit cannot interrupt."""
     ended = launch("hangs_in_c", **{"comm.timeout_s": 3, "rl.reward_timeout_s": 600})
     assert ended.code != 0
     waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in progress: "

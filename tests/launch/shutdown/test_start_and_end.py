@@ -1,4 +1,4 @@
-"""A rank that stops while MPI starts or ends, which no deadline of ours can watch; and what outlasts the end."""
+"""Ranks that stop while MPI starts or ends, outside of all deadlines of this package; and leftovers after the end."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ if rank == 1:
 from odc_mpi.cli.main import main
 sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
 """
-#: One rank is told to stop while it imports the models.
+#: One rank gets a signal to stop while it imports the models.
 STOPPED_START = """
 import os, signal, sys
 from odc_mpi.cli import main as cli
@@ -75,7 +75,7 @@ def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
 
 @pytest.mark.library
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order(config, tmp_path, name):
+def test_a_rank_that_is_stopped_while_it_starts_stops_the_job_cleanly(config, tmp_path, name):
     done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
     assert done.code == 75, done.err
     assert done.err.count("stopped on request before the first step") == 1

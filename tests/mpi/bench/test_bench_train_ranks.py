@@ -24,7 +24,7 @@ def config(dataset_path):
 
 
 def test_all_ways_train_the_same(world, config):
-    """Three sequences: on four ranks one has none, and pads where all have to meet."""
+    """Three sequences: on four ranks one has none, and runs dummy microbatches where ranks synchronize."""
     result = train.measure(world, config, steps=2, repeats=1)
     for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "ratio_to_apart"):
         assert set(result[name]) == set(train.CONTENDERS)
@@ -73,7 +73,7 @@ def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words
 _step = contenders.OdcContender.step
 
 
-def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):
+def test_the_full_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):
     path = shared_dir / "narrow"
     if world.rank == 0:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**QWEN2))
@@ -83,7 +83,7 @@ def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, confi
     assert {parameter.dtype for parameter in build_unsharded_model(config).parameters()} == {torch.float32}
 
 
-def test_the_whole_model_is_that_of_a_run(world, config):
+def test_the_full_model_is_that_of_a_run(world, config):
     settings = {**config.model.config, "tie_word_embeddings": True}
     config = replace(config, model=replace(config.model, config=settings))
     whole = build_unsharded_model(config)

@@ -25,7 +25,7 @@ from odc_mpi.training.stop import StopRequest
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 STEPS = 6
-#: So that the learning rate does not depend on the number of steps, by which runs are cut here.
+#: So that the learning rate does not depend on the number of steps, which differs between runs here.
 SETTINGS = {"optim.lr_scheduler_type": "constant", "comm.timeout_s": 60, "run.steps": STEPS}
 
 
@@ -102,7 +102,7 @@ def test_a_finished_run_is_left_alone(run, world, capsys):
         assert "already complete" in capsys.readouterr().out
 
 
-def test_never_begins_anew_and_keeps_the_old(run):
+def test_never_starts_again_and_keeps_the_old(run):
     first = run("run", run__checkpoint_every=2)
     assert run("run", run__steps=2, run__resume="never", run__checkpoint_every=2) == pytest.approx(first[:2], rel=1e-5)
     assert list(steps_in(run.base / "run" / "checkpoints")) == [2]
@@ -283,7 +283,7 @@ def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_ru
         assert "(run.resume: expected a complete checkpoint" in capfd.readouterr().err
 
 
-def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
+def test_learned_costs_and_run_info_are_saved(run, world, monkeypatch):
     settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
     observe = FittedCostModel.observe
     # Real times of so small a model are all alike, but for noise: what is learned may be nothing.
@@ -336,7 +336,7 @@ def test_all_are_damaged(run, world):
         run("run")
 
 
-def test_stop_is_told_to_one_rank(run, world, monkeypatch):
+def test_stop_signal_on_one_rank(run, world, monkeypatch):
     def values_after_signal(self):
         if world.rank == world.size - 1 and not self.requested:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Pieces of a sequence wait for those they need, and for nobody else, in every minibatch anew."""
+"""Chunks of a sequence wait for those they need and for no other rank, in every minibatch."""
 
 import time
 
@@ -20,7 +20,7 @@ def flags(world):
 
 
 def run(world, flags, place, split, slow):
-    """Run this rank's piece; return when it came to, computed, and left each unit, forward then backward."""
+    """Run this rank's chunk; return when it reached, computed, and left each unit, forward then backward."""
     index = split.ranks.index(world.rank)
     came, began, left = [], [], []
     for step in range(2 * UNITS):
@@ -43,20 +43,20 @@ def test_keys_come_before_they_are_read_and_gradients_before_they_are_used(world
         for place, split in enumerate(splits):
             own = run(world, flags, place, split, slow) if world.rank in split.ranks else None
             everyone = world.gather_objects(own)
-            pieces = [everyone[rank] for rank in split.ranks]
-            for i, (_, began, left) in enumerate(pieces):
+            chunks = [everyone[rank] for rank in split.ranks]
+            for i, (_, began, left) in enumerate(chunks):
                 for step in range(UNITS):
-                    assert all(began[step] >= other[0][step] for other in pieces[:i]), (minibatch, step)
+                    assert all(began[step] >= other[0][step] for other in chunks[:i]), (minibatch, step)
                 for step in range(UNITS, 2 * UNITS):
                     # Done with a unit of backward: at least a millisecond after it began.
-                    assert all(left[step] >= other[1][step] + 0.001 for other in pieces[i + 1 :]), (minibatch, step)
+                    assert all(left[step] >= other[1][step] + 0.001 for other in chunks[i + 1 :]), (minibatch, step)
         flags.next_minibatch(len(splits))
 
 
-def test_the_first_piece_waits_for_nobody_in_forward(world, flags):
+def test_the_first_chunk_never_waits_in_forward(world, flags):
     split = SequenceSplit(0, (0, 1, 2), (0, 1))
     if world.rank == 0:
         for step in range(UNITS):
-            flags.synchronize(0, split, 0, step)  # nobody else has come: it would wait for ever
+            flags.synchronize(0, split, 0, step)  # no other rank has arrived: it would wait forever
     world.gather_objects(None)
     flags.next_minibatch(1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_training import FROZEN, FROZEN_IDS, STEPS, assert_close, configure, expected
 from torch import nn
-from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
+from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
@@ -44,7 +44,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
 
 
 @pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+def test_frozen_parameters_do_not_change_and_the_others_are_trained(world, dataset_path, freeze):
     assert_like_plain(world, dataset_path, freeze, **{"model.config.tie_word_embeddings": "false"})
 
 
@@ -157,7 +157,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monke
     monkeypatch.setattr(collective, "MAX_COMMUNICATORS", num_comms)
     transport = make(reduce_dtype=dtype)
     for number in range(5):
-        for index, start, values in stretches(SIZES, world.rank, number):
+        for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, values.to(dtype), start)
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))
@@ -185,6 +185,6 @@ def test_frozen_arrays_have_no_gradient_shard(make):
         ({"transport": "collective", "device": "cuda"}, "collective computes on the host"),
     ],
 )
-def test_what_a_transport_does_not_have_is_refused(world, given, words):
+def test_missing_abilities_of_a_transport_are_refused(world, given, words):
     with pytest.raises(UserError, match=words):
         decide_for(world, **given)

@@ -1,4 +1,4 @@
-"""Attention of pieces on ranks, over windows, against torch's on the whole sequences; and who waits for whom."""
+"""Attention of chunks on ranks, over windows, against torch's on unsplit sequences; and the order of waits."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ from odc_mpi.models.context_parallel_attention import context_parallel_attention
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS = 3, 4, 2, 8, 24
-TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no mistake
+TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no error
 
 
 @pytest.fixture(params=[True, False], ids=["in_place", "gets"])
@@ -42,7 +42,7 @@ def through(hidden, weights, attention):
     return hidden
 
 
-def whole(seed):
+def unsplit(seed):
     hidden, weights = draw(seed)
     leaves = [x.requires_grad_() for x in (hidden, *itertools.chain(*weights))]
     output = through(
@@ -51,7 +51,7 @@ def whole(seed):
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def piece(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
+def run_chunk(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
     """This rank's part of output and gradients."""
     number = ranks.index(windows.world.rank)
     hidden, weights = draw(seed)
@@ -67,9 +67,9 @@ def piece(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
         return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def assert_whole(world, seed, bounds, ranks, own):
-    """Outputs and gradients of the tokens side by side, and the sums of those of the weights, are the whole's."""
-    expected = whole(seed)
+def assert_unsplit(world, seed, bounds, ranks, own):
+    """Concatenated outputs and gradients of tokens and summed ones of weights are those of the unsplit sequence."""
+    expected = unsplit(seed)
     gathered = world.gather_objects(own)
     parts = [gathered[rank] for rank in ranks]
     assert all(part is not None for part in parts)
@@ -78,7 +78,7 @@ def assert_whole(world, seed, bounds, ranks, own):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-def cuts_of(world):
+def list_splits(world):
     """Sequences with their bounds and ranks, some on all ranks and some on a pair, ranks in any order."""
     size = world.size
     even = tuple(TOKENS * i // size for i in range(size + 1))
@@ -93,47 +93,47 @@ def cuts_of(world):
 
 def test_sequence_after_sequence(windows, world):
     results = {}
-    for turn, (seed, bounds, ranks) in enumerate(cuts_of(world), 1):
+    for turn, (seed, bounds, ranks) in enumerate(list_splits(world), 1):
         if world.rank in ranks:
-            results[seed] = piece(windows, turn, seed, bounds, ranks)
-    for seed, bounds, ranks in cuts_of(world):
-        assert_whole(world, seed, bounds, ranks, results.get(seed))
+            results[seed] = run_chunk(windows, turn, seed, bounds, ranks)
+    for seed, bounds, ranks in list_splits(world):
+        assert_unsplit(world, seed, bounds, ranks, results.get(seed))
 
 
 @pytest.mark.parametrize("slowed", [0, 1])
 def test_a_slow_rank_changes_nothing(windows, world, slowed):
     """Each time that the others come to a slot or a flag, the slow rank has not."""
     results = {}
-    for turn, (seed, bounds, ranks) in enumerate(cuts_of(world)[:3], 1):
+    for turn, (seed, bounds, ranks) in enumerate(list_splits(world)[:3], 1):
         if world.rank in ranks:
             slow = (lambda layer: time.sleep(0.03)) if world.rank == slowed else (lambda layer: None)
-            results[seed] = piece(windows, turn, seed, bounds, ranks, slow)
-    for seed, bounds, ranks in cuts_of(world)[:3]:
-        assert_whole(world, seed, bounds, ranks, results.get(seed))
+            results[seed] = run_chunk(windows, turn, seed, bounds, ranks, slow)
+    for seed, bounds, ranks in list_splits(world)[:3]:
+        assert_unsplit(world, seed, bounds, ranks, results.get(seed))
 
 
 @pytest.mark.sizes(3, 4)
-def test_nobody_else_waits(windows, world):
-    """A rank without a piece goes on while the others are still at theirs; one rank of these is late."""
+def test_no_other_rank_waits(windows, world):
+    """A rank without a chunk continues while the others compute theirs; one of these ranks is late."""
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     ended = time.time()
     own = None
     if world.rank in ranks:
         slow = (lambda layer: time.sleep(0.2)) if world.rank == 0 else (lambda layer: None)
-        own = piece(windows, 1, 9, bounds, ranks, slow)
+        own = run_chunk(windows, 1, 9, bounds, ranks, slow)
         ended = time.time()
     times = world.gather_objects(ended)
     assert all(times[rank] < min(times[0], times[1]) for rank in range(2, world.size))
-    assert_whole(world, 9, bounds, ranks, own)
+    assert_unsplit(world, 9, bounds, ranks, own)
 
 
-def test_memory_is_bounded_and_told(windows):
+def test_memory_is_bounded_and_reported(windows):
     assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
 
 
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("flag", ["KV_READY", "GRAD_READY"])
-def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
+def test_a_flag_that_is_polled_late_is_noticed(windows, world, monkeypatch, flag):
     """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
     unwaited, wait = getattr(kv_windows, flag), KVWindows.wait_for_flag
 
@@ -143,10 +143,10 @@ def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, 
 
     monkeypatch.setattr(KVWindows, "wait_for_flag", careless)
     bounds, ranks = (0, 15, TOKENS), (0, 1)
-    # Who is waited for is late: the first piece in the forward, the second in the backward.
+    # The late chunk delays the others: the first in the forward, the second in the backward.
     late = 0 if flag == "KV_READY" else 1
-    own = piece(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
-    expected = whole(1)
+    own = run_chunk(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
+    expected = unsplit(1)
     parts = world.gather_objects(own)
     assert not torch.allclose(torch.cat([part[1] for part in parts], 2), expected[1])
 
@@ -157,6 +157,6 @@ def test_a_gradient_that_is_added_twice_is_seen(windows, world, monkeypatch):
     monkeypatch.setattr(
         WindowKVExchange, "accumulate_kv_grads", lambda self, layer, own: taken(self, layer, taken(self, layer, own))
     )
-    own = piece(windows, 1, 1, (0, 15, TOKENS), (0, 1))
+    own = run_chunk(windows, 1, 1, (0, 15, TOKENS), (0, 1))
     parts = world.gather_objects(own)
-    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), whole(1)[1])
+    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), unsplit(1)[1])

@@ -59,7 +59,7 @@ def serving(reduction, pause_s=1e-4):
 
 
 def complete_and_check(transport, wanted):
-    """Pass A, compare this rank's shards with whole arrays, clear them, pass B."""
+    """Complete the gradients, compare this rank's shards with full arrays, clear them, publish the parameters."""
     transport.complete_gradients(np.zeros(1))
     for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(transport.group.rank)
@@ -89,8 +89,8 @@ def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes)
         complete_and_check(transport, wanted)
 
 
-def test_all_push_to_all_at_once_with_the_least_room(make, world):
-    """Everybody has several pushes on the way and no room anywhere: all wait, all serve, all get on."""
+def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
+    """All ranks have several pushes in flight and no free slots: all wait, all make progress, all continue."""
     numel = 3000
     transport, _ = make([numel, numel], SMALLEST)
     values = torch.arange(numel, dtype=torch.float32)
@@ -103,7 +103,7 @@ def test_all_push_to_all_at_once_with_the_least_room(make, world):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("computes", [True, False])
-def test_a_slow_owner_slows_its_pushers_and_loses_nothing(make, world, computes):
+def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world, computes):
     numel, slow = 40_000, world.size - 1
     transport, _ = make([numel], 8 * SMALLEST)
     values = torch.arange(numel, dtype=torch.float32) % 1000
@@ -117,7 +117,7 @@ def test_a_slow_owner_slows_its_pushers_and_loses_nothing(make, world, computes)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_owner_that_computes_is_not_waited_for_where_there_is_room(make, world):
+def test_a_computing_owner_delays_no_push_while_its_mailbox_has_space(make, world):
     numel = 10_000 * world.size
     transport, _ = make([numel], 1 << 20)
     values = torch.ones(numel)
@@ -146,7 +146,7 @@ def test_a_thread_serves_while_the_main_thread_pushes(make, world):
 
 @pytest.mark.mpi(min_size=2)
 def test_with_a_thread_that_serves_a_computing_owner_is_not_waited_for(make, world):
-    """Far more than there is room for goes to a rank that computes."""
+    """A computing rank gets far more than its mailbox holds."""
     numel = 100_000
     transport, reduction = make([numel], 1 << 16)
     values = torch.ones(numel)
@@ -193,7 +193,7 @@ def test_serving_costs_little_when_nothing_has_arrived(make, world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_too_little_room_is_an_error_that_names_the_setting(world):
+def test_too_little_space_is_an_error_that_names_the_setting(world):
     wrong = SMALLEST * (world.size - 1) - 1
     transport = window_transport(world, reduction=functools.partial(MailboxGradientStore, mailbox_bytes=wrong))
     with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least {wrong + 1} .* got {wrong}$"):

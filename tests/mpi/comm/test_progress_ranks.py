@@ -54,7 +54,7 @@ def test_without_it_a_computing_rank_is_waited_for(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_with_it_nobody_waits(world):
+def test_with_it_no_rank_waits(world):
     progress = ProgressThread(world, make_progress=lambda: False)
     took = read_from_a_computing_rank(world)
     progress.close()
@@ -62,15 +62,15 @@ def test_with_it_nobody_waits(world):
 
 
 def test_it_serves_again_and_again_until_it_is_closed(world):
-    looks = []
-    progress = ProgressThread(world, make_progress=lambda: looks.append(threading.current_thread().name))
+    polls = []
+    progress = ProgressThread(world, make_progress=lambda: polls.append(threading.current_thread().name))
     time.sleep(0.3)
     progress.close()
-    seen = len(looks)
+    seen = len(polls)
     assert seen >= 10
-    assert set(looks) == {"odc_mpi-progress"}
+    assert set(polls) == {"odc_mpi-progress"}
     time.sleep(0.05)
-    assert len(looks) == seen
+    assert len(polls) == seen
     progress.close()
 
 
@@ -88,22 +88,22 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
     assert short == between < after == pytest.approx(usual)
 
 
-def test_a_look_that_takes_long_is_no_work(world):
+def test_a_long_snapshot_is_no_work(world):
     """It sleeps a millisecond or two after each that found nothing, however long it looked."""
-    looks = []
+    polls = []
 
-    def look():
+    def poll():
         began = time.thread_time()
         while time.thread_time() < began + 150e-6:
             pass
-        looks.append(began)
+        polls.append(began)
         return False
 
     began = time.perf_counter()
-    progress = ProgressThread(world, make_progress=look)
+    progress = ProgressThread(world, make_progress=poll)
     time.sleep(0.4)
     progress.close()
-    assert 3 <= len(looks) <= (time.perf_counter() - began) / 0.8e-3
+    assert 3 <= len(polls) <= (time.perf_counter() - began) / 0.8e-3
 
 
 def test_a_transport_has_one(world):

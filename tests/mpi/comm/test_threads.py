@@ -69,7 +69,7 @@ def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(
     monkeypatch.setattr(MPI, "Query_thread", lambda: getattr(MPI, level.removeprefix("MPI_")))
     with World(timeout_s=60) as world:
         decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
-        # A gradient that stays here until A would call nothing.
+        # A gradient that stays here until the gradients are complete would call nothing.
         model = shard_model(torch.nn.Linear(2, 2), world, decision=decision, gradient_cache_bytes=0)
         refused = pytest.raises(UserError, match=rf"from the main thread only \({level}\), .* autograd_0")
         with model.minibatch():

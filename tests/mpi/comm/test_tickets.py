@@ -1,4 +1,4 @@
-"""Tickets: every position once, whoever is slow, late or idle, and nothing of one minibatch in the next."""
+"""Tickets: every position once, whichever ranks are slow, late or idle, and separate minibatches."""
 
 import time
 
@@ -19,14 +19,14 @@ def tickets(world):
     made.close()
 
 
-def all_have_drawn(world, drawn):
-    """Point A: what every rank drew."""
+def gather_drawn(world, drawn):
+    """Synchronize as for complete gradients, and gather the positions that every rank claimed."""
     return world.gather_objects(drawn)
 
 
 def published(world):
-    """Point B."""
-    world.wait_collective(world.comm.Ibarrier(), "meeting at point B of a test")
+    """Synchronize as for published parameters."""
+    world.wait_collective(world.comm.Ibarrier(), "synchronizing at parameters_published of a test")
 
 
 def assert_each_once(everyone, count):
@@ -46,7 +46,7 @@ def test_every_position_once_through_thousands_of_minibatches(world, tickets):
             drawn.append(position)
             if minibatch % 50 == 0:
                 time.sleep(idle.random() * 1e-3)
-        # What a rank reports at A it holds no position of afterwards.
+        # A rank holds no position after it has reported it.
         total = np.zeros(max(1, count), dtype=np.int64)
         total[drawn] += 1
         world.comm.Allreduce(MPI.IN_PLACE, total)
@@ -65,14 +65,14 @@ def test_a_slow_rank_gets_few(world, tickets):
     for position in tickets.draw(count):
         drawn.append(position)
         time.sleep(0.05 if world.rank == world.size - 1 else 0.001)
-    everyone = all_have_drawn(world, drawn)
+    everyone = gather_drawn(world, drawn)
     assert_each_once(everyone, count)
     if world.size > 1:
         assert len(everyone[-1]) <= 3, [len(drawn) for drawn in everyone]
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_late_rank_draws_nothing_and_nobody_waits_for_it(world, tickets):
+def test_a_late_rank_draws_nothing_and_no_rank_waits_for_it(world, tickets):
     published(world)
     began = time.perf_counter()
     if world.rank == 0:  # which hosts the counter, and computes
@@ -80,7 +80,7 @@ def test_a_late_rank_draws_nothing_and_nobody_waits_for_it(world, tickets):
             np.dot(np.ones(1000), np.ones(1000))
     drawn = list(tickets.draw(3 * world.size))
     took = time.perf_counter() - began
-    everyone = all_have_drawn(world, drawn)
+    everyone = gather_drawn(world, drawn)
     assert_each_once(everyone, 3 * world.size)
     assert everyone[0] == []
     assert world.rank == 0 or took < 0.25
@@ -88,7 +88,7 @@ def test_a_late_rank_draws_nothing_and_nobody_waits_for_it(world, tickets):
 
 def test_fewer_positions_than_ranks_and_none(world, tickets):
     for count in (1, 0, world.size - 1):
-        everyone = all_have_drawn(world, list(tickets.draw(count)))
+        everyone = gather_drawn(world, list(tickets.draw(count)))
         assert_each_once(everyone, count)
         tickets.reset()
         published(world)
@@ -102,13 +102,13 @@ def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
     world.gather_objects(None)
     if world.rank == 0:
         drawn = list(drawing)
-    everyone = all_have_drawn(world, drawn)
+    everyone = gather_drawn(world, drawn)
     assert_each_once(everyone, 2 * world.size)
     assert len(everyone[0]) == world.size + 1
 
 
 class Nodes:
-    """A world whose ranks say they are on several nodes."""
+    """A world whose ranks claim to be on several nodes."""
 
     def __init__(self, world, nodes):
         self._world, self._nodes = world, nodes
@@ -127,7 +127,7 @@ def test_several_nodes_share_the_positions_and_steal_what_is_left(world, nodes):
         for position in made.draw(count):
             drawn.append(position)
             time.sleep(2e-3 if nodes[world.rank] == 0 else 0)
-        everyone = all_have_drawn(world, drawn)
+        everyone = gather_drawn(world, drawn)
         assert sorted(position for drawn in everyone for position in drawn) == list(range(count))
         made.reset()
         published(world)
@@ -174,7 +174,7 @@ def test_a_node_asks_another_once_whether_it_has_any_left(world):
     asked = []
     fetch = made._window.fetch_and_add
     made._window.fetch_and_add = lambda host, *rest: asked.append(host) or fetch(host, *rest)
-    for _ in range(2):  # the second time as the first: what was told is forgotten with the reset
+    for _ in range(2):  # the second time as the first: the reset clears the cached counts
         asked.clear()
         published(world)
         if world.rank == 0:
@@ -205,7 +205,7 @@ def test_own_node_first(world):
     assert asked == sorted(asked, key=lambda host: host == other)
     assert own in asked
     assert {other for asked in world.gather_objects(asked) for other in asked} == {0, 1}, "nobody looked for more"
-    everyone = all_have_drawn(world, drawn)
+    everyone = gather_drawn(world, drawn)
     assert sorted(position for drawn in everyone for position in drawn) == list(range(4 * world.size))
     made.close()
 

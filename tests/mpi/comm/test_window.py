@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from units import assert_pushed, assert_reports_and_sums, stretches
+from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
@@ -28,7 +28,7 @@ def zero_copy(request):
     return request.param
 
 
-#: With less room than the larger pushes need.
+#: With less space than the larger pushes need.
 REDUCTIONS = {
     "accumulate": AccumulateGradientStore,
     "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
@@ -84,7 +84,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
     """Integers, so that the sum is exact whatever the order of arrival; each push covers a stretch of its own."""
     transport = make(reduce_dtype=dtype, reduction=reduction)
     for number in range(5):
-        for index, start, values in stretches(SIZES, world.rank, number):
+        for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, values.to(dtype), start).wait()
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))
@@ -132,7 +132,7 @@ def test_only_what_mpi_can_add_is_reduced(world):
 
 
 def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
-    """Whoever is on the node sees a store without any fetch; a copy does not change any more."""
+    """A rank of the node sees a store without any fetch; a copy does not change any more."""
     transport = make([1000])
     write_own_parameters(transport, [torch.zeros(1000)])
     fetched = transport.parameters.fetch(0).wait()
@@ -183,7 +183,7 @@ def test_a_computing_owner_is_not_waited_for(make, world):
 
 
 def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
-    """Before any is made, in a line that says what to change."""
+    """Before any is allocated, in a line that names the setting to change."""
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
@@ -213,7 +213,7 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
 
 @pytest.mark.sizes(2)
 def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
-    """By the memory barrier of the standard, MPI_Win_sync, before the ranks meet."""
+    """By the memory barrier of the standard, MPI_Win_sync, before the ranks synchronize."""
     synced = []
     for kind in (Window, SharedWindow):
         sync = kind.sync

@@ -30,7 +30,7 @@ def device(monkeypatch, tmp_path):
 
 
 def pose_as_device(monkeypatch, tmp_path):
-    """Have host memory found where a run looks for a GPU, with a cache of verdicts of its own."""
+    """Use host memory in place of a GPU, with a separate cache of verdicts."""
     made = LateDevice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
@@ -123,7 +123,7 @@ def test_windows_on_a_device_go_with_a_model_there(world):
         api.decide_for(world, window_device="cuda")
 
 
-def test_what_is_decided_needs_no_device_to_be_asked(world):
+def test_a_decision_needs_no_device(world):
     assert decide(ProbeReport(), on_device=True).window_device.value == "cpu"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
-from units import assert_pushed, stretches
+from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import device_transport
 from odc_mpi.comm.reduce import device_slots
@@ -122,11 +122,11 @@ def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
     transport.complete_gradients(np.zeros(1))
 
 
-def test_a_push_adds_what_the_device_had_made_when_it_was_handed_over(make, world):
+def test_a_push_adds_what_was_computed_before_its_event(make, world):
     """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
     transport = make()
     for minibatch in range(2):
-        for index, start, values in stretches(SIZES, world.rank, minibatch):
+        for index, start, values in random_pushes(SIZES, world.rank, minibatch):
             flat = transport.gradients.empty(4 * len(values)).view(torch.float32)
             transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
             transport.gradients.record_event(flat)
@@ -154,7 +154,7 @@ def test_several_pushes_on_the_way(make, world):
     assert torch.equal(transport.gradients.shard(0)[: stop - start], world.size * sum(values)[start:stop])
 
 
-def test_memory_that_was_not_handed_over_is_not_touched(make):
+def test_memory_without_an_event_is_not_touched(make):
     transport = make([10])
     with pytest.raises(KeyError):
         transport.gradients.push(0, torch.ones(3))

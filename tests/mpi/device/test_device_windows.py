@@ -1,4 +1,4 @@
-"""Windows over a device's memory, with host memory in its place: told to MPI by address, moved by MPI alone."""
+"""Windows over a device's memory, with host memory in its place: passed to MPI by address, moved by MPI alone."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from odc_mpi.errors import AllRanksUserError, UserError
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
-def meet(world):
+def synchronize(world):
     world.gather_objects(None)
 
 
@@ -22,23 +22,23 @@ def device():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("numel", [1, 33, 4097])
-def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, device, dtype, numel, monkeypatch):
+def test_writes_of_owners_and_peers_are_read(world, device, dtype, numel, monkeypatch):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)  # long messages are cut
     window = DeviceWindow(world, numel, dtype, device)
     assert window.tensor.data_ptr() in device.device_memory and not window.tensor.any()
     values = (torch.arange(numel) % 100 + world.rank).to(dtype)
     window.tensor.copy_(values)
     window.sync()
-    meet(world)
+    synchronize(world)
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     buffer = torch.full((numel,), -1, dtype=dtype)
     window.get(after, as_mpi_buffer(buffer.view(torch.uint8)))
     window.flush()
     assert torch.equal(buffer, (torch.arange(numel) % 100 + after).to(dtype))
-    meet(world)
+    synchronize(world)
     window.put(after, 0, as_mpi_buffer(values.view(torch.uint8)))
     window.flush(after)
-    meet(world)
+    synchronize(world)
     window.sync()
     assert torch.equal(window.tensor, (torch.arange(numel) % 100 + before).to(dtype))
     assert window.mapped_shard(world.rank) is window.tensor and window.all_shards is None
@@ -46,18 +46,18 @@ def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, devic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_all_ranks_add_is_summed(world, device, dtype, monkeypatch):
+def test_accumulated_values_of_all_ranks_are_summed(world, device, dtype, monkeypatch):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
     numel = 1001
     window = DeviceWindow(world, numel, dtype, device)
     values = torch.arange(numel).to(dtype)
-    meet(world)
+    synchronize(world)
     for target in range(world.size):
         window.accumulate(target, 1, as_mpi_buffer(values)[1:])
         window.accumulate(target, numel, as_mpi_buffer(values)[numel:])  # nothing
     window.flush_local()
     window.flush()
-    meet(world)
+    synchronize(world)
     window.sync()
     assert torch.equal(window.tensor, world.size * values)
     window.free()
@@ -65,18 +65,18 @@ def test_what_all_ranks_add_is_summed(world, device, dtype, monkeypatch):
 
 def test_a_rank_may_have_nothing(world, device):
     window = DeviceWindow(world, 10 if world.rank == 0 else 0, torch.float32, device, same_size=False)
-    meet(world)  # until the owner has cleared it
+    synchronize(world)  # until the owner has cleared it
     ones = torch.ones(5)  # the view does not keep them
     window.accumulate(0, 3, as_mpi_buffer(ones))
     window.flush()
-    meet(world)
+    synchronize(world)
     window.sync()
     if world.rank == 0:
         assert window.tensor.tolist() == [0.0] * 3 + [world.size] * 5 + [0.0] * 2
     window.free()
 
 
-def test_memory_stays_as_long_as_somebody_looks_at_it(world, device):
+def test_memory_stays_allocated_while_it_is_referenced(world, device):
     window = DeviceWindow(world, 1000, torch.float32, device)
     kept = window.tensor[10:]
     kept.fill_(3)

@@ -32,7 +32,7 @@ def exact_fp32():
     torch.set_float32_matmul_precision(before)
 
 
-#: Of losses, relative: in bf16 they follow those of the fp32 run.
+#: Relative tolerances of losses: in bf16 they follow those of the fp32 run.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -88,7 +88,7 @@ def test_window_memory_is_what_torch_sees(window_memory):
     assert other.view(torch.float32).sum().item() == 2 << 20
 
 
-def test_slots_are_added_beside_the_computation(window_memory):
+def test_slots_are_added_while_the_computation_runs(window_memory):
     shard = window_memory.empty_for_windows(4000).view(torch.float32).zero_()
     values = torch.arange(500.0, device=shard.device)
     window_memory.record_event().synchronize()

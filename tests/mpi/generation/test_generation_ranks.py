@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 SAMPLINGS = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=0.9, top_p=0.9, seed=5)]
 LONG = {"run.steps": 4, "optim.lr_scheduler_type": "constant"}
-#: Words are numbers, so that a text tells the tokens.
+#: Words are numbers, so that a text shows its tokens.
 WORDS = [" ".join(map(str, words)) for words in ([3], [1, 2, 3, 4], [60, 9], [7] * 12, [8, 1])]
 
 
@@ -117,7 +117,7 @@ def test_adapters_count(world, shared_dir, dataset_path, trained):
 
 @pytest.mark.sizes(2)
 def test_a_hugging_face_directory(world, shared_dir, trained):
-    """What an export of the run makes, with a tokenizer of its own and in bfloat16."""
+    """An export of the run, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
         with open_newest(shared_dir / "generation") as checkpoint:
             export(checkpoint, shared_dir / "exported", dtype="bfloat16")

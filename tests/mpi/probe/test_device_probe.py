@@ -52,7 +52,7 @@ def test_every_operation_is_tried_and_right(world):
     ("name", "origin"),
     [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
 )
-def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, origin):
+def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, less, name, origin):
     kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
 
     def forgetful(self, num_bytes):
@@ -83,7 +83,7 @@ def test_without_memory_for_windows_nothing_is_tried(world):
     assert found.device.window is None
 
 
-def test_a_wrong_sum_in_the_own_window_is_told(world, monkeypatch):
+def test_a_wrong_sum_in_the_local_window_is_reported(world, monkeypatch):
     monkeypatch.setattr(device_probe.DeviceWindow, "accumulate", lambda *_: None)
     found = device_probe.try_device(world, ProbeReport(), {}, LateDevice(), lambda *_: None)
     assert found.device.own_accumulate is False

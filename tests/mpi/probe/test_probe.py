@@ -1,4 +1,4 @@
-"""The probe tells what is one-sided from what waits, on real windows of both kinds."""
+"""The probe separates one-sided operations from those that wait, on real windows of both kinds."""
 
 import time
 from dataclasses import replace
@@ -73,8 +73,8 @@ def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_wrong_data_is_told(world, monkeypatch, name):
-    """The first operation of this kind does nothing; all ranks hear of it, and the others are still tried."""
+def test_wrong_data_is_reported(world, monkeypatch, name):
+    """The first operation of this kind has no effect; all ranks get the error, and the others are still tried."""
     kind = operations.BY_NAME[name]
     run, skipped = kind._run, []
 
@@ -94,7 +94,7 @@ def test_wrong_data_is_told(world, monkeypatch, name):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_listener_hears_what_is_tried(world):
+def test_a_listener_gets_every_attempt(world):
     heard = []
     probe.probe(world, probe.QUICK, on_message=lambda report, doing: heard.append((report, doing)))
     tried = [doing for _, doing in heard]

@@ -1,4 +1,4 @@
-"""An exact run that learns from rewards has the bits of one rank, whoever generates and trains which prompt group."""
+"""An exact run that trains on rewards has the bits of one rank, whichever ranks generate and train a prompt group."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ _references = {}
 
 @pytest.fixture
 def train(world, grpo_dir, request):
-    """`train(name, world, **settings)` runs exactly; returns the digest and what a run tells of its steps.
+    """`train(name, world, **settings)` runs exactly; returns the digest and the metrics of its steps.
 
     With a world of one rank, rank 0 runs and the others wait.
     """
@@ -169,7 +169,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
         patch.setattr(RolloutSource, "_decode_batches", lambda self, minibatch: [list(range(len(minibatch.indices)))])
         _, lines = train("decoded", world)
     assert [line["entropy"] for line in lines] != [line["entropy"] for line in wanted_lines]
-    # Without room in a store a rank trains the groups that it has decoded together, in microbatches that hold both.
+    # Without space in a store a rank trains the groups that it decoded together, in microbatches that hold both.
     packed = {"rl__store_bytes": 0, "data__max_tokens_per_microbatch": 200}
     apart, _ = train("apart", world, **packed)
     begin = RolloutSource.on_step_begin

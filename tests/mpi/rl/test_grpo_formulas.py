@@ -50,7 +50,7 @@ def give(module, prompts, sampling, deliver, progress):
 
 
 def train(world, config):
-    """Train; return of each step metrics, whole gradients and the parameters before it."""
+    """Train; return for each step the metrics, the full gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
     next(each for each in trainer.callbacks if isinstance(each, RolloutSource))._engine = give
     model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
@@ -72,7 +72,7 @@ def train(world, config):
 
 
 def compute_rewards(index, wanted, only_even):
-    """What grpo_job.REWARDS says of the given completions, None where nothing applies."""
+    """Return the values of grpo_job.REWARDS for the given completions, None where nothing applies."""
     found = []
     for tokens in given_completions(index)[0]:
         even = None if tokens[0] % 7 == 0 else float(sum(token % 2 == wanted for token in tokens))

@@ -88,7 +88,7 @@ def trained_groups(lines):
 
 
 def test_who_trains_what_changes_nothing(world, run, monkeypatch):
-    """Each rank what it has generated; then whoever is free, beside a slow rank, with room for all or for one."""
+    """Ranks train their own groups; then any idle rank does, with a slow rank, with space for all or for one."""
     changes = {"optim__adam_epsilon": 1e-3}
     own, summary = run("own", **changes, rl__store_bytes=0)
     assert summary["groups_claimed_from_other_ranks"] == 0
@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
 
 
 def test_ranks_make_the_same_as_one(world, run, grpo_dir):
-    """Against a loop of one rank: what it generates, decoded in the same batches, and what becomes of it."""
+    """Compare with a loop of one rank: its completions, decoded in the same batches, and their losses."""
     changes = {"rl__max_concurrent_sequences": 2 * NUM_GENERATIONS, "optim__adam_epsilon": 1e-3}
     lines, _ = run("all", **changes)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -215,7 +215,7 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
 
 
 @pytest.mark.sizes(2)
-def test_adapters_learn_and_without_them_is_the_reference(run):
+def test_adapters_are_trained_and_without_them_is_the_reference(run):
     settings = {"lora__r": 4, "rl__beta": 0.5, "optim__learning_rate": 0.05}
     lines, _ = run(**settings)
     assert lines[0]["kl"] == 0 and lines[-1]["kl"] > 1e-6  # adapters begin as nothing
@@ -244,7 +244,7 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
         ({"run__objective": "sft", "rl__reward_funcs": None, "rl__reward_weights": None}, "expected an HDF5 file"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_is_written(world, grpo_dir, changes, words):
+def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, changes, words):
     if "run__objective" in changes:
         config = configure(grpo_dir / "prompts.jsonl", **{"run.dir": grpo_dir / "refused"})
     else:

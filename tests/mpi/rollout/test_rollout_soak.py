@@ -13,7 +13,7 @@ def test_every_completion_is_trained_once_as_it_was_generated(world, grpo_dir, s
     found = rollout_soak.soak(world, grpo_dir, STEPS, world.size, store_bytes)
     assert all(each.num_checked > STEPS for each in found)
     kept, others = (sum(getattr(each, name) for each in found) for name in ("num_kept", "num_from_others"))
-    # Whether a store with room for one or two groups is ever full is a matter of who is fast.
+    # A store with space for one or two groups is full or not, depending on the speed of ranks.
     if store_bytes == 0:
         assert kept > 0 and others == 0
     elif store_bytes == max(rollout_soak.STORES):

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves is read one-sidedly, whole, while they do something else."""
+"""The published status of ranks is read one-sidedly and atomically, while they do something else."""
 
 import time
 
@@ -19,7 +19,7 @@ def window(world):
 
 
 def test_every_rank_reads_every_other(world, window):
-    window.page.enter_collective("meeting at point A")
+    window.page.enter_collective("synchronizing at gradients_complete")
     window.page.write(f"forward of unit layers.{world.rank}", world.rank + 1)
     world.comm.Barrier()
     peers = window.read()
@@ -33,7 +33,7 @@ def test_every_rank_reads_every_other(world, window):
         assert abs(time.time() - status.published_at) < 30
 
 
-def test_a_page_that_is_written_all_the_time_is_read_whole(world, window):
+def test_a_page_that_is_written_all_the_time_is_read_atomically(world, window):
     """Rank 0 reads while the others write, texts and numbers that belong together."""
     texts = [f"backward of unit {'x' * (number * 7 % 150)}" for number in range(200)]
     window.page.write(texts[0], 0)
@@ -71,20 +71,20 @@ def test_a_rank_that_computes_is_read_at_once(world, window):
             sum(range(1000))
 
 
-def test_a_freed_window_has_nothing_to_tell(world):
+def test_a_freed_window_has_no_status(world):
     window = StatusWindow(world.comm)
     window.free()
     window.page.write("after")
     assert all(status is None for status in window.read().values())
 
 
-def test_a_world_tells_where_it_is(world):
+def test_a_world_publishes_its_status(world):
     peers = world.job.status
     world.gather_objects(None)
-    meetings = {status.num_collectives for status in peers.read().values()}
-    world.set_status("between two meetings", 4)
+    counts = {status.num_collectives for status in peers.read().values()}
+    world.set_status("between two collectives", 4)
     world.comm.Barrier()
     output = peers.read().values()
-    assert {(status.what, status.microbatch) for status in output} <= {("between two meetings", 4)}
+    assert {(status.what, status.microbatch) for status in output} <= {("between two collectives", 4)}
     world.comm.Barrier()
-    assert len(meetings | {peers.page.num_collectives}) == 1, "all ranks have the same number of meetings behind them"
+    assert len(counts | {peers.page.num_collectives}) == 1, "all ranks have completed the same number of collectives"

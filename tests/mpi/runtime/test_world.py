@@ -1,4 +1,4 @@
-"""What ranks do while they wait for each other outside of training."""
+"""Activity of ranks that wait for each other outside of training."""
 
 import threading
 import time
@@ -65,7 +65,7 @@ def test_a_world_splits_into_those_of_its_nodes(world):
 
 
 @pytest.mark.sizes(1, 2)
-def test_a_rank_alone_meets_nobody(world):
+def test_a_single_rank_calls_no_collectives(world):
     """Each rank as often as it likes, and the ranks of the job still agree on their number of collectives."""
     with world.self_world() as alone:
         assert (alone.rank, alone.size, alone.timeout_s) == (0, 1, world.timeout_s)

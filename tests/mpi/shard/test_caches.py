@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def microbatches(step, rank):
-    """A rank's inputs and the blocks to use; in the second step nobody uses the last block."""
+    """A rank's inputs and the blocks to use; in the second step no rank uses the last block."""
     for i in range(COUNTS[rank] if step < STEPS - 1 else rank == 0):
         generator = torch.Generator().manual_seed(100 * step + 10 * rank + i)
         used = [b for b in range(NUM_LAYERS) if (b + i + rank) % 3 and not (step == 1 and b == NUM_LAYERS - 1)]
@@ -119,9 +119,9 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
         optimizer.step()
         model.publish()
     assert losses == pytest.approx(wanted_losses, rel=1e-3)
-    for piece, own in model.slices():
-        expected = wanted[piece.spec.name].flatten()[piece.start : piece.stop]
-        torch.testing.assert_close(own, expected, rtol=2e-3, atol=2e-4, msg=lambda m, p=piece: f"{p.spec.name}: {m}")
+    for interval, own in model.slices():
+        expected = wanted[interval.spec.name].flatten()[interval.start : interval.stop]
+        torch.testing.assert_close(own, expected, rtol=2e-3, atol=2e-4, msg=lambda m, p=interval: f"{p.spec.name}: {m}")
     if world.rank == 0:
         once = sum(layout.numel - layout.owned(0)[1] for layout in model.layouts) * 4
         assert all(0 < each.same_node + each.other_nodes <= once for each in pushed), "more than once"

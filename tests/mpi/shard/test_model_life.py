@@ -21,7 +21,7 @@ def decision(world):
 
 
 def kept(world):
-    """What is there now, also of other tests: garbage of theirs may go at any time, so it may become less."""
+    """Count live resources, also of other tests: their garbage may be collected at any time, so counts may fall."""
     return {
         "resources": len(world._resources),
         "hooks": len(hooks),
@@ -78,7 +78,7 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     assert_no_more(world, before)
 
 
-def test_what_is_open_closes_with_its_world(world, decision):
+def test_open_resources_close_with_their_world(world, decision):
     before = world.job.num_windows
     with world.split("node") as part:
         model = shard_model(torch.nn.Linear(2, 2), part, decision=decision)

@@ -1,4 +1,4 @@
-"""Between two minibatches exactly A, N, B; within one, nobody waits for anybody."""
+"""Three synchronization points between two minibatches; no rank waits for another within one."""
 
 import time
 
@@ -69,7 +69,7 @@ def run_minibatch(model, num_microbatches, pause_s=0.0):
     return totals
 
 
-def test_exactly_a_n_b(counted, world):
+def test_three_synchronization_points_with_clipping(counted, world):
     model, group = counted
     optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
     for step in range(3):
@@ -83,7 +83,7 @@ def test_exactly_a_n_b(counted, world):
     assert group.num_collectives == 9
 
 
-def test_without_clipping_exactly_a_b(counted):
+def test_two_synchronization_points_without_clipping(counted):
     model, group = counted
     run_minibatch(model, 1)
     model.publish()
@@ -92,7 +92,7 @@ def test_without_clipping_exactly_a_b(counted):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nobody_waits_for_a_slow_rank_before_a(counted, world):
+def test_no_rank_waits_for_a_slow_rank_before_gradients_are_complete(counted, world):
     model, group = counted
     run_minibatch(model, 1)  # first touches are slow
     model.publish()

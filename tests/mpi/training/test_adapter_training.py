@@ -181,7 +181,7 @@ def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
     assert base == {getattr(torch, config.model.param_dtype)}
 
 
-def test_what_is_frozen_costs_nothing_on_the_way_back(world, dataset_path):
+def test_frozen_parameters_cost_nothing_in_a_backward(world, dataset_path):
     inputs = open_inputs(configure(dataset_path), world.rank, world.size)
     trainer = build_trainer(configure(dataset_path), world, inputs, decide(configure(dataset_path), world))
     model, pushed = trainer.model, []

@@ -1,4 +1,4 @@
-"""The order of participants, and what may join them: an objective with its divisor at A, one that runs the model."""
+"""The order of callbacks; an objective whose normalizer is known late, and a callback that runs the model."""
 
 import re
 
@@ -56,7 +56,7 @@ class Evaluation(Callback):
         self.losses.append(loss)
 
 
-def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch):
+def test_a_loss_normalizer_that_is_gathered(world, dataset_path, monkeypatch):
     monkeypatch.setattr(run, "SFTObjective", DividedAtA)
     config = configure(dataset_path, **{"data.balance": "dynamic"})
     inputs = open_inputs(config, world.rank, world.size)
@@ -79,7 +79,7 @@ def test_forwards_between_steps_change_nothing(world, dataset_path):
 
 
 @pytest.mark.sizes(1)
-def test_participants_come_in_the_documented_order(world, dataset_path, shared_dir, monkeypatch):
+def test_callbacks_run_in_the_documented_order(world, dataset_path, shared_dir, monkeypatch):
     table = run.__doc__.partition("in this order:\n\n")[2]
     documented = [name for line in table.splitlines() for name in re.findall(r"[A-Z]\w+", line[:36])]
     found = []
@@ -97,7 +97,7 @@ def test_participants_come_in_the_documented_order(world, dataset_path, shared_d
 
 
 @pytest.mark.sizes(1)
-def test_two_participants_with_the_same_name_are_refused(world, dataset_path):
+def test_two_callbacks_with_the_same_name_are_refused(world, dataset_path):
     """Of two numbers of one name only the last would be heard."""
     config = configure(dataset_path)
     inputs = open_inputs(config, world.rank, world.size)

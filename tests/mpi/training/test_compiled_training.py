@@ -15,7 +15,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _anew():
+def _reset_dynamo():
     yield
     torch._dynamo.reset()
 

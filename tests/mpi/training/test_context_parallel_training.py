@@ -1,4 +1,4 @@
-"""Training with sequences in pieces gives the losses and parameters of a plain loop over whole sequences."""
+"""Context parallel training gives the losses and parameters of a plain loop over unsplit sequences."""
 
 import functools
 import time
@@ -10,14 +10,14 @@ from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, dynamic
 from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
 from odc_mpi.errors import UserError
-from odc_mpi.training import context_parallel as pieces
+from odc_mpi.training import context_parallel
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
-def in_pieces(count, lengths, size, max_tokens, cost):
-    """Cut the two longest sequences of a minibatch into so many pieces, on ranks that overlap; the rest is drawn."""
+def split_longest(count, lengths, size, max_tokens, cost):
+    """Split the two longest sequences of a minibatch over overlapping ranks; the others are drawn."""
     count = min(count, size)
     if count == 1:
         return dynamic(lengths, size, max_tokens, cost)
@@ -33,33 +33,33 @@ def in_pieces(count, lengths, size, max_tokens, cost):
 
 
 def train(config, world):
-    """Losses and parameters, and how many sequences were cut."""
+    """Losses and parameters, and the number of split sequences."""
     inputs = open_inputs(config, world.rank, world.size)
-    num_cut = 0
+    num_split = 0
     with training(config, world, inputs) as (trainer, steps):
         draw = trainer._source.next_minibatch
 
         def counting():
-            nonlocal num_cut
+            nonlocal num_split
             minibatch = draw()
-            num_cut += len(minibatch.plan.splits)
+            num_split += len(minibatch.plan.splits)
             return minibatch
 
         trainer._source.next_minibatch = counting
         losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
     if trainer._source._chunks:
         trainer._source._chunks.windows.close()
-    return inputs, losses, state, num_cut
+    return inputs, losses, state, num_split
 
 
 def configured(dataset_path, **changes):
     return configure(dataset_path, **{"data.balance": "dynamic", "data.context_parallel": "auto", **changes})
 
 
-def check(config, world, least_cut):
-    inputs, losses, state, num_cut = train(config, world)
+def check(config, world, min_split):
+    inputs, losses, state, num_split = train(config, world)
     wanted, parameters = expected(config, inputs.dataset)
-    assert num_cut >= (least_cut if world.size > 1 else 0)
+    assert num_split >= (min_split if world.size > 1 else 0)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert_close(state, parameters)
 
@@ -76,63 +76,65 @@ def check(config, world, least_cut):
         (3, {"comm.reduction": "mailbox", "comm.mailbox_bytes": 4096}),
     ],
 )
-def test_as_whole_sequences_on_one_process(dataset_path, world, monkeypatch, count, changes):
-    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, count))
+def test_as_unsplit_sequences_on_one_process(dataset_path, world, monkeypatch, count, changes):
+    monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, count))
     check(configured(dataset_path, **changes), world, 10)
 
 
 @pytest.mark.sizes(2, 4)
 def test_the_plan_cuts_where_it_gains(dataset_path, world):
-    """Two sequences a minibatch: the longer one is cut over the ranks, or takes all the time."""
+    """Two sequences a minibatch: the longer one is split over the ranks, or takes all the time."""
     check(configured(dataset_path, **{"data.minibatch_sequences": 2, "data.cost": "linear"}), world, 3)
 
 
 @pytest.mark.sizes(1, 2, 4)
 def test_sequences_longer_than_a_microbatch(dataset_path, world):
-    """Of up to 40 tokens, in pieces of at most 20; on one rank they are refused, as without pieces."""
+    """Sequences of up to 40 tokens, in chunks of at most 20; on one rank they are refused, as without chunks."""
     config = configured(dataset_path, **{"data.max_tokens_per_microbatch": 20})
     if world.size == 1:
         with pytest.raises(UserError, match="raise data\\.max_tokens_per_microbatch"):
             open_inputs(config, world.rank, world.size)
         return
-    inputs, losses, state, num_cut = train(config, world)
+    inputs, losses, state, num_split = train(config, world)
     whole = configured(dataset_path)
     wanted, parameters = expected(whole, inputs.dataset)
-    assert num_cut
+    assert num_split
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert_close(state, parameters)
 
 
 @pytest.mark.sizes(3)
 def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
-    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
+    monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
     if world.rank == 1:
-        attend = pieces.context_parallel_attention
-        monkeypatch.setattr(pieces, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args))
+        attend = context_parallel.context_parallel_attention
+        monkeypatch.setattr(
+            context_parallel, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args)
+        )
     check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
 
 
 @pytest.mark.sizes(3)
 def test_in_bf16_the_losses_stay_within_rounding(dataset_path, world, monkeypatch):
-    """Sums over pieces round to bf16 in other places: 4e-3 of each number, less of a loss."""
+    """Sums over chunks round to bf16 in other places: 4e-3 of each number, less of a loss."""
     config = {"model.param_dtype": "bfloat16", "run.steps": 3}
     _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
-    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
-    _, cut, _, num_cut = train(configured(dataset_path, **config), world)
-    assert num_cut or world.size == 1
+    monkeypatch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
+    _, cut, _, num_split = train(configured(dataset_path, **config), world)
+    assert num_split or world.size == 1
     assert cut == pytest.approx(whole, rel=5e-3)
 
 
 @pytest.mark.sizes(3)
 def test_adapters(dataset_path, world, monkeypatch):
-    """Only queries of adapters are trained, so nothing is given back; then also keys and values."""
+    """Only queries of adapters are trained, so no gradients of keys and values are sent; then also keys and values."""
     for modules in ("[q_proj]", "[k_proj, v_proj]"):
         config = {"lora.r": 4, "lora.target_modules": modules, "run.steps": 3, "optim.learning_rate": 0.1}
         _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
         with monkeypatch.context() as patch:
-            patch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
-            _, cut, _, num_cut = train(configured(dataset_path, **config), world)
-        assert num_cut or world.size == 1
+            patch.setattr(loader, "split_longest", functools.partial(split_longest, 3))
+            _, cut, _, num_split = train(configured(dataset_path, **config), world)
+        assert num_split or world.size == 1
         assert cut == pytest.approx(whole, rel=1e-5)
 
 
@@ -150,9 +152,9 @@ def test_settings_that_do_not_go_together(dataset_path, world, changes, words):
 
 
 @pytest.mark.sizes(3)
-def test_a_model_that_cannot_be_cut_is_trained_whole(dataset_path, world):
+def test_a_model_without_context_parallelism_is_trained_unsplit(dataset_path, world):
     window = {"model.config.use_sliding_window": "true", "model.config.sliding_window": 8}
     config = configured(dataset_path, **window, **{"model.config.max_window_layers": 1, "run.steps": 1})
-    inputs, _, _, num_cut = train(config, world)
-    assert num_cut == 0
+    inputs, _, _, num_split = train(config, world)
+    assert num_split == 0
     assert "a window of 8 tokens" in inputs.context_parallel.startup_lines()["cp"] or world.size == 1

@@ -49,7 +49,7 @@ def train(world, base, dataset_path):
 
 
 def without_times(lines):
-    """What a run reports that has nothing to do with time or ranks."""
+    """Keep the metrics that depend neither on time nor on ranks."""
     names = ("loss", "grad_norm", "fixed64_relative_error", "eval_loss", "num_tokens", "skipped", "learning_rate")
     return [{name: line.get(name) for name in names} for line in lines]
 
@@ -168,7 +168,7 @@ def test_what_breaks_it_is_refused(world, train):
 
 
 @pytest.mark.sizes(2)
-def test_what_has_changed_since_a_checkpoint_is_told_or_refused(world, train, monkeypatch, capsys):
+def test_changes_since_a_checkpoint_are_reported_or_refused(world, train, monkeypatch, capsys):
     settings = {"run__checkpoint_every": 5, "optim__lr_scheduler_type": "constant"}
     _, _, summary = train("run", world, **settings)
     assert summary["arithmetic"]["run.threads"] == "1"

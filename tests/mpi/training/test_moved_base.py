@@ -46,7 +46,7 @@ def trained(meta_model):
     return meta_model.weights.read("model.layers.1.mlp.up_proj.lora_B.default.weight", 0, 8)
 
 
-def test_the_base_is_missed_until_its_place_is_said(moved):
+def test_a_missing_base_is_an_error_until_its_path_is_set(moved):
     run_dir, place, _ = moved
     with pytest.raises(UserError, match=rf"base model is not in {place.with_name('base')} .*Pass --base DIR"):
         load_model(run_dir)

@@ -22,7 +22,7 @@ from odc_mpi.models import build as models
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
-#: Of what may depend on how many ranks there are.
+#: For results that may depend on the number of ranks.
 EVERY_SIZE = pytest.mark.sizes(1, 2, 3, 4)
 
 
@@ -55,7 +55,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
 
 
 @pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+def test_frozen_parameters_do_not_change_and_the_others_are_trained(world, dataset_path, freeze):
     config = configure(dataset_path, **{"data.balance": "lb_mini", "model.config.tie_word_embeddings": "false"})
     assert_like_plain(config, world, freeze)
 
@@ -75,7 +75,7 @@ def test_a_cost_that_is_learned_changes_plans_and_nothing_else(world, dataset_pa
 
 
 def test_through_mailboxes(world, dataset_path, monkeypatch):
-    """With room for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
+    """A mailbox for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
     reduction = functools.partial(MailboxGradientStore, mailbox_bytes=1024 * world.size)
     monkeypatch.setattr(api, "window_transport", functools.partial(window_transport, reduction=reduction))
     config = configure(dataset_path, **{"data.balance": "lb_mini"})
@@ -89,7 +89,7 @@ def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
 
 @EVERY_SIZE
 def test_fewer_sequences_than_ranks(world, dataset_path):
-    """Some ranks have no microbatch at all; nothing is lost and nobody hangs."""
+    """Some ranks have no microbatch at all; nothing is lost and no rank hangs."""
     config = configure(dataset_path, **{"data.minibatch_sequences": 1})
     metrics, _ = assert_like_plain(config, world)
     fewest = 1 if world.size == 1 else 0

@@ -28,7 +28,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_one_series(world, shar
     world.gather_objects(None)
 
 
-def test_a_missing_library_is_told_before_anything_is_written(world, shared_dir, dataset_path, monkeypatch):
+def test_a_missing_library_is_reported_before_anything_is_written(world, shared_dir, dataset_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", ("not_there",))
     with pytest.raises(AllRanksUserError, match="pip install accelerate not_there"):
         train(configure(dataset_path, **{"run.dir": shared_dir / "untracked", "run.report_to": "wandb"}), world)

@@ -18,24 +18,24 @@ def gradients(count: int, scale: float = 1.0) -> list[torch.Tensor]:
     ]
 
 
-def pieces_of(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def split(gradient: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(0, gradient[:100]), (100, gradient[100:])]
 
 
 def run(ranks: list[FixedPointGradients], dealt: list[list[torch.Tensor]]) -> tuple[torch.Tensor, bool]:
-    """One minibatch: each rank pushes its gradients, the last two of them as one sum at home."""
+    """One minibatch: each rank pushes its gradients, the last two of them as one local sum."""
     window, output = torch.zeros(NUMEL, dtype=torch.int64), []
     for rank, own in zip(ranks, dealt, strict=True):
         rank.start()
         for gradient in own[:-2]:
             flat = torch.full((NUMEL,), 7)
-            rank.write_flat(3, pieces_of(gradient), flat)
+            rank.write_flat(3, split(gradient), flat)
             window += flat
-        at_home = torch.zeros(NUMEL, dtype=torch.int64)
+        local_sum = torch.zeros(NUMEL, dtype=torch.int64)
         for gradient in own[-2:]:
-            rank.accumulate(3, pieces_of(gradient), at_home)
-        rank.note_push(3, at_home)
-        window += at_home
+            rank.accumulate(3, split(gradient), local_sum)
+        rank.note_push(3, local_sum)
+        window += local_sum
         output.append(rank.local_statistics())
     totals = np.stack(output).sum(axis=0)
     finite = [rank.apply_global_statistics(totals) for rank in ranks]
@@ -64,7 +64,7 @@ def test_neither_order_nor_ranks_change_a_bit() -> None:
     assert not torch.equal(*order), "fp32 sums of these do not depend on their order: the test shows nothing"
 
 
-def test_the_error_that_is_told_is_the_error() -> None:
+def test_the_reported_error_is_the_error() -> None:
     (rank,), steps = new(1), gradients(3, scale=1e-5)
     run([rank], [steps])
     scale = 2.0**FIRST_EXPONENT
@@ -74,7 +74,7 @@ def test_the_error_that_is_told_is_the_error() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6, 1e30])
-def test_exponents_leave_room_and_lose_little(scale: float) -> None:
+def test_exponents_leave_headroom_and_lose_little(scale: float) -> None:
     (rank,), steps = new(1), gradients(5, scale)
     skipped = 0
     for _ in range(20):
@@ -92,7 +92,7 @@ def test_exponents_leave_room_and_lose_little(scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_what_is_not_finite_or_too_large_is_told(bad: float) -> None:
+def test_values_that_are_not_finite_or_too_large_are_reported(bad: float) -> None:
     (rank,), steps = new(1), gradients(3)
     run([rank], [steps])
     before = rank.exponents[3]
@@ -127,7 +127,7 @@ def test_the_norm_does_not_depend_on_the_cut(divisor: float) -> None:
     assert norms[0] == pytest.approx(float(own.double().norm()), rel=1e-14)
 
 
-def test_arrays_without_gradients_stay_as_they_are() -> None:
+def test_arrays_without_gradients_do_not_change() -> None:
     rank = FixedPointGradients({0: 10, 4: 20})
     rank.start()
     flat = torch.zeros(20, dtype=torch.int64)

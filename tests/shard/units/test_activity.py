@@ -1,4 +1,4 @@
-"""What other ranks are told that this one is doing."""
+"""The activity that a rank publishes."""
 
 import torch
 from ranks import RecordingTransport, run_ranks
@@ -8,14 +8,14 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.units.activity import ActivityReporter
 
 
-class Telling(RecordingTransport):
-    """Writes down what is told."""
+class StatusRecorder(RecordingTransport):
+    """Records the published status."""
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        told.append((microbatch, what))
+        statuses.append((microbatch, what))
 
 
-told: list[tuple[int, str]] = []
+statuses: list[tuple[int, str]] = []
 END = [(0, "completing its fetches and pushes"), (0, "flushing gradients")]
 
 
@@ -27,16 +27,16 @@ def make(transport: RecordingTransport, **options: bool) -> ShardedModel:
 
 
 def run(work: object) -> list[tuple[int, str]]:
-    """Return what was told after the last `told.clear()`, but for the end of the minibatch."""
-    told.clear()
-    run_ranks(1, work, transport=Telling)  # type: ignore[arg-type]
-    return [note for note in told if note not in END]
+    """Return the status after the last `statuses.clear()`, except for the end of the minibatch."""
+    statuses.clear()
+    run_ranks(1, work, transport=StatusRecorder)  # type: ignore[arg-type]
+    return [note for note in statuses if note not in END]
 
 
-def test_units_and_microbatches_are_told() -> None:
+def test_units_and_microbatches_are_published() -> None:
     def work(transport: RecordingTransport) -> None:
         model = make(transport)
-        told.clear()
+        statuses.clear()
         with model.minibatch():
             for _ in range(2):
                 model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
@@ -56,7 +56,7 @@ def test_units_and_microbatches_are_told() -> None:
 def test_recomputation_is_part_of_the_backward() -> None:
     def work(transport: RecordingTransport) -> None:
         model = make(transport, activation_checkpointing=True)
-        told.clear()
+        statuses.clear()
         with model.minibatch():
             model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
 
@@ -71,7 +71,7 @@ def test_outside_of_minibatches_there_are_no_microbatches() -> None:
         with model.minibatch():
             pass
         model.publish()
-        told.clear()
+        statuses.clear()
         with torch.no_grad():
             model(torch.ones(2, 4, dtype=torch.float64))
         model.state_dict()
@@ -85,7 +85,7 @@ def test_each_minibatch_counts_from_one() -> None:
     def work(transport: RecordingTransport) -> None:
         model = make(transport)
         for _ in range(2):
-            told.clear()
+            statuses.clear()
             with model.minibatch():
                 model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
             model.publish()
@@ -93,7 +93,7 @@ def test_each_minibatch_counts_from_one() -> None:
     assert {number for number, _ in run(work)} == {1}
 
 
-def test_the_same_is_not_told_twice() -> None:
+def test_the_same_status_is_not_published_twice() -> None:
     def work(transport: RecordingTransport) -> None:
         activity = ActivityReporter(transport.group)
         activity.start_minibatch()

@@ -42,7 +42,7 @@ def test_an_order_that_is_new_is_not_guessed() -> None:
     assert follow(PrefetchPredictor(), "abcdcba") == [""] * 7
 
 
-def test_forward_and_backward_are_both_learnt() -> None:
+def test_forward_and_backward_are_both_learned() -> None:
     order: PrefetchPredictor[str] = PrefetchPredictor()
     follow(order, "abcdcba")
     order.reset_position()
@@ -52,14 +52,14 @@ def test_forward_and_backward_are_both_learnt() -> None:
     assert follow(order, "abcdcba", 2) == ["bc", "cd", "dc", "cb", "ba", "a", ""]
 
 
-def test_the_turn_between_two_microbatches_is_learnt() -> None:
+def test_the_transition_between_two_microbatches_is_learned() -> None:
     order: PrefetchPredictor[str] = PrefetchPredictor()
     follow(order, "abcdcba" + "bcdcba")
     order.reset_position()
     assert follow(order, "abcdcba", 3) == ["bcd", "cdc", "dcb", "cba", "bab", "abc", "bcd"]
 
 
-def test_a_changed_order_is_learnt_anew() -> None:
+def test_a_changed_order_is_learned_again() -> None:
     order: PrefetchPredictor[str] = PrefetchPredictor()
     for uses in ("abcd", "abcd", "acbd"):
         order.reset_position()
@@ -82,7 +82,7 @@ def test_nothing_follows_across_a_restart() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_any_sequence_is_repeated_where_two_uses_tell_the_next(count: int) -> None:
+def test_any_sequence_is_predicted_where_two_uses_determine_the_next(count: int) -> None:
     rng = random.Random(count)
     for _ in range(50):
         uses = [rng.choice("abcdefgh") for _ in range(12)]
@@ -143,7 +143,7 @@ def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
     thread.close()
 
 
-def test_nobody_looks_at_a_buffer_once_it_was_waited_for() -> None:
+def test_no_reference_to_a_buffer_remains_after_its_wait() -> None:
     """Else the pool would now and then take new memory, depending on which thread is faster."""
     pool, thread = BufferPool(), CommunicationThread("t")
 
@@ -217,7 +217,7 @@ def test_two_ahead(transport: LateTransport) -> None:
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10])
 @on_ranks(1, transport=LateTransport)
-def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: int) -> None:
+def test_any_order_unshards_the_required_units(transport: LateTransport, prefetch: int) -> None:
     """Guesses are mostly wrong; never more is held than was promised."""
     transport.fetch_s = 0.0
     units, ready = ahead(transport, 6, prefetch)
@@ -232,7 +232,7 @@ def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: i
 
 
 @on_ranks(1, transport=LateTransport)
-def test_a_wrong_guess_is_given_up(transport: LateTransport) -> None:
+def test_a_wrong_guess_is_dropped(transport: LateTransport) -> None:
     units, ready = ahead(transport, 4, 1)
     use(ready, units, "123")
     ready.reshard_all()
@@ -388,7 +388,7 @@ def test_fetches_and_pushes_overlap_with_the_computation() -> None:
     assert fetch_s < 0.2 and push_s < 0.12
 
 
-def test_evaluation_and_whole_state_between_minibatches() -> None:
+def test_evaluation_and_full_state_between_minibatches() -> None:
     module = Stack(6).double()
 
     def work(transport: LateTransport) -> None:
@@ -445,7 +445,7 @@ def test_an_error_in_a_thread_ends_the_minibatch(transport: Failing, operation: 
 
 
 @on_ranks(1, transport=Failing)
-def test_a_wrong_guess_that_fails_is_told_at_the_end_of_the_minibatch(transport: Failing) -> None:
+def test_a_wrong_guess_that_fails_raises_at_the_end_of_the_minibatch(transport: Failing) -> None:
     model = failing(transport)
     transport.fails = "fetch", "layers.1"
     with pytest.raises(ConnectionError, match="the fetch went wrong"), model.minibatch():

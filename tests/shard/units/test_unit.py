@@ -28,9 +28,9 @@ def host(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list
     transport.allocate(layouts)
     for i, layout in enumerate(layouts):
         transport.parameters.shard(i).fill_(-1)
-        for piece in layout.slices(transport.group.rank):
-            values = torch.arange(piece.start, piece.stop) + value_of(piece.spec.name)
-            transport.parameters.shard(i)[piece.offset : piece.offset + piece.numel] = values
+        for interval in layout.slices(transport.group.rank):
+            values = torch.arange(interval.start, interval.stop) + value_of(interval.spec.name)
+            transport.parameters.shard(i)[interval.offset : interval.offset + interval.numel] = values
     transport.publish_parameters()
     return units
 
@@ -51,7 +51,7 @@ def states(units: Sequence[Unit]) -> str:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks()
-def test_a_ready_unit_has_every_parameter_whole(transport: RecordingTransport, size: int) -> None:
+def test_an_unsharded_unit_has_every_full_parameter(transport: RecordingTransport, size: int) -> None:
     shapes = [(), (0, 3), (5, 7), (33,), (2, 3, 4)]
     (unit,) = host(transport, [("u", [specs("t", *shapes), specs("f", (3,), (40,), trainable=False)])])
     UnshardedUnits(transport).unshard(unit)
@@ -115,7 +115,7 @@ def test_a_unit_in_use_stays(transport: RecordingTransport) -> None:
 
 
 @on_ranks(1)
-def test_find_tells_the_unit_a_tensor_looks_into(transport: RecordingTransport) -> None:
+def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
     (unit,) = host(transport, [("u", arrays)])
     ready = UnshardedUnits(transport)
@@ -134,7 +134,7 @@ def test_find_tells_the_unit_a_tensor_looks_into(transport: RecordingTransport) 
 
 
 @on_ranks(1)
-def test_look_repeats_offset_shape_and_stride(transport: RecordingTransport) -> None:
+def test_view_repeats_offset_shape_and_stride(transport: RecordingTransport) -> None:
     (unit,), ready = simple(transport, 0)
     ready.unshard(unit)
     view = unit.parameter(".0").t()[1:4, ::2]
