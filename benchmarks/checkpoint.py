@@ -135,7 +135,7 @@ class State:
         saver = Saver(self._directory, world.rank, world.size, f"{self._round}", warn=_fail)
         began = perf_counter()
         entries = self._state.snapshot()
-        saver.start(1, entries, self._state.describe(1, {}) if world.rank == 0 else None)
+        saver.start(1, entries, self._state.make_manifest(1, {}) if world.rank == 0 else None)
         self.pauses_s.append(perf_counter() - began)
         saver.wait_until_written()
         saver.receive_reports(np.array(world.gather_objects(saver.report())))

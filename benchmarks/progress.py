@@ -187,7 +187,7 @@ def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
     """Check the requirements of the machine. Collective."""
     if world.size == 1:
         raise AllRanksUserError("expected two ranks or more, got 1")
-    if not all(world.gather_objects(window_transport(world).threads)):
+    if not all(world.gather_objects(window_transport(world).thread_safe)):
         raise AllRanksUserError("expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
     # Gets: a window and two copies. Pushes: windows and shards of all sizes, an inbox, sources of Puts, and copies.
     reading, inbox = 3 * max(sizes), DEFAULT_MAILBOX_BYTES

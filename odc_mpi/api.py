@@ -21,7 +21,7 @@ from odc_mpi.comm.factory import (
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
-from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, refuse_wrong_data
+from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
@@ -158,7 +158,7 @@ def decide_for(
     if computing is not None and window_device != "cpu":
         report = _with_device_report(report, world, computing)
     decision = world.run_on_all(lambda: decide(report, settings, on_device=computing is not None))
-    world.run_on_all(lambda: refuse_wrong_data(report, decision, tickets=tickets))
+    world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
 
 

@@ -13,7 +13,7 @@ from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.errors import UserError
 
 
-def open_newest(path: Path) -> Checkpoint:
+def open_newest_checkpoint(path: Path) -> Checkpoint:
     """Open the newest complete checkpoint below a path (see `checkpoint_directories`)."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
@@ -52,7 +52,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 def show_lines(path: Path) -> Iterator[str]:
     """Yield a line for each tensor of the newest checkpoint, with its norm."""
-    with open_newest(path) as checkpoint:
+    with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
         if "base" in manifest.metadata:
@@ -70,7 +70,7 @@ def show_lines(path: Path) -> Iterator[str]:
 
 def digest_line(path: Path) -> str:
     """Return the SHA-256 of the newest checkpoint (see `compute_digest`), and its directory."""
-    with open_newest(path) as checkpoint:
+    with open_newest_checkpoint(path) as checkpoint:
         digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
         return f"{digest}  {checkpoint.directory}"
 

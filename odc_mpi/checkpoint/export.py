@@ -48,7 +48,7 @@ class Exporter(ABC):
         """Return the content of the configuration file."""
 
 
-class WholeModelExporter(Exporter):
+class FullModelExporter(Exporter):
     """Exporter of a checkpoint of a full transformers model; raises `UserError` for any other."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -72,7 +72,7 @@ class WholeModelExporter(Exporter):
     @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         record = self._checkpoint.record(f"{MODEL}/{name}")
-        return read_whole(self._checkpoint, name).to(_export_dtype(record, dtype))
+        return read_full_tensor(self._checkpoint, name).to(_export_dtype(record, dtype))
 
     @override
     def config(self, dtype: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def export(
         exporter: Content of the directory; default: the full model.
         base: Present directory of the model from which the run started, for its tokenizer; default: `model.path`.
     """
-    exporter = exporter or WholeModelExporter(checkpoint)
+    exporter = exporter or FullModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"expected OUT to be a new directory, got {out}, which exists: choose another")
     dtype = dtype or exporter.dtype
@@ -118,7 +118,7 @@ def export(
     return names
 
 
-def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def read_full_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read a full tensor of the model, in its own type."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)

@@ -58,13 +58,13 @@ def recover_retired(directory: Path) -> None:
 
     Call it before a search for checkpoints, as one of these may be the newest, and while no run writes there.
     """
-    for path, goal in retired(directory).items():
+    for path, goal in recoverable_checkpoints(directory).items():
         if not goal.exists():
             path.rename(goal)
             sync_directory(directory)
 
 
-def retired(directory: Path) -> dict[Path, Path]:
+def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
     """Return the complete retired checkpoints that have no replacement, and their former paths."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
@@ -74,7 +74,7 @@ def retired(directory: Path) -> dict[Path, Path]:
     return {path: goal for path, goal in goals.items() if not goal.exists()}
 
 
-def clean(directory: Path) -> int:
+def remove_incomplete(directory: Path) -> int:
     """Remove the incomplete checkpoints of killed runs, and return their number. No run may write there."""
     recover_retired(directory)
     incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]

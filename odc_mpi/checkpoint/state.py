@@ -59,7 +59,7 @@ class TrainingState:
         """Copy this rank's part of the state. Call it when parameters are published. Overwrites the last result."""
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
-    def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
+    def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
         """Return start and elements, in the stored type, of this rank's range of each tensor, by path.
 
         The arrays of tensors in host memory are views, which the optimizer step changes.
@@ -70,7 +70,7 @@ class TrainingState:
             if tensor_range.tensor.numel()
         }
 
-    def describe(self, step: int, metadata: dict[str, object]) -> Manifest:
+    def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
         """Return the manifest of a snapshot of the present state, without files."""
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._tensor_ranges():

@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from odc_mpi.checkpoint.commands import open_newest
+    from odc_mpi.checkpoint.commands import open_newest_checkpoint
     from odc_mpi.checkpoint.export import export
 
-    with open_newest(arguments.directory) as checkpoint:
+    with open_newest_checkpoint(arguments.directory) as checkpoint:
         exporter = None
         if "adapter" in checkpoint.manifest.metadata:
             from odc_mpi.models.exporters import AdapterExporter, MergedExporter

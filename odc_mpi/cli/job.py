@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         choices=tuple((name, _check_word(name, value)) for name, value in choices.items() if value is not None),
         stage=arguments.stage,
     )
-    script = job.script_for_config(requested, arguments.config, tuple(arguments.overrides), config.data.path)
+    script = job.config_script(requested, arguments.config, tuple(arguments.overrides), config.data.path)
     print(script, end="", flush=True)
     return job.submit(script) if arguments.submit else 0
 

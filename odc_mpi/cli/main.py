@@ -19,7 +19,7 @@ from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, repor
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
-from odc_mpi.runtime.start.limits import end_by_interrupt
+from odc_mpi.runtime.start.limits import exit_as_interrupted
 
 #: Modules with `HELP`, `add_arguments` and `run`, in the order of the help. `run` imports slow modules, and raises
 #: UserError for invalid arguments and input.
@@ -96,5 +96,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("odc-mpi: interrupted", file=sys.stderr, flush=True)
         if is_launched():
-            end_by_interrupt()  # some launchers treat a rank that returns before MPI starts as successful
+            exit_as_interrupted()  # some launchers treat a rank that returns before MPI starts as successful
         return 130

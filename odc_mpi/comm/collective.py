@@ -107,7 +107,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype_of(index)`. Collective."""
         shard, element = self._shards[index], _BYTE_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
-        request = self._comms.for_next(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
+        request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
         return DeferredWork(functools.partial(self._complete, index, request, buffer))
 
     @override
@@ -151,7 +151,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
         counts = [stop - first for first, stop in map(layout.owned, range(self._group.size))]
         result = self._results.acquire(counts[self._group.rank], self.dtype)
         send, receive = [gradient.numpy(), element], [result.numpy(), element]
-        request = self._comms.for_next(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
+        request = self._comms.comm_of(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
         reduce = DeferredWork(functools.partial(self._complete, index, request, result, gradient))
         while self._reduces and self._reduces[0].is_done:
             self._reduces.popleft()
@@ -188,7 +188,7 @@ class _Communicators:
         with self._world.collective("duplicating the communicator"):
             self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
-    def for_next(self, index: int) -> MPI.Intracomm:
+    def comm_of(self, index: int) -> MPI.Intracomm:
         """Return the communicator of an array and count the operation."""
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]

@@ -63,7 +63,7 @@ def window_transport(
     group = WorldGroup(world, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
     parameters = WindowParameters(windows)
-    return Transport(group, parameters, gradients, (windows, gradients), threads=has_thread_multiple())
+    return Transport(group, parameters, gradients, (windows, gradients), thread_safe=has_thread_multiple())
 
 
 def device_transport(
@@ -92,7 +92,7 @@ def device_transport(
         DeviceGradients(gradients, device),
         (DeviceSynchronizer(device), windows, gradients),
         device=device.torch_device,
-        threads=has_thread_multiple(),
+        thread_safe=has_thread_multiple(),
     )
 
 
@@ -104,7 +104,7 @@ def single_rank_transport(
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
     # Without threads: kernels that a second thread enqueued would have no order relative to those of the first.
-    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, threads=False)
+    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
 
 
 def collective_transport(
@@ -114,7 +114,7 @@ def collective_transport(
     group = WorldGroup(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
-    return Transport(group, parameters, gradients, (parameters, gradients), threads=False, one_sided=False)
+    return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=False, one_sided=False)
 
 
 def staged(inner: Transport, device: Device) -> Transport:
@@ -126,5 +126,5 @@ def staged(inner: Transport, device: Device) -> Transport:
         StagedGradients(inner.gradients, device, pinned),
         (*inner.storages, pinned),
         device=device.torch_device,
-        threads=inner.threads,
+        thread_safe=inner.thread_safe,
     )

@@ -32,7 +32,7 @@ class WorldGroup(Group):
         self._num_windows = 0
 
     @override
-    def on_this_node(self, rank: int) -> bool:
+    def is_on_this_node(self, rank: int) -> bool:
         return rank in self._world.node_ranks
 
     @override

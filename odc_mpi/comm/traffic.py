@@ -57,5 +57,5 @@ class TrafficCounter:
         for owner, begin, end in ranges_by_owner(layout, group.rank, start, stop):
             if owner != group.rank:
                 num_bytes = (end - begin) * itemsize
-                total += ByteCounts(num_bytes, 0) if group.on_this_node(owner) else ByteCounts(0, num_bytes)
+                total += ByteCounts(num_bytes, 0) if group.is_on_this_node(owner) else ByteCounts(0, num_bytes)
         return total

@@ -64,7 +64,7 @@ class Group(ABC):
     #: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
     num_collectives: int = 0
 
-    def on_this_node(self, rank: int) -> bool:
+    def is_on_this_node(self, rank: int) -> bool:
         """Return True if a rank is on the node of this rank."""
         return True
 
@@ -220,7 +220,7 @@ class Transport:
     storages: Sequence[ShardStorage]
     _: KW_ONLY
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    threads: bool = True
+    thread_safe: bool = True
     one_sided: bool = True
     _is_open: bool = field(default=False, init=False)
 

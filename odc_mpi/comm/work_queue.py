@@ -43,7 +43,7 @@ class QueueState(NamedTuple):
     """
 
     in_progress: dict[int, int]
-    num_unclaimed: int
+    num_not_started: int
     published: list[int]
     num_done: int
 
@@ -98,7 +98,7 @@ class WorkQueue:
         owners = (words >> _RANK_SHIFT) & _RANK_MASK
         return QueueState(
             in_progress={int(item): int(owners[item]) for item in np.flatnonzero(states == _STARTED)},
-            num_unclaimed=int(np.count_nonzero(states == _NOT_STARTED)),
+            num_not_started=int(np.count_nonzero(states == _NOT_STARTED)),
             # By size, then by number.
             published=published[np.lexsort((published, -sizes[published]))].tolist(),
             num_done=int(np.count_nonzero(states >= _CLAIMED)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import read_tokenizer_files
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -82,7 +82,7 @@ def load_generation_model(
 
 def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
     try:
-        newest = open_newest(path)
+        newest = open_newest_checkpoint(path)
     except UserError as error:
         if not path.exists() or not any(steps_in(folder) for folder in (path / "checkpoints", path, path.parent)):
             raise UserError(

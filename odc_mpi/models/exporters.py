@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from odc_mpi.checkpoint.export import Exporter, model_config, read_whole
+from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL
 from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
@@ -44,7 +44,7 @@ class AdapterExporter(Exporter):
 
     @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return read_whole(self._checkpoint, self._names[name]).to(dtype)
+        return read_full_tensor(self._checkpoint, self._names[name]).to(dtype)
 
     @override
     def config(self, dtype: str) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class MergedExporter(Exporter):
         if name in self._buffers:
             return self._buffers[name]
         if name in self._replaced:
-            return read_whole(self._checkpoint, self._replaced[name]).to(dtype)
+            return read_full_tensor(self._checkpoint, self._replaced[name]).to(dtype)
         shape = self._shapes[name]
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
         if (layer := self._adapted_layers.get(name)) is None:
             return weight.to(dtype)
-        a, b = (read_whole(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
+        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
         return torch.addmm(weight.float(), b, a, alpha=self._scale).to(dtype)
 
     @override

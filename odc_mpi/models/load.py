@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, restore_buffers
 from odc_mpi.errors import UserError
@@ -48,7 +48,7 @@ def load_model(
     if build.is_model_directory(path):
         _refuse_base(path, base)
         return build.from_directory(path, attn_implementation or "sdpa")
-    return load_checkpoint(open_newest(path), rank, size, attn_implementation, base)
+    return load_checkpoint(open_newest_checkpoint(path), rank, size, attn_implementation, base)
 
 
 def load_checkpoint(

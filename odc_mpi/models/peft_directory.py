@@ -73,7 +73,7 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
     _require_supported(path, config)
     meta_model = build.from_directory(base, attn_implementation)
     meta_model = add_adapters(meta_model, config, 0, stored_dtype(base))
-    return replace(meta_model, weights=_StoredAdapters(path, meta_model.module, meta_model.weights))
+    return replace(meta_model, weights=_PeftWeights(path, meta_model.module, meta_model.weights))
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -83,7 +83,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-class _StoredAdapters(WeightSource):
+class _PeftWeights(WeightSource):
     """Weights of a base model with the adapters of a peft directory, which are in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:

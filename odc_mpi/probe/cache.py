@@ -22,7 +22,7 @@ _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", 
 _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")
 
 
-def settings() -> dict[str, str]:
+def mpi_environment() -> dict[str, str]:
     """Return the environment variables that configure MPI libraries."""
     return {
         name: value
@@ -33,10 +33,10 @@ def settings() -> dict[str, str]:
 
 def stack_key(library: str) -> dict[str, Any]:
     """Return the software's part of a cache key, for an MPI library with this name and version."""
-    return {"library": library, "mpi4py": mpi4py.__version__, "settings": settings()}
+    return {"library": library, "mpi4py": mpi4py.__version__, "settings": mpi_environment()}
 
 
-def folder() -> Path:
+def cache_directory() -> Path:
     """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
@@ -64,4 +64,4 @@ def store(key: dict[str, Any], report: ProbeReport) -> None:
 
 def _path(key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps([FORMAT, key], sort_keys=True).encode()).hexdigest()
-    return folder() / f"probe-{digest[:20]}.json"
+    return cache_directory() / f"probe-{digest[:20]}.json"

@@ -134,7 +134,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     return Decision(_window(zero_copy), zero_copy, reduction, progress)
 
 
-def refuse_wrong_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
+def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
     """Raise `UserError` if an operation in use, also Fetch_and_op for tickets, delivered wrong data in the probe."""
     origin = ("from_device",) if decision.windows_on_device else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")

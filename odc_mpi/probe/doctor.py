@@ -32,7 +32,7 @@ from odc_mpi.probe.report import (
 )
 from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildResult, FailureKind, launched_rank, run_in_child
-from odc_mpi.runtime.start.pmi import hint
+from odc_mpi.runtime.start.pmi import srun_advice
 
 #: Command of the child.
 PROBE = (sys.executable, "-m", "odc_mpi.probe.probe")
@@ -113,7 +113,7 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     # Ranks of Open MPI write to a terminal even if the output of mpiexec is redirected, so colors are disabled.
     console = Console(color_system=None, highlight=False)
     if decision is None:
-        console.print(f"MPI gave no answer. {report.problems[-1]}", *filter(None, [hint()]), sep="\n")
+        console.print(f"MPI gave no answer. {report.problems[-1]}", *filter(None, [srun_advice()]), sep="\n")
         return
     layout = " + ".join(str(number) for number in report.ranks_per_node)
     shared_memory = "none" if report.shm_bytes is None else f"{report.shm_bytes / 2**20:,.0f} MiB free"

@@ -173,4 +173,4 @@ class FetchAndOp(TrialOperation):
 
 
 #: Operations by their names in a report.
-BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}
+OPERATIONS_BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}

@@ -120,7 +120,7 @@ class Trials:
         numbers = np.full(6, np.nan)
         with self._world.deadline(what):
             if self._world.rank == origin:
-                numbers[:] = self._measure(operations.BY_NAME[name](self._links[kind, memory]), target)
+                numbers[:] = self._measure(operations.OPERATIONS_BY_NAME[name](self._links[kind, memory]), target)
             elif self._world.rank == target:
                 self._run_target(origin)
         # Other ranks wait here during the trial.

@@ -32,7 +32,7 @@ class BarColumn:
 
     heading: str
     figures: Mapping[str, Any]
-    form: str
+    number_format: str
     line: float | None = None
     references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     in_plot: bool = True
@@ -56,14 +56,20 @@ def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterab
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
         bars = panels[column.heading]
-        cells[column.heading] = {bar.label: _bar_text(bar, column.form) for bar in bars}
+        cells[column.heading] = {bar.label: _bar_text(bar, column.number_format) for bar in bars}
         for source in dict.fromkeys(source for bar in bars for source in bar.references):
             cells[source] = {
-                bar.label: format(bar.references[source], column.form) for bar in bars if source in bar.references
+                bar.label: format(bar.references[source], column.number_format)
+                for bar in bars
+                if source in bar.references
             }
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     plotted = [column for column in columns if column.in_plot]
-    parts = [{c.heading: panels[c.heading] for c in plotted}, [c.form for c in plotted], [c.line for c in plotted]]
+    parts = [
+        {c.heading: panels[c.heading] for c in plotted},
+        [c.number_format for c in plotted],
+        [c.line for c in plotted],
+    ]
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
     return Figure(make_plot("bars", name, title, *parts), caption, [table])
 

@@ -12,7 +12,7 @@ import torch
 from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
 
 
-class RolloutGroup(NamedTuple):
+class PromptGroup(NamedTuple):
     """A prompt group: the completions of one prompt with their advantages.
 
     Attributes:
@@ -45,7 +45,7 @@ class RolloutGroup(NamedTuple):
         return b"".join(part.tobytes() for part in parts)
 
     @staticmethod
-    def from_bytes(content: bytes) -> "RolloutGroup":
+    def from_bytes(content: bytes) -> "PromptGroup":
         """Deserialize the result of `to_bytes`."""
         rest = io.BytesIO(content)
 
@@ -58,7 +58,7 @@ class RolloutGroup(NamedTuple):
         completions = [read_array(np.int32, length).tolist() for length in lengths]
         logps = [read_array(np.float32, length) for length in lengths]
         advantages, excluded = read_array(np.float64, count), read_array(np.uint8, count).astype(np.bool_)
-        return RolloutGroup(position, index, prompt, completions, logps, advantages, excluded)
+        return PromptGroup(position, index, prompt, completions, logps, advantages, excluded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,14 @@ class RolloutMicrobatch(Microbatch):
     advantages: torch.Tensor
 
 
-def pack_microbatches(
-    groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool
-) -> Iterator[RolloutMicrobatch]:
+def pack_microbatches(groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool) -> Iterator[RolloutMicrobatch]:
     """Pack the completions of finished groups into microbatches.
 
     Args:
         max_tokens: Limit on the tokens of a microbatch. No prompt with its completion may have more.
         with_all: Include completions with an advantage of 0.
     """
-    chosen: list[tuple[RolloutGroup, int]] = []
+    chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0
     for group in groups:
         for i, completion in enumerate(group.completions):
@@ -105,7 +103,7 @@ def pack_microbatches(
         yield _pack_microbatch(chosen)
 
 
-def _pack_microbatch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutMicrobatch:
+def _pack_microbatch(chosen: Sequence[tuple[PromptGroup, int]]) -> RolloutMicrobatch:
     completions = [group.completions[i] for group, i in chosen]
     num_targets = [len(completion) for completion in completions]
     lengths = [len(group.prompt) + count for (group, _), count in zip(chosen, num_targets, strict=True)]

@@ -17,7 +17,14 @@ from mpi4py import MPI
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
-from odc_mpi.runtime.lateness import PendingWait, Status, compare, format_late_ranks, format_status, stranded
+from odc_mpi.runtime.lateness import (
+    PendingWait,
+    Status,
+    format_late_ranks,
+    format_status,
+    mark_missing_heartbeats,
+    stranded_ranks,
+)
 from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
@@ -117,7 +124,7 @@ class Job:
         return self.watchdog.watch(wait)
 
     @contextmanager
-    def arrival(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
+    def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
         """Context manager for the wait in a collective: publish the arrival, and set a deadline.
 
         Args:
@@ -142,7 +149,7 @@ class Job:
         """
         assert self.status is not None
         self.status.page.finalizing = True
-        with self.arrival("leaving"):
+        with self.in_collective("leaving"):
             yield self._check_stranded
 
     def free_status_window(self) -> None:
@@ -155,7 +162,7 @@ class Job:
         status = self.status
         assert status is not None
         peers = status.read()
-        waiting = stranded(status.page.num_collectives, peers)
+        waiting = stranded_ranks(status.page.num_collectives, peers)
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
@@ -172,7 +179,7 @@ class Job:
             first = status.read()
             time.sleep(HEARTBEAT_S)
             peers = status.read()
-            late = format_late_ranks(wait, compare(first, peers), self._hosts, time.time())
+            late = format_late_ranks(wait, mark_missing_heartbeats(first, peers), self._hosts, time.time())
         waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
         self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
 

@@ -52,7 +52,7 @@ class Status:
     aborting: bool = False
     heartbeat_missing: bool = False
     published_at: float = 0.0
-    number: int = 0
+    heartbeat_number: int = 0
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
@@ -69,7 +69,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
 
 
-def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
+def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
 
     `collective` is the number of the last collective of the leaving rank, in which it closes its world.
@@ -106,14 +106,16 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
     return f"{who}, which was last seen {ago}, {where}{status.what}{silent}"
 
 
-def compare(first: Mapping[int, Status | None], second: Mapping[int, Status | None]) -> dict[int, Status | None]:
+def mark_missing_heartbeats(
+    first: Mapping[int, Status | None], second: Mapping[int, Status | None]
+) -> dict[int, Status | None]:
     """Return the first reading, with `heartbeat_missing` for ranks with the same heartbeat in the second reading."""
     result = dict(first)
     for rank, status in first.items():
         later = second[rank]
         # The watchdog of a rank that is about to abort sends no heartbeats.
         if status and later and not later.aborting:
-            result[rank] = replace(status, heartbeat_missing=status.number == later.number)
+            result[rank] = replace(status, heartbeat_missing=status.heartbeat_number == later.heartbeat_number)
     return result
 
 

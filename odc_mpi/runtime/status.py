@@ -98,7 +98,7 @@ class StatusPage:
 def read_page(page: bytes) -> Status | None:
     """Return the status in a page; None if both slots are invalid, since they changed during the read."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
-    return max((slot for slot in slots if slot is not None), key=lambda status: status.number, default=None)
+    return max((slot for slot in slots if slot is not None), key=lambda status: status.heartbeat_number, default=None)
 
 
 def _read_slot(slot: bytes) -> Status | None:
@@ -115,7 +115,7 @@ def _read_slot(slot: bytes) -> Status | None:
         finalizing=bool(flags & _FINALIZING),
         aborting=bool(flags & _ABORTING),
         published_at=published_at,
-        number=number,
+        heartbeat_number=number,
     )
 
 

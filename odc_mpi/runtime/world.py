@@ -21,7 +21,7 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
-from odc_mpi.runtime.start.limits import end_within
+from odc_mpi.runtime.start.limits import limit_finalize
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class World(AbstractContextManager["World"]):
         Collective: all ranks use it for the same operations in the same order, so late ranks are known by their count.
         The ranks first synchronize by polling, so that no rank spins in the operation on a core that a late rank needs.
         """
-        with self.job.arrival(what, self._members):
+        with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
             yield
 
@@ -189,7 +189,7 @@ class World(AbstractContextManager["World"]):
 
     def wait_collective(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking collective, which is counted as in `collective`. Collective."""
-        with self.job.arrival(what, self._members):
+        with self.job.in_collective(what, self._members):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
@@ -286,7 +286,7 @@ class World(AbstractContextManager["World"]):
     def _finalize(self) -> None:
         """Close the world when the program ends, and limit the time of MPI_Finalize, which follows."""
         self.close()
-        end_within(self.timeout_s)
+        limit_finalize(self.timeout_s)
 
     def _find_ranks(self, comm: MPI.Intracomm) -> None:
         """Duplicate the communicator, split it by node, and set the attributes that describe the ranks. Collective."""

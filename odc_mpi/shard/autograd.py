@@ -68,9 +68,9 @@ class UnitForwards:
         self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
 
     @property
-    def suspended(self) -> bool:
+    def is_suspended(self) -> bool:
         """True while modules hold materialized parameters (`shard.modules`): forwards are not tracked then."""
-        return self._unsharded.is_reshard_forbidden
+        return self._unsharded.reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit) -> Iterator[None]:

@@ -85,7 +85,7 @@ class CacheNeeds:
         smallest = CacheBytes(min(unit_bytes, default=0), min(array_bytes, default=0))
         return cls(CacheBytes(sum(unit_bytes), sum(array_bytes)), smallest)
 
-    def require_whole_model(self, granted: CacheBytes) -> None:
+    def require_full_model(self, granted: CacheBytes) -> None:
         """Raise UserError if the granted parameter cache does not hold all units but the root."""
         needed, available = self.maximum.parameters, granted.parameters
         if available < needed:

@@ -64,12 +64,12 @@ class GradientPusher:
         traffic: TrafficCounter | None = None,
         gradient_format: GradientFormat | None = None,
     ) -> None:
-        self.residency = CacheBudget()
+        self.cache = CacheBudget()
         self._store = transport.gradients
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
+        self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.thread_safe else None
         self.buffers = BufferPool(transport.gradients.empty)
         self._in_flight: deque[tuple[Work, torch.Tensor, int]] = deque()
         self._accumulated: dict[int, AccumulatedGradient] = {}
@@ -124,11 +124,11 @@ class GradientPusher:
         """Return the sum to which a gradient of an array must be added; None if it must be pushed separately."""
         if index in self._accumulated:
             return self._accumulated[index]
-        if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
+        if self.is_last_backward or not self.cache.fits(numel * self._store.dtype.itemsize):
             return None
         flat = self.buffers.acquire(numel, self._store.dtype)
         # A reused buffer may be larger than requested.
-        if not self.residency.admit(index, flat.untyped_storage().nbytes()):
+        if not self.cache.admit(index, flat.untyped_storage().nbytes()):
             self.buffers.release(flat)
             return None
         self._accumulated[index] = AccumulatedGradient(flat.zero_(), numel, 0)
@@ -165,5 +165,5 @@ class GradientPusher:
             pending.wait()
             self.buffers.release(flat)
             if index not in self._accumulated:
-                self.residency.discard(index)
+                self.cache.discard(index)
             self._spans.add("accumulate", began)

@@ -199,13 +199,13 @@ class ShardedModel:
 
         Sizes above `cache_needs` have no effect. Ranks may differ. To set sizes, between minibatches, frees the caches.
         """
-        return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.residency.budget_bytes)
+        return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
 
     @cache_bytes.setter
     def cache_bytes(self, cache_bytes: CacheBytes) -> None:
         needs = self.cache_needs
         self._unsharded.cache.budget_bytes = cache_bytes.parameters if needs.maximum.parameters else 0
-        self._pusher.residency.budget_bytes = cache_bytes.gradients if needs.maximum.gradients else 0
+        self._pusher.cache.budget_bytes = cache_bytes.gradients if needs.maximum.gradients else 0
         self._unsharded.clear()
         self._pusher.buffers.clear()
 
@@ -229,7 +229,7 @@ class ShardedModel:
             UserError: `comm.parameter_cache_bytes` is smaller than all units but the root, or fetches are collective.
         """
         if self._transport.parameters.access is Access.COPY:
-            self.cache_needs.require_whole_model(self.cache_bytes)
+            self.cache_needs.require_full_model(self.cache_bytes)
             self._unsharded.unshard_all(self.units)
         plain = (
             nullcontext() if gradients else materialized_parameters(self._names_by_module, self.units, self._unsharded)
@@ -285,7 +285,7 @@ class ShardedModel:
         One-sided: a single rank may call it, except between the end of a minibatch and `publish()`. Collective if the
         fetches of the transport are. The caller needs memory for the full model.
         """
-        with self._placeholders.saved():
+        with self._placeholders.allow_state_dict():
             state = dict(self.module.state_dict())
         return state | full_state_dict(state, self._names, self.units, self._unsharded)
 

@@ -69,7 +69,7 @@ class Placeholders:
         return [parameter for _, reference in self._by_id.values() if (parameter := reference()) is not None]
 
     @contextmanager
-    def saved(self) -> Iterator[None]:
+    def allow_state_dict(self) -> Iterator[None]:
         """Allow `state_dict()` of the modules in the enclosed code."""
         self._can_be_saved = True
         try:
@@ -149,9 +149,9 @@ def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unshard
     microseconds of Python per forward of its unit, which is significant in a decoding step.
 
     The units must fit the cache at once, or be views that stay valid; they must not be resharded in the enclosed code.
-    Forwards are not tracked there (`UnitForwards.suspended`). No effect within another call.
+    Forwards are not tracked there (`UnitForwards.is_suspended`). No effect within another call.
     """
-    if unsharded.is_reshard_forbidden:
+    if unsharded.reshard_forbidden:
         yield
         return
     full: dict[str, nn.Parameter] = {}
@@ -199,7 +199,7 @@ def wrap_forward(
 
     @functools.wraps(forward)
     def outermost(*args: Any, **kwargs: Any) -> Any:
-        if forwards.suspended:
+        if forwards.is_suspended:
             return forward(*args, **kwargs)
         with saved.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():

@@ -76,7 +76,7 @@ class SimulatedMinibatch:
         """Return the duration of a chunk of a split sequence on a rank, without waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
-        error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))
+        error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
         work_s = self.overhead_s + error * (self.cost.chunk(begin, end) - moved_s)
         saving_s = self.cache_saving_s - (self.cache_cost_s if is_first else 0.0)
         return work_s / float(self.speeds[rank]) + self.communication_s + moved_s - saving_s

@@ -212,7 +212,7 @@ def unless_set(mpi: str) -> str:
     return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
-def script_for_config(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
+def config_script(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
     """Return the batch script that trains a configuration.
 
     Args:

@@ -93,7 +93,7 @@ class ChunkMicrobatches:
         for turn, split in enumerate(minibatch.plan.splits, first):
             if minibatch.rank not in split.ranks:
                 continue
-            number, index = split.ranks.index(minibatch.rank), int(minibatch.indices[split.sequence])
+            number, index = split.ranks.index(minibatch.rank), int(minibatch.indices[split.position])
             microbatch = read_chunk(minibatch.dataset, index, *split.bounds[number : number + 2])
             with WindowKVExchange(self.windows, turn, split.bounds, split.ranks, f"sequence {index}") as exchange:
                 yield (

@@ -115,7 +115,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
             fields |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         summary = logger.summarize(fields | trainer.finish())
-        checkpointing.raise_if_incomplete(trainer.completed_steps)
+        checkpointing.raise_outcome(trainer.completed_steps)
         return summary
 
 

@@ -80,7 +80,7 @@ def whole(parts):
 def write(directory, transport, size, model, optimizer, step, metadata, warn):
     state = TrainingState(model, optimizer, transport.group.rank)
     saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
-    manifest = state.describe(step, metadata) if transport.group.rank == 0 else None
+    manifest = state.make_manifest(step, metadata) if transport.group.rank == 0 else None
     saver.start(step, state.snapshot(), manifest)
     saver.wait_until_written()
     saver.receive_reports(transport.complete_gradients(np.array(saver.report())))

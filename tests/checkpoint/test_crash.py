@@ -8,7 +8,7 @@ import pytest
 from checkpoint_helpers import save
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
-from odc_mpi.checkpoint.publish import clean, prune, publish
+from odc_mpi.checkpoint.publish import prune, publish, remove_incomplete
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.training.rundir.records import open_run_directory, reopen_run_directory
 from odc_mpi.training.rundir.resume import _list_checkpoints
@@ -102,6 +102,12 @@ def found_at_start(run_dir):
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
+def find_and_clean(run_dir):
+    """Do what a start does with the checkpoints of a run."""
+    found_at_start(run_dir)
+    remove_incomplete(run_dir / CHECKPOINTS)
+
+
 def complete_below(run_dir):
     return sorted(path.parent.name for path in run_dir.rglob("step_*/manifest.json"))
 
@@ -111,7 +117,7 @@ def test_a_step_saved_twice_is_there_at_any_moment(run_dir, crashing):
         path = run_dir()
         completes = crashing.completes(lambda: publish_again(path), number)  # noqa: B023 - called at once
         assert list(found_at_start(path)) == [2, 4, 6], f"crash before call {number}"
-        clean(path / CHECKPOINTS)
+        remove_incomplete(path / CHECKPOINTS)
         metadata = read_manifest(path / CHECKPOINTS / step_name(4)).metadata
         assert metadata in ({}, {"is": "new"}), metadata
         assert not list((path / CHECKPOINTS).glob(".*"))
@@ -127,9 +133,9 @@ def test_a_start_that_crashes_after_a_crash(run_dir, crashing):
             path = run_dir()
             if crashing.completes(lambda: publish_again(path), number):  # noqa: B023 - called at once
                 break
-            completes = crashing.completes(lambda: (found_at_start(path), clean(path / CHECKPOINTS)), second)  # noqa: B023
+            completes = crashing.completes(lambda: find_and_clean(path), second)  # noqa: B023 - called at once
             assert list(found_at_start(path)) == [2, 4, 6], f"crashes before calls {number}, {second}"
-            clean(path / CHECKPOINTS)
+            remove_incomplete(path / CHECKPOINTS)
             assert not list((path / CHECKPOINTS).glob(".*"))
             if completes:
                 break
@@ -155,7 +161,7 @@ def test_pruning_leaves_complete_checkpoints_at_any_moment(run_dir, crashing):
         path = run_dir()
         completes = crashing.completes(lambda: prune(path / CHECKPOINTS, 1), number)  # noqa: B023 - called at once
         assert list(found_at_start(path))[-1] == 6, f"crash before call {number}"
-        clean(path / CHECKPOINTS)
+        remove_incomplete(path / CHECKPOINTS)
         if completes:
             break
     assert list(found_at_start(path)) == [6] and number > 6
@@ -185,4 +191,4 @@ def test_a_retired_one_that_was_half_removed_stays_away(run_dir):
     (path / CHECKPOINTS / step_name(6)).rename(retired)
     (retired / "manifest.json").unlink()
     assert list(found_at_start(path)) == [2, 4]
-    assert clean(path / CHECKPOINTS) == 2
+    assert remove_incomplete(path / CHECKPOINTS) == 2

@@ -50,7 +50,7 @@ def saved(request, tmp_path):
         state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.group.rank)
         saver = Saver(tmp_path, transport.group.rank, 2, "t", warn=print)
         manifest = (
-            state.describe(1, metadata(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
+            state.make_manifest(1, metadata(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
         )
         saver.start(1, state.snapshot(), manifest)
         saver.wait_until_written()
@@ -93,7 +93,7 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     directory, *_ = saved
-    alive, peaks, make = {}, [], module.WholeModelExporter.tensor
+    alive, peaks, make = {}, [], module.FullModelExporter.tensor
 
     def count(*arguments):
         made = make(*arguments)
@@ -102,7 +102,7 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         peaks.append(sum(alive.values()))
         return made
 
-    monkeypatch.setattr(module.WholeModelExporter, "tensor", count)
+    monkeypatch.setattr(module.FullModelExporter, "tensor", count)
     monkeypatch.setattr(module, "FILE_BYTES", 6000)
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out")

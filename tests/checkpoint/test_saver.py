@@ -16,7 +16,7 @@ from damage import flip
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
-from odc_mpi.checkpoint.commands import list_lines, open_newest, verify
+from odc_mpi.checkpoint.commands import list_lines, open_newest_checkpoint, verify
 from odc_mpi.checkpoint.manifest import (
     Manifest,
     TensorRecord,
@@ -26,7 +26,7 @@ from odc_mpi.checkpoint.manifest import (
     steps_in,
     write_manifest,
 )
-from odc_mpi.checkpoint.publish import clean, prune
+from odc_mpi.checkpoint.publish import prune, remove_incomplete
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import ShardEntry
@@ -189,7 +189,7 @@ def test_leftovers_go(tmp_path):
     ranks.start(2, ranks=[1])
     ranks.wait()
     (tmp_path / ".retired_step_00000000.17").mkdir()
-    assert clean(tmp_path) == 2
+    assert remove_incomplete(tmp_path) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -298,12 +298,12 @@ def test_which_checkpoints_a_path_means(tmp_path):
     both = [ranks.directory / step_name(step) for step in (1, 2)]
     assert checkpoint_directories(tmp_path / "run") == checkpoint_directories(ranks.directory) == both
     assert checkpoint_directories(both[0]) == [both[0]]
-    assert open_newest(tmp_path / "run").step == 2
+    assert open_newest_checkpoint(tmp_path / "run").step == 2
     (both[1] / "manifest.json").unlink()
-    assert open_newest(tmp_path / "run").step == 1
+    assert open_newest_checkpoint(tmp_path / "run").step == 1
     assert ["INVALID" in line for line in list_lines(tmp_path / "run")] == [False, True]
     with pytest.raises(UserError, match="not a complete checkpoint"):
-        open_newest(both[1])
+        open_newest_checkpoint(both[1])
     with pytest.raises(UserError, match="no checkpoint in"):
         checkpoint_directories(tmp_path)
 

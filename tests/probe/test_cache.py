@@ -40,7 +40,7 @@ def test_it_is_private(home):
 def test_the_home_directory_is_the_default(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / ".cache" / "odc_mpi"
+    assert cache.cache_directory() == tmp_path / ".cache" / "odc_mpi"
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -134,4 +134,4 @@ def test_settings_are_those_that_change_what_the_library_does(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_osc", "^ucx")
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("PMIX_RANK", "3")
-    assert cache.settings() == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}
+    assert cache.mpi_environment() == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings, decide, decide_collective, refuse_wrong_data
+from odc_mpi.probe.decision import CommSettings, decide, decide_collective, require_correct_data
 from odc_mpi.probe.report import Cause, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
 
 FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
@@ -246,7 +246,7 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
     decision = decide(found, CommSettings(reduction=reduction))
     words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
-        refuse_wrong_data(found, decision)
+        require_correct_data(found, decision)
 
 
 @pytest.mark.parametrize("tickets", [False, True])
@@ -256,7 +256,7 @@ def test_no_rank_draws_from_wrong_counters(tickets):
     )
     refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
     with refused if tickets else nullcontext():
-        refuse_wrong_data(found, decide(found), tickets=tickets)
+        require_correct_data(found, decide(found), tickets=tickets)
 
 
 def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
@@ -264,7 +264,7 @@ def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
     for name in ("accumulate", "put"):
         found = found.with_problem(Problem(("same_node", name), Cause.WRONG))
     with pytest.raises(UserError, match=r"Accumulate .* delivers wrong data"):
-        refuse_wrong_data(found, decide(found))
+        require_correct_data(found, decide(found))
 
 
 def test_a_put_that_never_came_back_rules_the_mailbox_out():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.probe.decision import CommSettings, decide, refuse_wrong_data
+from odc_mpi.probe.decision import CommSettings, decide, require_correct_data
 from odc_mpi.probe.device_decision import RUN_DOCTOR, summarize
 from odc_mpi.probe.report import Cause, DeviceWindows, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
 
@@ -96,7 +96,7 @@ def test_wrong_data_is_not_used(name, wanted):
     assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
     reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
     assert reason is None or Cause.WRONG.value in reason.reason
-    refuse_wrong_data(found, decision)
+    require_correct_data(found, decision)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,16 @@ def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
     decision = made(found, window_device="cuda", reduction=reduction)
     words = f"{name.title()} with a peer on the same node, on devices, delivers wrong data .* comm.window_device to cpu"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
-        refuse_wrong_data(found, decision)
+        require_correct_data(found, decision)
 
 
 def test_wrong_data_between_devices_is_no_matter_where_windows_are_on_the_host():
     found = report().with_problem(Problem(("from_device", "same_node", "get"), Cause.WRONG))
-    refuse_wrong_data(found, made(found, window_device="cpu"))
+    require_correct_data(found, made(found, window_device="cpu"))
     on_host = report().with_problem(Problem(("same_node", "get"), Cause.WRONG))
-    refuse_wrong_data(on_host, made(on_host))
+    require_correct_data(on_host, made(on_host))
     with pytest.raises(UserError, match=r"Get .* wrong data .* use another MPI library"):
-        refuse_wrong_data(on_host, made(on_host, window_device="cpu"))
+        require_correct_data(on_host, made(on_host, window_device="cpu"))
 
 
 def test_who_insists_is_warned_where_nothing_is_proved():

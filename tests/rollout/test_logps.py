@@ -7,7 +7,7 @@ from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout import logps
-from odc_mpi.rollout.groups import RolloutGroup, pack_microbatches
+from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.logps import TokenLogps, token_logps
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 
@@ -65,7 +65,7 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
     asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
     sample(model, asked, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
     ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
-    groups = [RolloutGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
+    groups = [PromptGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
     (batch,) = pack_microbatches(groups, 10_000, with_all=True)
     found = token_logps(model, batch.inputs, batch.logit_positions, batch.targets, temperature).detach()
     wanted = []

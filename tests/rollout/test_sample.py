@@ -6,7 +6,7 @@ import torch
 from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.rollout.groups import RolloutGroup, pack_microbatches
+from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncate_distribution, sample
 
@@ -35,7 +35,7 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
             assert stopped or len(tokens) == DRAWN.max_completion_length
     assert len({tuple(tokens) for made in together.values() for tokens in made.tokens}) > 6
     groups = [
-        RolloutGroup(i, prompt.number, list(prompt.tokens), *together[prompt.number][:2], np.ones(3), np.zeros(3, bool))
+        PromptGroup(i, prompt.number, list(prompt.tokens), *together[prompt.number][:2], np.ones(3), np.zeros(3, bool))
         for i, prompt in enumerate(PROMPTS)
     ]
     assert groups[1].from_bytes(groups[1].to_bytes())[:4] == groups[1][:4]

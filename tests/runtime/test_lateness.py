@@ -6,11 +6,11 @@ from odc_mpi.runtime.lateness import (
     MAX_LISTED,
     PendingWait,
     Status,
-    compare,
     format_late_ranks,
     format_status,
     late_ranks,
-    stranded,
+    mark_missing_heartbeats,
+    stranded_ranks,
 )
 
 SYNCHRONIZING = "synchronizing at gradients_complete"
@@ -105,7 +105,7 @@ def test_description_of_a_rank(status: Status | None, said: str) -> None:
 def test_a_heartbeat_is_missing_if_two_readings_are_equal() -> None:
     first = {0: at(6, number=4), 1: at(6, number=4), 2: at(6, number=4), 3: None, 4: at(6, number=4)}
     second = {0: at(7, number=5), 1: at(6, number=4), 2: at(6, number=4, aborting=True), 3: at(6, number=1), 4: None}
-    seen = compare(first, second)
+    seen = mark_missing_heartbeats(first, second)
     assert {rank: status.heartbeat_missing for rank, status in seen.items() if status} == {
         0: False,
         1: True,
@@ -125,4 +125,4 @@ def test_who_waits_for_one_that_leaves_is_stranded() -> None:
         4: at(8, "after a broadcast"),
         5: None,
     }
-    assert stranded(7, peers) == [0, 4]
+    assert stranded_ranks(7, peers) == [0, 4]

@@ -53,6 +53,6 @@ def test_without_pmix_nothing_is_done_before_the_start(monkeypatch):
 
 
 def test_a_hint_within_slurm_alone(monkeypatch):
-    assert pmi.hint() is None
+    assert pmi.srun_advice() is None
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert "pmix for Open MPI, pmi2 for MPICH" in pmi.hint()
+    assert "pmix for Open MPI, pmi2 for MPICH" in pmi.srun_advice()

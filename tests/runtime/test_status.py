@@ -50,9 +50,11 @@ def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytear
     page.write("forward of unit x", 3)
     output = read(memory)
     page.heartbeat()
-    assert read(memory).number == output.number + 1
+    assert read(memory).heartbeat_number == output.heartbeat_number + 1
     page.announce_abort()
-    assert read(memory) == Status("forward of unit x", 3, 0, False, True, False, output.published_at, output.number + 2)
+    assert read(memory) == Status(
+        "forward of unit x", 3, 0, False, True, False, output.published_at, output.heartbeat_number + 2
+    )
     page.finalizing = True
     page.heartbeat()
     assert read(memory).finalizing
@@ -116,7 +118,7 @@ def test_threads_write_complete_records(page: StatusPage, memory: bytearray) -> 
     # No two threads in one slot: a reader in the same process, under the same lock of Python, finds valid pages.
     assert len(whole) == len(seen)
     assert all(status.what == f"{status.microbatch} " * 20 for status in whole)
-    assert page._number == read(memory).number
+    assert page._number == read(memory).heartbeat_number
 
 
 def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> None:

@@ -341,7 +341,7 @@ def test_traffic_does_not_depend_on_the_number_of_microbatches(
 
 def test_bytes_by_node() -> None:
     class TwoNodes(RecordingTransport):
-        def on_this_node(self, rank: int) -> bool:
+        def is_on_this_node(self, rank: int) -> bool:
             return rank // 2 == self.rank // 2
 
     module = Stack(2).double()

@@ -18,7 +18,7 @@ from odc_mpi.shard.model import ShardedModel
 class InStep(RecordingTransport):
     """Claims to be collective without communicating, so that an error is seen in the log instead of hanging."""
 
-    threads = False
+    thread_safe = False
     one_sided = False
     max_in_use = 0
 

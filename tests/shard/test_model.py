@@ -371,7 +371,7 @@ def test_a_forward_that_failed_leaves_nothing_behind(transport: RecordingTranspo
         with pytest.raises(MemoryError):
             work_once(model)
         model.module[2].fail = False
-        assert all(unit.num_forwards == 0 for unit in model.units)
+        assert all(unit.num_running_forwards == 0 for unit in model.units)
         work_once(model)
     optimizer.step()
     model.publish()

@@ -77,8 +77,8 @@ class Rollouts:
         beta: Above 0, completions without an advantage are trained, too.
 
     Attributes:
-        num_from_others: Groups that were trained by another rank than the one that generated them, over all steps.
-        num_kept: Groups that found no room in a store, over all steps.
+        num_claimed_from_others: Groups that were trained by another rank than the one that generated them, over all steps.
+        num_not_stored: Groups that found no room in a store, over all steps.
         num_checked: Completions that were trained, over all steps and ranks.
     """
 
@@ -197,7 +197,7 @@ def main():
             if world.rank == 0:
                 checked, others, kept = (
                     sum(getattr(each, name) for each in found)
-                    for name in ("num_checked", "num_from_others", "num_kept")
+                    for name in ("num_checked", "num_claimed_from_others", "num_not_stored")
                 )
                 print(
                     f"rollouts: {arguments.steps // len(STORES):,} steps on {world.size} ranks, stores of "

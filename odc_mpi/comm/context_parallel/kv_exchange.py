@@ -53,11 +53,11 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     """
 
     def __init__(
-        self, windows: KVWindows, sequence_number: int, bounds: Sequence[int], ranks: Sequence[int], sequence: str
+        self, windows: KVWindows, sequence_number: int, bounds: Sequence[int], ranks: Sequence[int], sequence_name: str
     ) -> None:
         self._windows = windows
         self._base = sequence_number * MAX_LAYERS
-        self._bounds, self._ranks, self._sequence = tuple(bounds), tuple(ranks), sequence
+        self._bounds, self._ranks, self._sequence = tuple(bounds), tuple(ranks), sequence_name
         self._chunk = self._ranks.index(windows.world.rank)
         self._earlier_ranks, self._later_ranks = self._ranks[: self._chunk], self._ranks[self._chunk + 1 :]
         self._num_published = 0

@@ -136,7 +136,7 @@ class Device:
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
-    def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
+    def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start to add slots to a shard, in order, on a separate stream. Thread-safe.
 
         All earlier kernels that use the shard, and all copies that fill the slots, must have finished. Do not modify

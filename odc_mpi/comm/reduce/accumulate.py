@@ -76,7 +76,7 @@ class AccumulateGradientStore(WindowGradientStore):
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
-        layout, values, stop = self.layouts[index], self._kind.memory(gradient), start + gradient.numel()
+        layout, values, stop = self.layouts[index], self._kind.as_buffer(gradient), start + gradient.numel()
         what = f"accumulating the gradient of unit {layout.name}"
         owners = layout.owners(start, stop)
         with self.world.deadline(what, owners):
@@ -109,7 +109,7 @@ class AccumulateGradientStore(WindowGradientStore):
     def _allocate_windows(self, numel: int) -> list[Window]:
         own = self.world.rank % self._per_array
         numels = [numel if i == own else 0 for i in range(self._per_array)]
-        return [self._kind.make(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]
+        return [self._kind.create(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]
 
     def _window(self, index: int, owner: int) -> Window:
         return self._windows[index][owner % self._per_array]

@@ -70,7 +70,7 @@ class DeviceSlots(HostSlots):
         self._add_on_device(slots)
 
     @override
-    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:
+    def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
         self._add_on_device({index: [(start, values)]})
 
     @override
@@ -82,7 +82,7 @@ class DeviceSlots(HostSlots):
         self.shards = {index: zeros(self._device, numel, self.dtype) for index, numel in numels.items()}
 
     def _add_on_device(self, slots: Mapping[int, list[Segment]]) -> None:
-        for event in [self._device.add(self.shards[index], segments) for index, segments in slots.items()]:
+        for event in [self._device.add_segments(self.shards[index], segments) for index, segments in slots.items()]:
             event.synchronize()
 
     def _header_start(self, origin: int, owner: int, offset: int) -> int:

@@ -138,7 +138,7 @@ class MailboxGradientStore(WindowGradientStore):
         with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
             self._fill_rings()
             for begin, part in local:
-                self._slots.add_local(index, begin, gradient[part])
+                self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
         return DeferredWork(partial(self._wait, push))
 

@@ -95,7 +95,7 @@ class HostSlots:
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
-    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:
+    def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
         """Add the part of a gradient that this rank owns. On return its memory may be reused."""
         self._add(index, start, values.numpy())
 

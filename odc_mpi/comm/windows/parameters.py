@@ -48,7 +48,7 @@ class ParameterWindows(ShardStorage):
     @override
     def allocate(self) -> None:
         for layout in self.layouts:
-            self._windows.append(self._kind.make(self.world, layout.shard_numel, layout.dtype or self.dtype))
+            self._windows.append(self._kind.create(self.world, layout.shard_numel, layout.dtype or self.dtype))
         self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
 
     def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
@@ -59,7 +59,11 @@ class ParameterWindows(ShardStorage):
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
         """Start to read the shards of these owners into a buffer of the full array. One-sided."""
-        layout, window, memory = self.layouts[index], self._windows[index], self._kind.memory(buffer.view(torch.uint8))
+        layout, window, memory = (
+            self.layouts[index],
+            self._windows[index],
+            self._kind.as_buffer(buffer.view(torch.uint8)),
+        )
         what = f"fetching unit {layout.name}"
         with self.world.deadline(what, owners):
             for owner in owners:

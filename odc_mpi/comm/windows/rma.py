@@ -202,8 +202,8 @@ class WindowFactory:
         shared: True if the ranks of a node map the shards of each other.
     """
 
-    make: Callable[..., Any]
-    memory: Callable[[torch.Tensor], Memory] = torch.Tensor.numpy
+    create: Callable[..., Any]
+    as_buffer: Callable[[torch.Tensor], Memory] = torch.Tensor.numpy
     on_host: bool = True
     shared: bool = False
 

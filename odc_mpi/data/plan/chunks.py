@@ -26,7 +26,7 @@ class SequenceSplit:
         ranks: Rank of each chunk, all different, [chunks].
     """
 
-    sequence: int
+    position: int
     bounds: tuple[int, ...]
     ranks: tuple[int, ...]
 

@@ -26,14 +26,14 @@ SequenceIndices = tuple[int, ...]
 #: Numbers of large microbatches per rank, unless max_tokens requires more.
 PER_RANK = (1, 2, 3, 4, 8)
 #: Parts of the cost in the tail.
-TAILS = (0.0, 0.1, 0.2, 0.3)
+TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
 #: Ratios of the cost of a large microbatch to one of the tail.
-FRACTIONS = (2, 4)
+TAIL_RATIOS = (2, 4)
 #: Relative differences of the slowest and the fastest rank from the mean, for which packings are evaluated.
 SPREADS = (0.0, 0.1)
 #: With this many sequences per microbatch, costs are even without the differencing method; with this many in total, it
 #: takes too long.
-MANY_EACH, MANY = 16, 2048
+MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
 def pack_pool(
@@ -149,7 +149,7 @@ class _PoolPacker:
         rising = np.array(argsort_descending(self.costs))[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
-        for tail in TAILS:
+        for tail in TAIL_SHARES:
             num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
             small, large = rising[:num_small][::-1], rising[num_small:][::-1]
             if not len(large):
@@ -160,13 +160,13 @@ class _PoolPacker:
                     yield heads
                     continue
                 max_cost = float(heads.sums(self.costs).max())
-                for fraction in FRACTIONS:
+                for fraction in TAIL_RATIOS:
                     yield heads + self._pack(small, max_cost / fraction)
 
     def _pack_evenly(self, part: npt.NDArray[np.int64], count: int) -> Bins:
         """Pack some sequences into about `count` bins of about equal cost, or more if `max_tokens` requires it."""
         costs = self.costs[part].tolist()
-        if len(part) < min(MANY_EACH * count, MANY):
+        if len(part) < min(MANY_PER_MICROBATCH * count, MANY):
             bins = Bins.from_lists(part, [indices for indices in partition(costs, count) if indices])
             if int(bins.sums(self.lengths).max()) <= self.max_tokens:
                 return bins

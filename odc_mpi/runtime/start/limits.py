@@ -27,13 +27,13 @@ def start_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def end_within(seconds: float) -> None:
+def limit_finalize(seconds: float) -> None:
     """End this process if it has not ended by itself after max(`seconds`, `END_S`). Main thread only."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 
 
-def end_by_interrupt() -> None:
+def exit_as_interrupted() -> None:
     """End this process like an uncaught interrupt, so that the launcher ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

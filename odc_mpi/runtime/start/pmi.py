@@ -55,7 +55,7 @@ def check_launcher(library: str, size: int) -> None:
         )
 
 
-def hint() -> str | None:
+def srun_advice() -> str | None:
     """Return advice for a failed start of MPI; None outside of Slurm."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None

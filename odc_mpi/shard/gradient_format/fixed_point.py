@@ -50,7 +50,7 @@ MAX_BOUND = 2.0**40
 #: Rounding errors are reported in multiples of two to the power of this, in steps of the integers.
 ERROR_BITS = -6
 #: Rounding errors are measured in one of this number of parts of a gradient.
-MEASURED_BITS = 8
+PARTS_PER_MEASUREMENT = 8
 #: Integers that a square is split into.
 LIMBS = 4
 #: float64 sums integers below two to the power of this exactly; one bit is left for rounding up.
@@ -179,7 +179,7 @@ class FixedPointGradients(GradientFormat):
             lost_here, measured = torch.zeros_like(lost), 0
             for number, part in enumerate(_parts(gradient)):
                 exact = self._workspace(gradient[part]).copy_(gradient[part]).mul_(scale)
-                if number % MEASURED_BITS == 0:
+                if number % PARTS_PER_MEASUREMENT == 0:
                     lost_here += _lost(exact)
                     measured += exact.numel()
                 put(flat[start + part.start : start + part.stop], exact.round_())

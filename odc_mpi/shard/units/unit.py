@@ -46,7 +46,7 @@ class Unit:
             range_.spec.name: (i, range_) for i, layout in enumerate(layouts) for range_ in layout.ranges
         }
         self.state = UnitState.SHARDED
-        self.num_forwards = 0
+        self.num_running_forwards = 0
         self._fetches: list[FetchWork] = []
         self._arrays: list[torch.Tensor] = []
         # The tensor that all aliases of a parameter share, and its version at the fetch.
@@ -60,11 +60,11 @@ class Unit:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the unit unsharded in the enclosed code."""
-        self.num_forwards += 1
+        self.num_running_forwards += 1
         try:
             yield
         finally:
-            self.num_forwards -= 1
+            self.num_running_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
         """Start to fetch each array by `fetch`: `ParameterStore.fetch`, or by the fetch thread. One-sided."""

@@ -72,7 +72,7 @@ class UnshardedUnits:
         self._transport = transport
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        can_prefetch = transport.parameters.access is Access.COPY and transport.threads and transport.one_sided
+        can_prefetch = transport.parameters.access is Access.COPY and transport.thread_safe and transport.one_sided
         self._prefetch = prefetch if can_prefetch else 0
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
@@ -83,7 +83,7 @@ class UnshardedUnits:
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.parameter_version = 0
         self.fetch_allowed = True
-        self.is_reshard_forbidden = False
+        self.reshard_forbidden = False
 
     @property
     def tensors_stay_valid(self) -> bool:
@@ -128,15 +128,15 @@ class UnshardedUnits:
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
         """Make `reshard_all` raise RuntimeError in the enclosed code, because modules hold the tensors of the units."""
-        self.is_reshard_forbidden = True
+        self.reshard_forbidden = True
         try:
             yield
         finally:
-            self.is_reshard_forbidden = False
+            self.reshard_forbidden = False
 
     def reshard_all(self) -> None:
         """Reshard all units, after completing the fetches in flight. One-sided."""
-        if self.is_reshard_forbidden:
+        if self.reshard_forbidden:
             raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):
             self._reshard(unit)
@@ -230,7 +230,7 @@ class UnshardedUnits:
 
         The root, units in a forward and cached units are not counted, and units in `keep` are not resharded.
         """
-        others = [x for x in self._held if not (x is unit or x.is_root or x.num_forwards or x in self.cache)]
+        others = [x for x in self._held if not (x is unit or x.is_root or x.num_running_forwards or x in self.cache)]
         idle = [x for x in others if x not in keep]
         for other in idle[: max(0, len(others) - num_others)]:
             self._reshard(other)
@@ -269,7 +269,7 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
 
     def post_forward(self, unit: Unit) -> None:
         """Reshard a unit after its forward, except after a recomputation, since the backward then needs the unit."""
-        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_forwards):
+        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_running_forwards):
             self._reshard(unit)
 
     @override

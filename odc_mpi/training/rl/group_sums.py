@@ -30,13 +30,13 @@ class GroupSums:
         """Return the values of this rank, in the order of `gathered_names`."""
         return list(self._values.values())
 
-    def part(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
+    def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
         """Return the value of the group at a position."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
         """Return the sum over all groups, rounded once."""
-        return math.fsum(self.part(gathered, name, position) for position in range(self._num_groups))
+        return math.fsum(self.value_of(gathered, name, position) for position in range(self._num_groups))
 
 
 def _name(name: str, position: int) -> str:

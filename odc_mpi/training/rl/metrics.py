@@ -89,7 +89,7 @@ class RolloutMetrics:
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
         """Return the mean length in tokens of the completions of the prompt at a position."""
-        return self._sums.part(gathered, "length", position)
+        return self._sums.value_of(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
         """Return the metrics over all groups, with the names of TRL where they exist."""

@@ -29,7 +29,7 @@ from odc_mpi.formatting import truncate_text
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
-from odc_mpi.rollout.groups import RolloutGroup, pack_microbatches
+from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
 from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards
 from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, SampleFn, sample
 from odc_mpi.runtime.world import World
@@ -147,14 +147,14 @@ class RolloutSource(MinibatchSource):
         self._loader.load_state_dict(state_dict["loader"])
         self._length_predictor.load_state_dict(state_dict["completion_lengths"])
 
-    def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
+    def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
         """Generate completions and publish finished groups; return the groups for which the store has no space."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         records = [self._prompts[index] for index in indices]
         for position in positions:
             self._queue.mark_started(position)
-        unpublished: list[RolloutGroup] = []
+        unpublished: list[PromptGroup] = []
 
         def on_prompt_done(i: int, completions: PromptCompletions) -> None:
             group = self._score_group(positions[i], indices[i], records[i], completions)
@@ -178,7 +178,7 @@ class RolloutSource(MinibatchSource):
 
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
-    ) -> RolloutGroup | None:
+    ) -> PromptGroup | None:
         """Score a group and return it; mark it done and return None if it has no gradient."""
         group_rewards = self._compute_rewards(index, record, completions)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
@@ -188,7 +188,7 @@ class RolloutSource(MinibatchSource):
         if not self._rl.beta and not (advantages * ~excluded).any():
             self._queue.mark_done(position)
             return None
-        return RolloutGroup(position, index, record.tokens, completions.tokens, completions.logps, advantages, excluded)
+        return PromptGroup(position, index, record.tokens, completions.tokens, completions.logps, advantages, excluded)
 
     def _compute_rewards(self, index: int, record: PromptRecord, completions: PromptCompletions) -> GroupRewards:
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
@@ -238,18 +238,18 @@ class RolloutSource(MinibatchSource):
             )
             print(f"  {prompt} -> {completion}  reward {line['reward']}", flush=True)
 
-    def _pack(self, groups: list[RolloutGroup]) -> Iterator[Microbatch]:
+    def _pack(self, groups: list[PromptGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))
         for groups_of_microbatch in [[group] for group in groups] if self._exact else [groups]:
             yield from pack_microbatches(groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0)
 
-    def _claim(self, count: int, state: QueueState) -> list[RolloutGroup]:
+    def _claim(self, count: int, state: QueueState) -> list[PromptGroup]:
         """Claim groups until a microbatch is full, but at most this rank's share of those published."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
-        groups: list[RolloutGroup] = []
+        groups: list[PromptGroup] = []
         num_tokens = 0
         for _, owner, content in self._queue.claim(count):
-            groups.append(RolloutGroup.from_bytes(content))
+            groups.append(PromptGroup.from_bytes(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
@@ -259,7 +259,7 @@ class RolloutSource(MinibatchSource):
     def _wait(self, count: int, previous: QueueState) -> None:
         """Sleep until the state of the queue changes. The time-out message lists the ranks with groups in progress."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
-        num_open = len(previous.in_progress) + previous.num_unclaimed
+        num_open = len(previous.in_progress) + previous.num_not_started
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")
         with self._world.deadline(
             f"waiting for {num_open} prompt groups in progress", sorted(set(previous.in_progress.values()))

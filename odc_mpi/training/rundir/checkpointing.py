@@ -107,7 +107,9 @@ class CheckpointCallback(Callback):
         All elements are sent to rank 0, a block at a time; all ranks return the digest.
         """
         # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
-        digest = compute_digest(self._state.describe(0, {}), partial(self._send_blocks, self._state.parts()))
+        digest = compute_digest(
+            self._state.make_manifest(0, {}), partial(self._send_blocks, self._state.local_ranges())
+        )
         return self._world.gather_objects(digest)[0]
 
     def _send_blocks(
@@ -150,7 +152,7 @@ class CheckpointCallback(Callback):
             "best_checkpoint": self._best["step"] if self._best else None,
         }
 
-    def raise_if_incomplete(self, step: int) -> None:
+    def raise_outcome(self, step: int) -> None:
         """Raise TrainingError if the last checkpoint failed, StoppedError if the run stopped before its last step."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
@@ -184,7 +186,7 @@ class CheckpointCallback(Callback):
         manifest = None
         if self._world.rank == 0:
             # The cost is None unless `FitCostModel` is a callback.
-            manifest = self._state.describe(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
+            manifest = self._state.make_manifest(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._wait_s += waited - began

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
-from odc_mpi.checkpoint.publish import clean
+from odc_mpi.checkpoint.publish import remove_incomplete
 from odc_mpi.files import make_directory, write_text_durable
 from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
@@ -22,7 +22,7 @@ def open_run_directory(path: Path, config_text: str) -> None:
     """Prepare the directory of a new run: move files of an earlier run to `earlier-N`, and write config.yaml."""
     with convert_write_errors(path):
         make_directory(path)
-        clean(path / CHECKPOINTS)
+        remove_incomplete(path / CHECKPOINTS)
         if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
             (path / CHECKPOINTS).rmdir()
         _move_aside(path, [path / name for name in RECORDS if (path / name).exists()])
@@ -35,7 +35,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     Checkpoints of later steps, which are damaged or not wanted, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
-        clean(path / CHECKPOINTS)
+        remove_incomplete(path / CHECKPOINTS)
         _move_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
         metrics_lines = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
         write_text_durable(path / METRICS, "".join(metrics_lines))

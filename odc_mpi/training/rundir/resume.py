@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
-from odc_mpi.checkpoint.publish import recover_retired, retired
+from odc_mpi.checkpoint.publish import recover_retired, recoverable_checkpoints
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AllRanksUserError, UserError, warn
@@ -180,7 +180,7 @@ def _find_requested(world: World, requested: str, run_dir: Path, candidates: Seq
 
 def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
     with convert_write_errors(run_dir):
-        if rank == 0 and retired(run_dir / CHECKPOINTS):
+        if rank == 0 and recoverable_checkpoints(run_dir / CHECKPOINTS):
             # Locked, because another run may be about to publish a newer checkpoint under the same name.
             with RunDirectoryLock(run_dir, timeout_s):
                 recover_retired(run_dir / CHECKPOINTS)

@@ -55,18 +55,18 @@ def test_each_token_is_planned_once_and_chunks_fit(size):
             lengths = longtailed(size * 100 + n, n)
             plan = split_longest(lengths, size, max_tokens, COST)
             assert plan.microbatches == ((),) * size and all(plan.pool)
-            assert sorted([*(i for own in plan.pool for i in own), *(s.sequence for s in plan.splits)]) == list(
+            assert sorted([*(i for own in plan.pool for i in own), *(s.position for s in plan.splits)]) == list(
                 range(n)
             )
             assert all(lengths[list(own)].sum() <= max_tokens for own in plan.pool)
             for split in plan.splits:
-                assert split.bounds[0] == 0 and split.bounds[-1] == lengths[split.sequence] and len(split.ranks) > 1
+                assert split.bounds[0] == 0 and split.bounds[-1] == lengths[split.position] and len(split.ranks) > 1
                 assert all(0 < b - a <= max_tokens for a, b in pairwise(split.bounds))
                 assert len(set(split.ranks)) == len(split.ranks) and set(split.ranks) <= set(range(size))
             assert plan == split_longest(lengths.copy(), size, max_tokens, COST)
             if not n or lengths.max() <= max_tokens:
                 assert plan == split_longest(lengths, size, max_tokens, COST, dynamic(lengths, size, max_tokens, COST))
-            assert {type(x) for s in plan.splits for x in (s.sequence, *s.bounds, *s.ranks)} <= {int}
+            assert {type(x) for s in plan.splits for x in (s.position, *s.bounds, *s.ranks)} <= {int}
 
 
 def run(plan: Plan, size: int, lengths, cost: CostModel) -> float:

@@ -16,7 +16,7 @@ from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
 from small_run import losses, write_config
 
 from odc_mpi.checkpoint import export as exporting
-from odc_mpi.checkpoint.commands import open_newest, verify
+from odc_mpi.checkpoint.commands import open_newest_checkpoint, verify
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import UserError
 
@@ -226,7 +226,7 @@ def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
     done = odc_mpi(0, "checkpoint", "export", trained, tmp_path / "bfloat16")
     assert done.code == 0, done.err
     monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
-    with open_newest(trained) as checkpoint:
+    with open_newest_checkpoint(trained) as checkpoint:
         assert len(exporting.export(checkpoint, tmp_path / "float32", "float32")) > 4, "several files"
         with pytest.raises(UserError, match="expected OUT to be a new directory"):
             exporting.export(checkpoint, tmp_path / "float32")

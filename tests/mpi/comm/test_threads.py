@@ -48,7 +48,7 @@ def test_both_libraries_let_several_threads_in(transport):
 
 def test_without_leave_of_the_library_there_are_no_threads(world, monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    assert not window_transport(world).threads
+    assert not window_transport(world).thread_safe
 
 
 def in_a_thread(work):

@@ -10,7 +10,7 @@ from number_words import number_words
 from small_training import configure, expected
 from transformers import AutoModelForCausalLM
 
-from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
@@ -119,7 +119,7 @@ def test_adapters_count(world, shared_dir, dataset_path, trained):
 def test_a_hugging_face_directory(world, shared_dir, trained):
     """An export of the run, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
-        with open_newest(shared_dir / "generation") as checkpoint:
+        with open_newest_checkpoint(shared_dir / "generation") as checkpoint:
             export(checkpoint, shared_dir / "exported", dtype="bfloat16")
         for path in (shared_dir / "words").iterdir():
             shutil.copy(path, shared_dir / "exported")

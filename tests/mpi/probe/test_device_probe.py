@@ -53,7 +53,7 @@ def test_every_operation_is_tried_and_right(world):
     [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
 )
 def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, less, name, origin):
-    kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
+    kind, run = operations.OPERATIONS_BY_NAME[name], operations.OPERATIONS_BY_NAME[name]._run
 
     def forgetful(self, num_bytes):
         is_device = isinstance(self.link.received, device_probe.DeviceBuffer)

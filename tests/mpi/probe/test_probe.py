@@ -75,7 +75,7 @@ def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_data_is_reported(world, monkeypatch, name):
     """The first operation of this kind has no effect; all ranks get the error, and the others are still tried."""
-    kind = operations.BY_NAME[name]
+    kind = operations.OPERATIONS_BY_NAME[name]
     run, skipped = kind._run, []
 
     def forgetful(self, num_bytes):
@@ -121,7 +121,7 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     # Only rank 0's file counts: the others have another place, and nothing in it.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = probe.cached_or_quick_report(world)
-    files = list(cache.folder().glob("*.json"))
+    files = list(cache.cache_directory().glob("*.json"))
     assert len(files) == (1 if world.rank == 0 else 0)
     assert replace(probe.cached_or_quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
     probed = first.with_problem(Problem(("probed",), Cause.OTHER))

@@ -12,7 +12,9 @@ STEPS = 300
 def test_every_completion_is_trained_once_as_it_was_generated(world, grpo_dir, store_bytes):
     found = rollout_soak.soak(world, grpo_dir, STEPS, world.size, store_bytes)
     assert all(each.num_checked > STEPS for each in found)
-    kept, others = (sum(getattr(each, name) for each in found) for name in ("num_kept", "num_from_others"))
+    kept, others = (
+        sum(getattr(each, name) for each in found) for name in ("num_not_stored", "num_claimed_from_others")
+    )
     # A store with space for one or two groups is full or not, depending on the speed of ranks.
     if store_bytes == 0:
         assert kept > 0 and others == 0

@@ -15,7 +15,7 @@ from damage import flip
 from small_training import QWEN2
 
 from odc_mpi.api import shard_model
-from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.cli.main import main
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError
@@ -268,7 +268,7 @@ def losses_in(run_dir):
 
 def test_a_checkpoint_has_the_adapters_and_a_reference(world, saved):
     run_dir, base, _ = saved
-    with open_newest(run_dir) as checkpoint:
+    with open_newest_checkpoint(run_dir) as checkpoint:
         kinds = {(record.kind, ".lora_" in path) for path, record in checkpoint.manifest.tensors.items()}
         assert kinds == {("trainable", True), ("state", True)}
         reference = checkpoint.manifest.metadata["base"]
@@ -313,7 +313,7 @@ def test_peft_loads_what_is_exported_and_merging_gives_the_same(world, saved, da
         ({"lora.r": 2}, "lora.r: expected 4"),
         ({"lora.alpha": 32}, "lora.alpha: expected 16"),
         ({"lora.r": None, "lora.alpha": None}, "is of adapters, got no lora.r"),
-        ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this run"),
+        ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this one"),
     ],
     ids=["r", "alpha", "none", "targets"],
 )

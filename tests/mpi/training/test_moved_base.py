@@ -8,7 +8,7 @@ import torch
 from test_adapter_training import configure, losses_in
 from test_adapter_training import saved as saved  # a fixture
 
-from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.cli.main import main
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.load import load_model
@@ -64,7 +64,7 @@ def test_the_run_goes_on_over_it_and_remembers_the_place(world, moved, dataset_p
     train(configure(dataset_path, **settings | {"run.dir": copy, "run.checkpoint_every": 3}), world)
     world.gather_objects(None)
     assert len(losses_in(copy)) == 3
-    with open_newest(copy) as checkpoint:
+    with open_newest_checkpoint(copy) as checkpoint:
         assert checkpoint.step == 3 and checkpoint.manifest.metadata["base"]["path"] == str(place)
 
 

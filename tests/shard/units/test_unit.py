@@ -111,7 +111,7 @@ def test_a_unit_in_use_stays(transport: RecordingTransport) -> None:
     assert states(units) == "sssusu"
     with pytest.raises(ZeroDivisionError), units[3].in_use():
         raise ZeroDivisionError
-    assert units[3].num_forwards == 0
+    assert units[3].num_running_forwards == 0
 
 
 @on_ranks(1)
