@@ -5,8 +5,8 @@
     push thread    runs pushes, one at a time; separate, so that no fetch queues behind a long push
 
 The threads run only operations of the transport, on buffers that no other thread accesses until it has waited for the
-operation. They are used only if several threads may call the transport (`Transport.thread_safe`). Units are prefetched only
-if fetches copy data (`ParameterStore.access`).
+operation. They are used only if several threads may call the transport (`Transport.thread_safe`). Units are prefetched
+only if fetches copy data (`ParameterStore.access`).
 """
 
 from collections.abc import Callable, Hashable

@@ -77,7 +77,7 @@ class Rollouts:
         beta: Above 0, completions without an advantage are trained, too.
 
     Attributes:
-        num_claimed_from_others: Groups that were trained by another rank than the one that generated them, over all steps.
+        num_claimed_from_others: Groups that a rank trained but did not generate, over all steps.
         num_not_stored: Groups that found no room in a store, over all steps.
         num_checked: Completions that were trained, over all steps and ranks.
     """
