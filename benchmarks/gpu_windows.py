@@ -27,7 +27,7 @@ import torch
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.bench.measure import entries, interleaved, seconds
 from odc_mpi.bench.rank_timing import slowest
-from odc_mpi.comm.device.device import Device, Event
+from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import device_transport, staged, window_transport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
@@ -72,7 +72,7 @@ class DeviceUnits:
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
         self._transports: list[Transport] = []
-        self._last: Event = device.record_event()
+        self._last: torch.cuda.Event = device.record_event()
         unit = 4 * world.size * self._layout.shard_numel
         # Each rank: two pinned buffers for each unit, and two destinations. All together: parameters and gradients of
         # two transports, a mailbox's slots.
@@ -113,7 +113,7 @@ class DeviceUnits:
         return memory(self._layout.numel * 4).view(torch.float32)
 
     def _copy(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: Event
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: torch.cuda.Event
     ) -> Variant:
         def copy(i: int) -> None:
             self._last = self._device.copy(targets[i], sources[i], after)

@@ -71,7 +71,7 @@ from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientSt
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.formatting import format_size
-from odc_mpi.probe.repeat import repeat_for
+from odc_mpi.probe.trial import repeat_for
 from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles

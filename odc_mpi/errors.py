@@ -26,8 +26,7 @@ class StoppedError(RuntimeError):
 def file_error(error: OSError) -> UserError:
     """Convert an error of the operating system about a file, such as a missing permission.
 
-    Raises:
-        OSError: `error`, if it has no file name: then no setting of the user is the cause.
+    An error without a file name is raised as it is: no setting of the user is the cause.
     """
     if error.filename is None:
         raise error

@@ -86,7 +86,7 @@ PRIVATE = {
     "_init_weights": {"models.weights"},
     "ForCausalLMLoss": {"models.context_parallel_check"},
     "past_key_values": {"models.decoding"},
-    "_disable_adapters": {"training.rl.reference"},
+    "_disable_adapters": {"training.rl.build"},
 }
 #: Files of a folder, besides `__init__`: more are split into folders.
 MAX_FILES = 13

@@ -55,7 +55,7 @@ from odc_mpi.bench.measure import Goal, entries, interleaved, seconds
 from odc_mpi.bench.rank_timing import header, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.formatting import format_size
-from odc_mpi.probe.repeat import repeat_for
+from odc_mpi.probe.trial import repeat_for
 from odc_mpi.runtime.world import World
 
 #: Minimum bytes of a sample, so that its synchronizations, of up to 0.4 ms, are negligible ...

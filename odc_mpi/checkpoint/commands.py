@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from odc_mpi.checkpoint.digest import blocks, compute_digest
-from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord, VersionError
+from odc_mpi.checkpoint.manifest import MANIFEST, VersionError
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.errors import UserError
 
@@ -82,14 +82,10 @@ def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    record, total = checkpoint.record(name), 0.0
+    """Compute the norm of a tensor. Values of fp8 are not decoded: their bits are read as integers."""
+    total = 0.0
     for block in _read_blocks(checkpoint, name):
-        total += float(np.square(_to_float64(block, record)).sum())
+        if checkpoint.record(name).dtype == "bfloat16":
+            block = (block.astype(np.uint32) << 16).view(np.float32)
+        total += float(np.square(block.astype(np.float64)).sum())
     return math.sqrt(total)
-
-
-def _to_float64(stored: np.ndarray, record: TensorRecord) -> np.ndarray:
-    """Convert stored values to float64. Values of fp8 are not decoded: their bits are read as integers."""
-    if record.dtype == "bfloat16":
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float64)

@@ -49,11 +49,7 @@ class Exporter(ABC):
 
 
 class WholeModelExporter(Exporter):
-    """Exporter of a checkpoint that contains the full model.
-
-    Raises:
-        UserError: The model is not a transformers model, or the checkpoint contains only adapters.
-    """
+    """Exporter of a checkpoint of a full transformers model; raises `UserError` for any other."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         metadata = checkpoint.manifest.metadata
@@ -90,17 +86,13 @@ def export(
     exporter: Exporter | None = None,
     base: Path | None = None,
 ) -> list[str]:
-    """Export a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` or peft can load.
+    """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft; return the names of the files.
 
     Args:
-        checkpoint: Checkpoint of `odc-mpi train`.
         out: Directory to create; an empty one is replaced. It appears atomically, with all files.
         dtype: Type of floating-point weights, by its name in torch; default: `exporter.dtype`.
         exporter: Content of the directory; default: the full model.
         base: Present directory of the model from which the run started, for its tokenizer; default: `model.path`.
-
-    Returns:
-        The names of the files.
     """
     exporter = exporter or WholeModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -115,8 +107,8 @@ def export(
             _write_json(directory / exporter.config_name, exporter.config(dtype))
             write_files(read_tokenizer_files(checkpoint.manifest.metadata["config"], base), directory)
             names = sorted(path.name for path in directory.iterdir())
-            for path in directory.iterdir():
-                sync_file(path)
+            for file in names:
+                sync_file(directory / file)
             sync_directory(directory)
             directory.replace(out)
         sync_directory(out.parent)

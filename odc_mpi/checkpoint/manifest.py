@@ -7,7 +7,6 @@ checksums of the tensors' blocks. So every byte is covered, although rank 0 does
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import sync_file
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
@@ -113,20 +113,12 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest and flush it to the disk."""
     # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
-    document = {**body, "checksum": _checksum(body)}
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(document, file)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps({**body, "checksum": _checksum(body)}) + "\n", encoding="utf-8")
+    sync_file(path)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        UserError: The manifest is missing, damaged, or of another version.
-    """
+    """Read the manifest of a checkpoint; raise `UserError` if it is missing, damaged, or of another version."""
     path = directory / MANIFEST
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

@@ -28,11 +28,7 @@ _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A complete checkpoint, open for reading. A context manager; `close` is idempotent.
-
-    Raises:
-        UserError: The manifest is missing, damaged, or of another version.
-    """
+    """A complete checkpoint, open for reading. `read_manifest` describes its errors."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -113,13 +109,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of checkpoints below a path, complete or not, the oldest first.
+    """Return the directories of checkpoints below a path, complete or not, the oldest first; a `UserError` if none.
 
-    Args:
-        path: A run directory, its directory of checkpoints, or one checkpoint.
-
-    Raises:
-        UserError: There is no checkpoint.
+    `path` is a run directory, its directory of checkpoints, or one checkpoint.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]

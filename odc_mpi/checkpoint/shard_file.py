@@ -61,9 +61,9 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        checksums: list[int] = []
+    checksums: list[int] = []
+    with path.open("r+b", buffering=0) as file:
+        descriptor = file.fileno()
         for offset, entry in placements:
             checksums += _write(descriptor, _bytes_of(entry.values), offset)
         if checksums:
@@ -71,8 +71,6 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
         os.fsync(descriptor)
         extents = [(offset, entry.values.nbytes) for offset, entry in placements]
         return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, extents))
-    finally:
-        os.close(descriptor)
 
 
 def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
@@ -146,11 +144,8 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
 
 def checksum_of_file(path: Path) -> FileRecord:
     """Return the record of a file without tensors."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, ()))
-    finally:
-        os.close(descriptor)
+    with path.open("rb", buffering=0) as file:
+        return FileRecord(os.fstat(file.fileno()).st_size, _checksum_of_rest(file.fileno(), ()))
 
 
 @dataclass(frozen=True)
@@ -169,10 +164,9 @@ class _Stored:
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A rank's file, open for reading. Checks each byte that is read against a checksum. A context manager.
+    """A rank's file, open for reading. Checks each byte that is read against a checksum.
 
-    Raises:
-        UserError: The file is missing, damaged, or of another checkpoint.
+    Raises `UserError` if the file is missing, damaged, or of another checkpoint.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:

@@ -76,9 +76,9 @@ class TrainingState:
         for path, tensor, _, shape in self._tensor_ranges():
             is_state = path.startswith(OPTIMIZER)
             parameter = path.split("/", 2 if is_state else 1)[-1]
-            ranges = self._ranges.get(parameter, ((0, 0, tensor.numel()),) if tensor.numel() else ())
-            kind = "state" if is_state else self._kinds.get(parameter, "buffer")
-            tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
+            buffer = ("buffer", ((0, 0, tensor.numel()),) if tensor.numel() else ())
+            kind, ranges = self._kinds_and_ranges.get(parameter, buffer)
+            tensors[path] = TensorRecord("state" if is_state else kind, _name(tensor.dtype), shape, ranges)
         size = self._model.layouts[0].num_owners
         return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
 
@@ -138,24 +138,17 @@ class TrainingState:
         return scalars
 
     @cached_property
-    def _ranges(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Owner, start and stop of each non-empty slice of each parameter."""
-        ranges: dict[str, list[tuple[int, int, int]]] = {}
+    def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
+        """Kind of each parameter, and owner, start and stop of each of its non-empty slices."""
+        records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
         for layout in self._model.layouts:
+            kind = "trainable" if layout.trainable else "frozen"
             for rank in range(layout.num_owners):
                 for tensor_slice in layout.slices(rank):
-                    of_parameter = ranges.setdefault(tensor_slice.spec.name, [])
+                    _, ranges = records.setdefault(tensor_slice.spec.name, (kind, []))
                     if tensor_slice.numel:
-                        of_parameter.append((rank, tensor_slice.start, tensor_slice.stop))
-        return {name: tuple(of_parameter) for name, of_parameter in ranges.items()}
-
-    @cached_property
-    def _kinds(self) -> dict[str, str]:
-        return {
-            slot.spec.name: "trainable" if layout.trainable else "frozen"
-            for layout in self._model.layouts
-            for slot in layout.ranges
-        }
+                        ranges.append((rank, tensor_slice.start, tensor_slice.stop))
+        return {name: (kind, tuple(ranges)) for name, (kind, ranges) in records.items()}
 
     def _copy(self, original: _TensorRange) -> ShardEntry:
         path, tensor = original.path, original.tensor
@@ -167,11 +160,9 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """A `WeightSource` that reads this rank's slices from a checkpoint.
+    """A `WeightSource` that reads this rank's slices from a checkpoint, which must stay open.
 
-    Args:
-        checkpoint: The checkpoint. It must stay open while weights are read.
-        base: Source of the parameters of the base model, if the checkpoint contains only adapters.
+    `base` provides the parameters of the base model, if the checkpoint contains only adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:

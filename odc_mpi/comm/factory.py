@@ -84,7 +84,7 @@ def device_transport(
     gradients = gradient_store_factories(mailbox_bytes, device)[reduction](world, reduce_dtype)
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
-    group = WorldGroup(world, progress=progress, prepare_thread=device.set_current)
+    group = WorldGroup(world, progress=progress)
     windows = ParameterWindows(world, param_dtype, device_windows(device))
     return Transport(
         group,

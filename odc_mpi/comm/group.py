@@ -22,20 +22,12 @@ MAX_WINDOWS = 1600
 
 
 class WorldGroup(Group):
-    """All ranks of a world.
+    """All ranks of a world. If `progress` is true, a progress thread runs (`comm.progress`)."""
 
-    Args:
-        progress: True to run a progress thread (`comm.progress`).
-        prepare_thread: Function that this thread calls before it calls MPI.
-    """
-
-    def __init__(
-        self, world: World, *, progress: bool = False, prepare_thread: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, world: World, *, progress: bool = False) -> None:
         self.rank, self.size = world.rank, world.size
         self._world = world
         self._wants_progress = progress
-        self._prepare_thread = prepare_thread
         self._progress: ProgressThread | None = None
         self._num_windows = 0
 
@@ -60,7 +52,7 @@ class WorldGroup(Group):
         with self._world.collective("duplicating the communicator"):
             self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, self._world.progress.run_tasks, self._prepare_thread)
+            self._progress = ProgressThread(self._world, self._world.progress.run_tasks)
         self.parameters_published()
 
     @override

@@ -46,16 +46,14 @@ class ProgressThread:
         world: World with MPI_THREAD_MULTIPLE.
         make_progress: Function called at every poll, which returns True if it did work. Its CPU time does not show
             this: without work it takes 50 to 130 µs while the rank computes.
-        prepare: Function that the thread calls before its first poll.
     """
 
     _num_running: ClassVar[int] = 0
     _usual_switch_interval_s: ClassVar[float]
 
-    def __init__(
-        self, world: World, make_progress: Callable[[], bool], prepare: Callable[[], None] = lambda: None
-    ) -> None:
-        self._make_progress, self._prepare = make_progress, prepare
+    def __init__(self, world: World, make_progress: Callable[[], bool]) -> None:
+        assert world.job.status is not None
+        self._make_progress, self._prepare = make_progress, world.job.status.prepare
         with world.collective("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
         self._closed = threading.Event()

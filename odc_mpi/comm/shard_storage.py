@@ -63,20 +63,13 @@ class ShardStorage:
 
     A `Transport` calls `plan` and `allocate` once, `flush` and `complete` before and after the collective on complete
     gradients, `sync` before and after the one on published parameters, and `free` at the end. By default, `plan` only
-    records the layouts and the others have no effect.
-
-    Attributes:
-        layouts: Layouts of the arrays, set by `plan`.
+    records the layouts, since private memory has an empty footprint, and the others have no effect.
     """
 
     layouts: Sequence[Layout] = ()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Record the layouts, and return the footprint of `allocate`, which is empty for private memory.
-
-        Raises:
-            UserError: A setting does not fit the arrays.
-        """
+        """Record the layouts; return the footprint of `allocate`. Raise `UserError` if a setting does not fit them."""
         self.layouts = tuple(layouts)
         return Footprint()
 

@@ -25,12 +25,7 @@ class ByteCounts:
 
 
 class TrafficCounter:
-    """Counter of the fetches and pushes of a transport. For the computing thread.
-
-    Attributes:
-        fetched: Bytes fetched since the start.
-        pushed: Bytes pushed since the start.
-    """
+    """Counter of the bytes that a transport has `fetched` and `pushed` since the start. For the computing thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -57,14 +57,11 @@ class Access(Enum):
 
 
 class Group(ABC):
-    """The ranks that share the arrays.
-
-    Attributes:
-        num_collectives: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
-    """
+    """The ranks that share the arrays."""
 
     rank: int
     size: int
+    #: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
     num_collectives: int = 0
 
     def on_this_node(self, rank: int) -> bool:
@@ -169,11 +166,7 @@ class ParameterStore(ABC):
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks.
-
-    Args:
-        dtype: Type of the gradients in the shards and in transfers.
-    """
+    """Gradient shards of this rank, and pushes into the shards of all ranks, both with gradients of type `dtype`."""
 
     #: False for a single rank: a push is then a local addition, and accumulating gradients before it saves nothing.
     pushes_to_peers: bool = True
@@ -211,15 +204,14 @@ class GradientStore(ABC):
 class Transport:
     """A group, a parameter store and a gradient store, with their synchronization points.
 
+    Construction raises ValueError if MPI cannot transfer the type of the parameters, or sum that of the gradients.
+
     Attributes:
         storages: Memory of the shards, in the order of allocation. Freed in the reverse order.
         device: Device of the model, of fetched arrays and of pushed gradients.
         threads: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without the other ranks. If False, each is a collective: all ranks
             must issue the same ones in the same order, so the units to fetch must not depend on cached units.
-
-    Raises:
-        ValueError: MPI cannot transfer the type of the parameters, or cannot sum that of the gradients.
     """
 
     group: Group

@@ -105,10 +105,9 @@ class WorkQueue:
         )
 
     def claim(self, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """Claim published items below `count`, the largest first, until none is left. One-sided.
+        """Claim published items below `count`, the largest first; yield item, rank that finished it and content.
 
-        Yields:
-            Item, rank that finished it, and content.
+        One-sided; ends when no published item is left.
         """
         while published := self.snapshot(count).published:
             for item in published:

@@ -90,12 +90,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
-        """Append a sequence.
-
-        Args:
-            tokens: uint32 [length], length at least 2.
-            loss_mask: bool [length], True for loss tokens; at least one besides the first token.
-        """
+        """Append a sequence, [length], length at least 2, with at least one loss token besides the first token."""
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
         self.num_sequences += 1

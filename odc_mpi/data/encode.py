@@ -22,14 +22,6 @@ class Encoded:
     loss_mask: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class RenderedChat:
-    """Text of a conversation, and character range (begin, end) of each assistant turn, including its end token."""
-
-    text: str
-    spans: tuple[CharSpan, ...]
-
-
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
     """Tokenize examples of any kind with a fast tokenizer of transformers, in one batch per kind.
 
@@ -90,7 +82,7 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
         turn = render_prompt(tokenizer, chat, for_generation=False)
     except UserError:  # raised again when messages are rendered
         return None
-    ids = tokenizer(turn[: end_of_turn(turn, _special_tokens(tokenizer))], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(turn[: end_of_turn(turn, special_tokens(tokenizer))], add_special_tokens=False)["input_ids"]
     return ids[-1] if ids and ids[-1] in tokenizer.get_added_vocab().values() else None
 
 
@@ -104,22 +96,22 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
     """Tokenize conversations as a whole, and find the assistant's tokens by their character offsets."""
     if not chats:
         return []
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     rendered = [render_chat(tokenizer, chat, special) for chat in chats]
     batch = tokenizer(
-        [chat.text for chat in rendered],
+        [text for text, _ in rendered],
         add_special_tokens=False,  # the template writes them
         return_attention_mask=False,
         return_offsets_mapping=True,
         verbose=False,
     )
     return [
-        Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, chat.spans))
-        for ids, offsets, chat in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
+        Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, spans))
+        for ids, offsets, (_, spans) in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
     ]
 
 
-def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[np.bool_]:
+def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool_]:
     """Return the loss mask: True for tokens that contain at least one character of a span.
 
     This includes tokens across the border of a span: some tokenizers join the blank before the first word to it, others
@@ -136,18 +128,20 @@ def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[n
     return mask
 
 
-def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | None = None) -> RenderedChat:
+def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...]) -> tuple[str, list[CharSpan]]:
     """Render a conversation with the chat template, and find the assistant's turns. Errors are those of `encode`.
+
+    Returns the text, and the character range (begin, end) of each assistant turn, including its end token, which is one
+    of the tokenizer's `special` tokens.
 
     A turn is the text that the template adds for one more message, without the generation prompt. This works for every
     template whose output only grows with the messages, with or without `{% generation %}`. An empty turn has no loss.
-    The caller may pass the tokenizer's special tokens.
     """
-    special = _special_tokens(tokenizer) if special is None else special
     trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
     prompts = _render(tokenizer, chat, trained, for_generation=True)
     turns = _render(tokenizer, chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
-    text, spans = turns[-1], []
+    text = turns[-1]
+    spans: list[CharSpan] = []
     for i, prompt, turn in zip(trained, prompts, turns, strict=False):
         if not (turn.startswith(prompt) and text.startswith(turn)):
             raise UserError(
@@ -155,7 +149,7 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
                 "assistant's turns cannot be found: change the tokenizer's chat_template"
             )
         spans.append((len(prompt), end_of_turn(turn, special)))
-    return RenderedChat(text, tuple(spans))
+    return text, spans
 
 
 def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
@@ -195,7 +189,7 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
     return texts
 
 
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Return the special tokens. Cache the result: the tokenizer builds a dictionary in each call."""
     return tuple(tokenizer.get_added_vocab())
 

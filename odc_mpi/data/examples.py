@@ -19,6 +19,7 @@ _SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "a
 _SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
 _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 _MAX_EXAMPLES = 3
+_MAX_CHARS = 200  # of a text from a file, in a message
 
 
 class InvalidRecordError(UserError):
@@ -132,10 +133,8 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
 
     The forms, in this order: `messages`; `prompt` and `completion`, both texts or both lists of messages;
     `conversations` of `from` and `value`; `instruction` and `output`, optionally with `input`; `text`. Conversations
-    also use `tools`, a list or a list as JSON text, and `system`, if they have no system message.
-
-    Args:
-        fields: Names of the prompt and completion fields; custom names exclude all other fields.
+    also use `tools`, a list or a list as JSON text, and `system`, if they have no system message. Custom names in
+    `fields` exclude all other fields.
     """
     if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
         return _prompt_and_completion(record, location, fields)
@@ -249,7 +248,7 @@ def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
         role = _text(message, "role", location)
         if role not in _ROLES:
             raise InvalidRecordError(
-                f"{location}: expected a role among {', '.join(_ROLES)}, got {_truncate(repr(role))}"
+                f"{location}: expected a role among {', '.join(_ROLES)}, got {truncate_text(repr(role), _MAX_CHARS)}"
             )
         # Tables have null for missing fields, and chat templates check whether a field exists.
         present = {name: value for name, value in message.items() if value is not None}
@@ -266,7 +265,11 @@ def _content(message: dict[str, Any], location: str) -> str:
         return _text(message, "content", location)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
-            kind = _truncate(repr(part["type"])) if isinstance(part, dict) and "type" in part else _kind(part)
+            kind = (
+                truncate_text(repr(part["type"]), _MAX_CHARS)
+                if isinstance(part, dict) and "type" in part
+                else _kind(part)
+            )
             raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
     return "".join(_text(part, "text", location) for part in content)
 
@@ -290,12 +293,7 @@ def _text(record: Mapping[str, Any], field: str, location: str) -> str:
 
 
 def _names(record: Mapping[str, Any]) -> str:
-    return _truncate(", ".join(map(repr, record))) or "no fields"
-
-
-def _truncate(text: str) -> str:
-    """Shorten text from a file for a message."""
-    return truncate_text(text, 200)
+    return truncate_text(", ".join(map(repr, record)), _MAX_CHARS) or "no fields"
 
 
 def _kind(value: Any) -> str:

@@ -252,7 +252,6 @@ class Loader(ShuffledSampler):
 
         Args:
             minibatch_sequences: Number of sequences in a minibatch, over all ranks.
-            max_tokens_per_microbatch: Maximum number of tokens in a microbatch.
             balance: Name of one of `BALANCE_STRATEGIES`.
             seed: Seed of the random order, at least 0, the same on every rank.
             rank: Rank whose microbatches the minibatches yield.

@@ -54,7 +54,9 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
             indices = [i for i in range(batch.num_rows) for _ in range(num_repeats())]
             if indices:
-                text = _without_times(pyarrow, batch.take(indices))
+                # Without columns of times: they contain no text, and Python cannot represent nanoseconds.
+                no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
+                text = batch.take(indices).select(no_times)
                 yield RowBlock(str(path), [done + i + 1 for i in indices], _to_ipc_stream(pyarrow, text))
             done += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
@@ -75,11 +77,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error
-
-
-def _without_times(pyarrow: Any, batch: Any) -> Any:
-    """Drop columns of times: they contain no text, and Python cannot represent nanoseconds."""
-    return batch.select([i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)])
 
 
 def _to_ipc_stream(pyarrow: Any, batch: Any) -> bytes:

@@ -194,7 +194,8 @@ def _write(
 ) -> PrepareReport:
     """Tokenize the sources into new files."""
     options, begin = plan.options, time.monotonic()
-    num_proc = options.num_proc or _default_processes(plan.sources)
+    little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
+    num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
     sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction)
     stats = PrepareStats(InvalidRecords(options.bad_lines == "skip"), [source.name for source in plan.sources])
     with ExitStack() as stack:
@@ -219,11 +220,6 @@ def _write(
             writer.set_attributes(request=plan.request, report=json.dumps(counts))
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
     return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
-
-
-def _default_processes(sources: Sequence[DataSource]) -> int:
-    little = sum(source.num_text_bytes for source in sources) < _WORTH_PROCESSES
-    return 1 if little else len(os.sched_getaffinity(0))
 
 
 def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:

@@ -69,7 +69,9 @@ class PrepareReport:
         if self.elapsed_s is None:
             lines.insert(0, f"{self.path}: up to date (same sources, options and versions)")
         else:
-            lines.append(self._speed(self.elapsed_s))
+            processes = f"{self.num_proc} processes" if self.num_proc > 1 else "one process"
+            rate = self.num_tokens / max(self.elapsed_s, 1e-3)
+            lines.append(f"tokenized in {self.elapsed_s:.1f} s by {processes}: {rate:,.0f} tokens/s")
         lines += self.folders
         if self.eval_path is not None:
             held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} loss tokens"
@@ -87,10 +89,6 @@ class PrepareReport:
             if more := self.num_bad_lines - len(self.bad_lines):
                 lines.append(f"... and {more:,} more")
         return "\n".join(lines)
-
-    def _speed(self, elapsed_s: float) -> str:
-        processes = f"{self.num_proc} processes" if self.num_proc > 1 else "one process"
-        return f"tokenized in {elapsed_s:.1f} s by {processes}: {self.num_tokens / max(elapsed_s, 1e-3):,.0f} tokens/s"
 
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1

@@ -120,8 +120,7 @@ class PromptDataset:
 def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the fields of a record that are passed to reward functions."""
     columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
-    reserved = next((name for name in _RESERVED if name in columns), None)
-    if reserved:
+    if reserved := next((name for name in _RESERVED if name in columns), None):
         raise InvalidRecordError(
             f"{location}: expected columns without the names {', '.join(_RESERVED)}, got {reserved!r}: rename it"
         )

@@ -222,7 +222,6 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
 
     Args:
         sources: Sources, all with a weight or all without.
-        seed: Seed for the selection of examples.
         strategy: Strategy of `datasets.interleave_datasets`. "first_exhausted": no example is used twice; the source
             with the fewest examples for its weight is used completely, the others in part. "all_exhausted": each source
             is used completely; the one with the most examples for its weight once, the others repeatedly.

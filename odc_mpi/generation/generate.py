@@ -73,8 +73,7 @@ def generate(
         module: A causal language model of transformers, or the `module` of a sharded model.
         streamer: A transformers streamer, which receives each token when it is generated.
 
-    Raises:
-        UserError: The prompt is empty, too long for the model, or has a token outside its vocabulary.
+    Errors are those of `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])

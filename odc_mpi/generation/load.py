@@ -46,16 +46,12 @@ def load_generation_model(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> GenerationModel:
-    """Load the model of the command-line argument SOURCE.
+    """Load the model of the command-line argument SOURCE. The other arguments are those of `load_model`.
 
     Args:
         path: A Hugging Face directory, a peft directory, a checkpoint, or a run directory.
         step: Checkpoint of a run: a step number, or "best" for the lowest evaluation loss; None: the newest.
         tokenizer: Directory of a tokenizer, or a data set with one; None: the tokenizer of the model.
-        rank: This rank. If the model has adapters, each of `size` ranks verifies a share of their base.
-        size: Number of ranks.
-        attn_implementation: "sdpa" or "eager"; None: as in the run, else sdpa.
-        base: Hugging Face directory of the base of adapters; None: the directory at the time of saving.
 
     Raises:
         UserError: The model, the checkpoint or the tokenizer is missing or damaged.

@@ -43,12 +43,8 @@ def read_examples(text: str | None, path: Path | None) -> list[Example]:
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
     """Tokenize prompts as in training data: messages by the chat template, up to the assistant turn.
 
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        stop: Tokens that end any completion. After messages, the end-of-turn token also ends it.
-
-    Raises:
-        UserError: There is no chat template, or it refuses the messages of a line.
+    The tokens `stop` end any completion. After messages, the end-of-turn token also ends it. Errors are those of
+    `encode_prompts`.
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)

@@ -77,22 +77,22 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
         device=arguments.device,
     )
     tickets = Tickets(world)
-    terminal = _Terminal(source.tokenizer) if arguments.out is None else None
     # If several ranks generate, rank 0 prints all completions in order at the end.
-    streams = terminal is not None and (world.size == 1 or len(requests) == 1)
+    streams = arguments.out is None and (world.size == 1 or len(requests) == 1)
     outputs = []
     with unsharded_if_fits(model), model.activity("generating") as note:
         for index in tickets.draw(len(requests)):
             note(f"generating from prompt {index + 1:,} of {len(requests):,}")
-            streamer = terminal.print_prompt(requests[index], len(requests)) if terminal and streams else None
+            streamer = _print_prompt(source.tokenizer, requests[index], len(requests)) if streams else None
             outputs.append(engine(model.module, requests[index].prompt, arguments.sampling, streamer))
     completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
     if arguments.out is not None:
         out = arguments.out
         world.run_on_all(lambda: _write(out, source, requests, completions) if world.rank == 0 else None)
-    elif terminal and world.rank == 0 and not streams:
+    elif world.rank == 0 and not streams:
         for request, completion in zip(requests, completions, strict=True):
-            terminal.print_completion(request, completion, len(requests))
+            _print_prompt(source.tokenizer, request, len(requests))
+            print(output_record(source.tokenizer, request, completion)["completion"], flush=True)
     tickets.close()
     model.close()
     return completions
@@ -143,21 +143,10 @@ def _write(out: Path, source: GenerationModel, requests: list[Request], completi
     print(f"wrote {len(lines):,} completions to {out}", flush=True)
 
 
-class _Terminal:
-    """Prints prompts and completions."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def print_prompt(self, request: Request, count: int) -> TextStreamer:
-        """Print a prompt, and return a streamer that prints its completion."""
-        if count > 1:
-            print(f"[{request.prompt.number + 1} of {count}]", flush=True)
-        if isinstance(request.example, PromptCompletion):
-            print(request.example.prompt, end="", flush=True)
-        return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-    def print_completion(self, request: Request, completion: CompletionOutput, count: int) -> None:
-        """Print a prompt and its completion."""
-        self.print_prompt(request, count)
-        print(output_record(self._tokenizer, request, completion)["completion"], flush=True)
+def _print_prompt(tokenizer: Any, request: Request, count: int) -> TextStreamer:
+    """Print a prompt, and return a streamer that prints its completion."""
+    if count > 1:
+        print(f"[{request.prompt.number + 1} of {count}]", flush=True)
+    if isinstance(request.example, PromptCompletion):
+        print(request.example.prompt, end="", flush=True)
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

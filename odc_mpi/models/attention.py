@@ -147,8 +147,7 @@ def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:
-    unsupported = [feature for feature, is_used in refused.items() if is_used]
-    if unsupported:
+    if unsupported := [feature for feature, is_used in refused.items() if is_used]:
         raise kind(f"{supported}, got {', '.join(unsupported)}")
 
 
@@ -165,11 +164,9 @@ def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> torch.Tensor:
     num_tokens = q.shape[2]
+    mask = None if window is None or num_tokens <= window else _causal_mask(num_tokens, window, q.device)
     grouped = q.shape[1] != k.shape[1]
-    if window is None or num_tokens <= window:
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=grouped)
-    mask = _causal_mask(num_tokens, window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=grouped)
 
 
 def _eager(

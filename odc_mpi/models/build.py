@@ -145,8 +145,7 @@ def _on_meta(
 ) -> transformers.PreTrainedModel:
     attention.register()
     config.use_cache = False
-    unpackable = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
-    if unpackable:
+    if unpackable := set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES:
         raise UserError(f"{setting}: {', '.join(sorted(unpackable))} layers carry state across packed sequences")
     with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
         module = transformers.AutoModelForCausalLM.from_config(

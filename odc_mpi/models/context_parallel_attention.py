@@ -58,11 +58,7 @@ class ContextParallelAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
-        Args:
-            query: `[1, heads, tokens, head_dim]`.
-            key: `[1, key_value_heads, tokens, head_dim]`, as `value`.
-            scaling: Factor of the scores; None for `head_dim ** -0.5`.
-            layer: Index of the layer, from 0.
+        The tensors and `scaling` are those of `attention.packed_attention`, in one row. `layer` counts from 0.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)

@@ -38,11 +38,8 @@ class AttentionShape:
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
     """Run a chunk through a model without adapters on the meta device, which computes only shapes.
 
-    Args:
-        num_tokens: Length of the longest sequence.
-
-    Raises:
-        ContextParallelUnsupportedError: The model does not support context parallelism; the message gives the reason.
+    `num_tokens` is the length of the longest sequence. The message of a `ContextParallelUnsupportedError` gives the
+    reason why the model does not support context parallelism.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):

@@ -43,7 +43,8 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
     Yields:
         The function that decodes. It is one-sided if the model is sharded.
     """
-    cache_name = _cache_name(module)
+    # From transformers 5.24 on, the argument of the forward is `cache`.
+    cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
     def decode(
         tokens: torch.Tensor,
@@ -67,11 +68,6 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
         if seed is not None:
             torch.manual_seed(seed)
         yield decode
-
-
-def _cache_name(module: transformers.PreTrainedModel) -> str:
-    """Return the argument name of the key/value cache in the forward: `cache` from transformers 5.24 on."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 Tensors of the base are read one at a time. The tensors of one output file are in memory until it is written.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,8 @@ class AdapterExporter(Exporter):
 
     @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        return {
-            exported_name: math.prod(self._checkpoint.record(f"{MODEL}/{name}").shape) * dtype.itemsize
-            for exported_name, name in self._names.items()
-        }
+        records = {exported: self._checkpoint.record(f"{MODEL}/{name}") for exported, name in self._names.items()}
+        return {exported: record.numel * dtype.itemsize for exported, record in records.items()}
 
     @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -57,12 +54,7 @@ class AdapterExporter(Exporter):
 class MergedExporter(Exporter):
     """Exports the base model with its adapters merged: W + B A alpha / r, computed in float32.
 
-    Args:
-        checkpoint: An adapter checkpoint.
-        base: Directory of the base model; None: as in the run.
-
-    Raises:
-        UserError: There is no base model in `base`, or it is a different one.
+    Arguments and errors are those of `AdapterExporter`, but the base is always read.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:

@@ -85,11 +85,7 @@ def load_base(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build and verify the base model of an adapter checkpoint. The arguments are those of `load_model`.
-
-    Raises:
-        UserError: The base is missing or a different one.
-    """
+    """Build and verify the base model of an adapter checkpoint. The arguments and errors are those of `load_model`."""
     record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
     attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
     if record["path"] is None:
@@ -107,7 +103,12 @@ def load_base(
                 "there). Pass --base DIR"
             )
         meta_model = build.from_directory(base_path, attention)
-        _require_configuration(checkpoint, meta_model, base_path)
+        if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
+            key, theirs, ours = difference
+            raise UserError(
+                f"{checkpoint.directory} is a LoRA adapter of a base with {key} {theirs!r}, got {ours!r} in "
+                f"{base_path}: pass the directory of its base with --base"
+            )
     check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
     return meta_model
 
@@ -115,12 +116,3 @@ def load_base(
 def _refuse_base(path: Path, base: Path | None) -> None:
     if base is not None:
         raise UserError(f"--base requires a LoRA adapter, {path} holds a full model: omit --base")
-
-
-def _require_configuration(checkpoint: Checkpoint, meta_model: build.MetaModel, base_path: Path) -> None:
-    if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
-        key, theirs, ours = difference
-        raise UserError(
-            f"{checkpoint.directory} is a LoRA adapter of a base with {key} {theirs!r}, got {ours!r} in {base_path}: "
-            "pass the directory of its base with --base"
-        )

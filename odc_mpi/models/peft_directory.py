@@ -96,8 +96,7 @@ class _StoredAdapters(WeightSource):
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read {file}: {one_line_message(error)}") from error
         shapes = {peft_name(name): p.shape for name, p in module.named_parameters() if is_trained(name)}
-        differing = sorted(shapes.keys() ^ self._stored.keys())
-        if differing:
+        if differing := sorted(shapes.keys() ^ self._stored.keys()):
             problem = "is missing" if differing[0] in shapes else "is not in the model"
             raise UserError(f"{file}: {differing[0]} {problem}: expected the tensors of {_CONFIG} and the base model")
         for name, shape in shapes.items():
@@ -127,8 +126,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _require_supported(path: Path, config: dict[str, Any]) -> None:
     """Refuse unsupported settings that change the computation, such as DoRA, rsLoRA and rank patterns."""
-    missing = sorted(set(SETTINGS) - config.keys())
-    if missing:
+    if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():
         if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):

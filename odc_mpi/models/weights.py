@@ -175,17 +175,16 @@ class SafetensorsWeights(HashedWeights):
 
     def _index(self) -> dict[str, str]:
         """Return the file of every stored tensor."""
-        try:
-            if (self._path / _INDEX).is_file():
-                return dict(json.loads((self._path / _INDEX).read_text())["weight_map"])
-            if (self._path / _WEIGHTS).is_file():
-                return dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
-        except UserError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"model.path: {self._path / _INDEX} is not an index of safetensors files: {one_line_message(error)}"
-            ) from error
+        index = self._path / _INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"model.path: {index} is not an index of safetensors files: {one_line_message(error)}"
+                ) from error
+        if (self._path / _WEIGHTS).is_file():
+            return dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
         raise UserError(
             f"model.path: expected {_WEIGHTS} or {_INDEX} in {self._path}, found neither (pickled weights are not read)"
         )
@@ -228,16 +227,10 @@ def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[s
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Verify this rank's share of the base model of adapters. Does not communicate.
+    """Raise a UserError if this rank's share of the base model of adapters, of `size` shares, differs from `record`.
 
-    Args:
-        weights: The base model to verify.
-        record: The base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part.
-        rank: This rank.
-        size: Number of ranks over which the parts are distributed.
-
-    Raises:
-        UserError: The base differs.
+    `record` is the base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part. Does
+    not communicate.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [

@@ -8,7 +8,6 @@ do not try them.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from odc_mpi.probe.report import (
     ProbeReport,
     Problem,
 )
+from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildResult, FailureKind, launched_rank, run_in_child
 from odc_mpi.runtime.start.pmi import hint
 
@@ -52,16 +52,14 @@ _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
 def doctor(
     as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
 ) -> int:
-    """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
+    """Probe the MPI stack in child processes, print the results on rank 0, and return an exit code. Collective.
+
+    The exit code is 0, or 1 if MPI did not start.
 
     Args:
         as_json: True to print a JSON object instead of tables.
-        probe: Command of the child.
         deadline_s: Seconds for the complete probe, after which the results so far are printed.
         operation_s: Seconds for a single operation, likewise.
-
-    Returns:
-        Exit code: 0, or 1 if MPI did not start.
     """
     rank = launched_rank()
     if has_gpu():
@@ -95,7 +93,9 @@ def _report(result: ChildResult) -> ProbeReport:
         return report.with_problem(Problem(where, Cause.NO_ANSWER, failure.description))
     detail = str(failure)
     if failure.description == "SIGBUS":
-        detail += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
+        free = free_shm_bytes()
+        free_mib = "no" if free is None else free >> 20
+        detail += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
     return report.with_problem(Problem(where, Cause.OTHER, detail))
 
 
@@ -107,13 +107,6 @@ def _store_report(result: ChildResult, report: ProbeReport) -> None:
         cache.store(keys["device"], report)
     if keys and not report.problems:
         cache.store(keys["host"], replace(report, device=None))
-
-
-def _free_mib() -> str:
-    try:
-        return str(shutil.disk_usage("/dev/shm").free >> 20)
-    except OSError:
-        return "no"
 
 
 def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Decision | None) -> None:

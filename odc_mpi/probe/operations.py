@@ -42,10 +42,8 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        target: Rank of the target.
         expected: Content of the target's window with the counter, `[n]` uint8. It is updated by operations and shared
             by links with the same target.
-        allocate: Creates a buffer with a given content.
         rotation: Distance by which the values to send are rotated, so that links send different values.
     """
 

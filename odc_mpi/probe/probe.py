@@ -7,7 +7,6 @@ As a program, this module is one rank of the probe, a child of `odc-mpi doctor` 
 the present report to its parent before each operation and at the end.
 """
 
-import shutil
 import socket
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ from odc_mpi.errors import UserError
 from odc_mpi.probe import cache
 from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
-from odc_mpi.probe.repeat import timed
 from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
-from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
+from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared, timed
 from odc_mpi.runtime.library import thread_level
+from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
 from odc_mpi.runtime.world import World
 
@@ -52,7 +51,6 @@ def probe(
     Raise `UserError` on every rank if /dev/shm is too small even for a small window.
 
     Args:
-        budget: Maximum time of each trial.
         on_message: Called on every rank before each trial.
         device: Device of this rank, on all ranks or none. A trial of windows on it may end the process.
     """
@@ -120,10 +118,7 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 def _free_shared_memory(world: World) -> int | None:
     """Return the minimum over nodes of the free bytes in /dev/shm. Collective."""
-    free = None
-    with suppress(OSError):  # not every system has /dev/shm
-        free = shutil.disk_usage("/dev/shm").free
-    return min((value for value in world.gather_objects(free) if value is not None), default=None)
+    return min((free for free in world.gather_objects(free_shm_bytes()) if free is not None), default=None)
 
 
 def _try_shared_memory(world: World) -> SharedMemory:

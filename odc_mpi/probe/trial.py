@@ -15,15 +15,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.probe import operations
-from odc_mpi.probe.repeat import repeat_for, timed
 from odc_mpi.probe.report import Cause, OperationResult
 from odc_mpi.runtime.deadline import SLEEP_S
 from odc_mpi.runtime.world import World
+
+T = TypeVar("T")
 
 #: Default memory of an origin.
 HOST = "from_host"
@@ -80,9 +82,7 @@ class Trials:
 
     Args:
         pairs: Origin and target for each kind of peer.
-        budget: Maximum time of each trial.
         max_bytes: Bytes of the largest operation.
-        allocate: Function that creates the window.
         origins: Functions that create a buffer at the origin, by the kind of memory.
     """
 
@@ -202,6 +202,22 @@ class Trials:
         while not command[1]:
             self._world.wait(self._comm.Irecv(command, origin), "receiving a command of a probe")
             _compute(command[0])
+
+
+def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times; return the results."""
+    end = time.perf_counter() + budget_s
+    samples = [sample()]
+    while time.perf_counter() < end and len(samples) != max_repeats:
+        samples.append(sample())
+    return samples
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Call a function and return its duration in seconds."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 def _compute(seconds: float) -> None:

@@ -29,14 +29,9 @@ class TokenLogps(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Return the log-probabilities, float32 `[K]`.
+        """Return the log-probabilities, float32 `[K]`, of `targets`, int64 `[K]`, with logits divided by `temperature`.
 
-        Args:
-            hidden: `[K, hidden_size]`.
-            weight: `[vocab_size, hidden_size]`.
-            bias: `[vocab_size]`, or None.
-            targets: int64 `[K]`.
-            temperature: Divisor of the logits.
+        `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`, and `bias` `[vocab_size]` or None.
         """
         logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         for block in _blocks(len(targets), len(weight)):

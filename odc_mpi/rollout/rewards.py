@@ -99,8 +99,7 @@ def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None)
         for spec, weight in zip(specs, weights, strict=True)
     ]
     names = [reward.name for reward in functions]
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate:
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"rl.reward_funcs: expected functions of different names, got {duplicate} twice: rename one")
     return functions
 

@@ -20,7 +20,6 @@ from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import PendingWait, Status, compare, format_late_ranks, format_status, stranded
 from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
-from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
@@ -31,15 +30,50 @@ HEARTBEAT_S = 2.5
 ABORT_DELAY_S = 5.0
 
 
+class Progress:
+    """Tasks that a rank runs for operations of other ranks, such as additions to its shards. Thread-safe.
+
+    Waits that poll (`World.wait`, `wait_collective`, `collective`), fetches from windows and a progress thread
+    (`comm.progress`) run them, so that no rank waits for a rank that itself only waits.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: tuple[Callable[[], bool], ...] = ()
+        self._busy = threading.Lock()
+
+    def add(self, task: Callable[[], bool]) -> None:
+        """Register a task to be called periodically. It returns True if there was anything to do."""
+        self._tasks = (*self._tasks, task)
+
+    def remove(self, task: Callable[[], bool]) -> None:
+        """Unregister a task, and wait until no thread runs it. Idempotent."""
+        with self._busy:
+            self._tasks = tuple(other for other in self._tasks if other != task)
+
+    def run_tasks(self) -> bool:
+        """Run all tasks, unless another thread does; return True if there was anything to do."""
+        if not self._tasks or not self._busy.acquire(blocking=False):
+            return False
+        try:
+            results = [task() for task in self._tasks]
+            return any(results)
+        finally:
+            self._busy.release()
+
+    def poke(self) -> bool:
+        """Enter MPI, since some networks make progress only in MPI calls, and run all tasks."""
+        MPI.COMM_WORLD.Iprobe()
+        return self.run_tasks()
+
+
 class Job:
     """State of this process in the job: deadlines, status and progress tasks.
+
+    Construction raises `UserError` if the launcher and the MPI library do not match.
 
     Args:
         timeout_s: Maximum duration of a single wait for another rank.
         limit: Name of the setting that defines `timeout_s`, for messages.
-
-    Raises:
-        UserError: The launcher and the MPI library do not match.
 
     Attributes:
         num_windows: Number of windows of all transports of this process; libraries limit it.
@@ -73,11 +107,7 @@ class Job:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Return a context manager that gives the enclosed use of MPI a deadline.
-
-        Raises:
-            UserError: MPI does not allow calls from this thread.
-        """
+        """Return a context manager with a deadline for a use of MPI; `UserError` in a thread that may not call MPI."""
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
                 f"{wait.what}: MPI allows calls from the main thread only ({thread_level()}), this is thread "
@@ -107,9 +137,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective of all ranks.
 
-        Yields:
-            A one-sided function to call periodically. It aborts the job if other ranks wait in a collective that this
-            rank will not join.
+        Yields a one-sided function to call periodically. It aborts the job if other ranks wait in a collective that
+        this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -121,10 +150,6 @@ class Job:
         status, self.status = self.status, None
         assert status is not None
         status.free()
-
-    def close(self) -> None:
-        """Stop the watchdog."""
-        self.watchdog.close()
 
     def _check_stranded(self) -> None:
         status = self.status

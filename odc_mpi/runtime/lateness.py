@@ -69,16 +69,10 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
 
 
-def ranks_in_other_collective(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that wait in another collective with the same number."""
-    return [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
-
-
 def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
 
-    Args:
-        collective: Number of the last collective of the leaving rank, in which it closes its world.
+    `collective` is the number of the last collective of the leaving rank, in which it closes its world.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
@@ -89,7 +83,8 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
     if late:
         lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"
     else:
-        late, lead = ranks_in_other_collective(wait, peers), "no rank is late, but in another collective is"
+        lead = "no rank is late, but in another collective is"
+        late = [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
     if not late:
         return "all ranks have arrived there; the network or the MPI library is stuck"
     named = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]

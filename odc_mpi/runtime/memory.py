@@ -63,22 +63,25 @@ def _read(path: Path) -> str:
         return ""
 
 
+def free_shm_bytes() -> int | None:
+    """Return the free bytes in /dev/shm; None on a system without it."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
+
+
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Check that /dev/shm has room for the windows of the ranks of this node.
+    """Raise `UserError` unless /dev/shm has room for the windows of the ranks of this node.
 
     `num_bytes` is the size for all `local_size` ranks of the node. `what` follows "room for" in the message.
-
-    Raises:
-        UserError: There is not enough room.
     """
     # For a single rank on a node MPI allocates windows on the heap.
     if local_size == 1:
         return
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return  # not all systems have /dev/shm; MPI uses another directory or reports an error
-    if num_bytes > free:
+    free = free_shm_bytes()
+    # Without /dev/shm, MPI uses another directory or reports an error.
+    if free is not None and num_bytes > free:
         raise UserError(
             f"/dev/shm has {free >> 20} MiB free, expected at least {num_bytes >> 20} MiB as room for {what} of this "
             f"node's {local_size} ranks: enlarge it (docker --shm-size, mount -o remount,size=...) or use more nodes"

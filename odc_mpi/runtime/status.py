@@ -123,7 +123,6 @@ class StatusWindow:
     """Window with the pages of all ranks. Construction is collective.
 
     Attributes:
-        page: Page of this rank.
         memory_model: Memory model of this window, which is the same for all windows of the library.
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread enters MPI periodically, so that other ranks can read the

@@ -7,6 +7,7 @@ deadline, which `runtime.job` watches for all worlds of a process.
 
 import atexit
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +22,6 @@ from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
 from odc_mpi.runtime.start.limits import end_within
-from odc_mpi.runtime.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +37,10 @@ T = TypeVar("T")
 STRANDED_POLL_S = 0.5
 
 
-class World(Topology, AbstractContextManager["World"]):
+class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    The attributes of `runtime.topology.Topology` describe the ranks: `rank`, `size`, `node`, ... In all methods `what`
-    is the operation, for messages ("... while <what>"), such as "fetching unit layers.3".
+    In all methods `what` is the operation, for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
     traceback of that rank. Otherwise the other ranks would wait forever. User threads are not affected.
@@ -53,6 +52,17 @@ class World(Topology, AbstractContextManager["World"]):
         job: Existing job, if the ranks are a subset. By default a new job starts, which ends when this world closes.
 
     Attributes:
+        local_rank: Index of this process on its node.
+        local_size: Number of ranks on this node.
+        host_rank: Index of this process on its host. It differs from `local_rank` only if MPI is configured to treat
+            every rank as a separate node (MPIR_CVAR_NOLOCAL).
+        host_size: Number of ranks on this host.
+        node: Index of this node. Nodes are sorted by their lowest rank.
+        hosts: Host name of every rank.
+        layout: Host name and number of ranks of each node.
+        node_ranks: Ranks of this node, by local rank.
+        comm: Duplicate of the communicator.
+        node_comm: Communicator of the ranks of this node.
         job: The job of this process.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
@@ -74,7 +84,7 @@ class World(Topology, AbstractContextManager["World"]):
         # Ranks in the job by rank of a subset; None for the whole job, where they are the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
-            super().__init__(MPI.COMM_WORLD if comm is None else comm)
+            self._find_ranks(MPI.COMM_WORLD if comm is None else comm)
             if job is None:
                 self.job.open_status_window(self.comm, self.hosts)
                 unlink_startup_shm(self.node_comm)
@@ -127,7 +137,10 @@ class World(Topology, AbstractContextManager["World"]):
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Set a function that the background thread calls before MPI calls, such as `Device.set_current`."""
+        """Set a function that background threads call before MPI calls, such as `Device.set_current`.
+
+        A progress thread uses the function that was set when it started.
+        """
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
@@ -182,9 +195,7 @@ class World(Topology, AbstractContextManager["World"]):
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Call a function that does not communicate on every rank; if it fails on any, raise on all. Collective.
 
-        Raises:
-            AllRanksUserError: The function raised `UserError` or `OSError` on at least one rank; has the message of the
-                lowest one.
+        `UserError` or `OSError` on at least one rank becomes `AllRanksUserError` with the message of the lowest one.
         """
         result, error = None, None
         try:
@@ -201,11 +212,7 @@ class World(Topology, AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Check that all ranks have the same value, named `what` in the error. Collective; for start-up.
-
-        Raises:
-            AllRanksUserError: A value differs; names the first rank whose value differs from that of rank 0.
-        """
+        """Raise `AllRanksUserError` unless `value`, named `what`, is equal on all ranks. Collective; for start-up."""
         values = self.gather_objects(value)
         differing = [rank for rank in range(self.size) if values[rank] != values[0]]
         if differing:
@@ -238,12 +245,9 @@ class World(Topology, AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Check that /dev/shm has room for the windows of the ranks of this node. Collective.
+        """Raise `AllRanksUserError` unless /dev/shm has room for the windows of the ranks of this node. Collective.
 
         `num_bytes` is the size for this rank. `what` follows "room for" in the message.
-
-        Raises:
-            AllRanksUserError: There is not enough room.
         """
         total = np.array([num_bytes], dtype=np.int64)
         with self.collective("summing the required shared memory"):
@@ -272,7 +276,7 @@ class World(Topology, AbstractContextManager["World"]):
             while self._resources:
                 self._resources.popitem()[0]()
         if self._members is None:
-            self.job.close()
+            self.job.watchdog.close()
 
     def __exit__(self, kind: object, *_: object) -> None:
         # After an exception the other ranks do not close the world, so this collective call would hang.
@@ -283,6 +287,27 @@ class World(Topology, AbstractContextManager["World"]):
         """Close the world when the program ends, and limit the time of MPI_Finalize, which follows."""
         self.close()
         end_within(self.timeout_s)
+
+    def _find_ranks(self, comm: MPI.Intracomm) -> None:
+        """Duplicate the communicator, split it by node, and set the attributes that describe the ranks. Collective."""
+        self.comm = comm.Dup()
+        self.rank = self.comm.Get_rank()
+        self.size = self.comm.Get_size()
+        self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
+        self.local_rank = self.node_comm.Get_rank()
+        self.local_size = self.node_comm.Get_size()
+        # The lowest rank of a node identifies it.
+        leader = self.node_comm.bcast(self.rank)
+        everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
+        self.node_ranks = self.node_comm.allgather(self.rank)
+        self.hosts = [host for _, host in everyone]
+        leaders = sorted({leader for leader, _ in everyone})
+        self.node = leaders.index(leader)
+        self.host_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        self.host_size = self.hosts.count(self.hosts[self.rank])
+        self.num_nodes = len(leaders)
+        ranks = Counter(leader for leader, _ in everyone)
+        self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
 
     def _sub_world(self, comm: MPI.Intracomm) -> "World":
         part = World(comm, job=self.job)

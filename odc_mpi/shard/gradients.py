@@ -50,6 +50,7 @@ class GradientPusher:
         gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
 
     Attributes:
+        buffers: Buffers of gradients, in flight and accumulated.
         residency: Budget for local accumulation. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward is the last one of this minibatch.
         parameters_with_gradient: Names of the parameters that got a gradient since `start`.
@@ -69,17 +70,12 @@ class GradientPusher:
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
-        self._buffers = BufferPool(transport.gradients.empty)
+        self.buffers = BufferPool(transport.gradients.empty)
         self._in_flight: deque[tuple[Work, torch.Tensor, int]] = deque()
         self._accumulated: dict[int, AccumulatedGradient] = {}
         self._open = False
         self.is_last_backward = False
         self.parameters_with_gradient: set[str] = set()
-
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """Peak size of the buffers of gradients, in flight and accumulated."""
-        return self._buffers.peak_bytes
 
     def start(self) -> None:
         """Start a minibatch, in which pushes are allowed."""
@@ -119,10 +115,6 @@ class GradientPusher:
         self._wait(0)
         self._open = False
 
-    def clear(self) -> None:
-        """Free all buffers that are not in use."""
-        self._buffers.clear()
-
     def close(self) -> None:
         """Complete the pushes in flight and end the thread. One-sided. Idempotent."""
         if self._thread is not None:
@@ -134,10 +126,10 @@ class GradientPusher:
             return self._accumulated[index]
         if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
             return None
-        flat = self._buffers.acquire(numel, self._store.dtype)
+        flat = self.buffers.acquire(numel, self._store.dtype)
         # A reused buffer may be larger than requested.
         if not self.residency.admit(index, flat.untyped_storage().nbytes()):
-            self._buffers.release(flat)
+            self.buffers.release(flat)
             return None
         self._accumulated[index] = AccumulatedGradient(flat.zero_(), numel, 0)
         return self._accumulated[index]
@@ -152,7 +144,7 @@ class GradientPusher:
 
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
         self._wait(MAX_BUFFERS - 1)
-        flat = self._buffers.acquire(stop - first, self._store.dtype)
+        flat = self.buffers.acquire(stop - first, self._store.dtype)
         self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
         return flat
 
@@ -171,7 +163,7 @@ class GradientPusher:
             began = time.perf_counter()
             pending, flat, index = self._in_flight.popleft()
             pending.wait()
-            self._buffers.release(flat)
+            self.buffers.release(flat)
             if index not in self._accumulated:
                 self.residency.discard(index)
             self._spans.add("accumulate", began)

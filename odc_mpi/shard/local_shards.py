@@ -9,7 +9,7 @@ Memory of this rank for a flat array:
                                                 converted copy, as for fixed-point numbers
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Protocol
@@ -94,10 +94,6 @@ class LocalShards:
             for i, layout in enumerate(self._layouts)
             for slice_ in layout.slices(self._transport.group.rank)
         ]
-
-    def with_gradient(self, names: Container[str]) -> list[bool]:
-        """Return for each of `trainable` whether `names` contains its parameter."""
-        return [shard.slice.spec.name in names for shard in self.trainable]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
         """Set `.grad` to the received gradients, once the gradients are complete.

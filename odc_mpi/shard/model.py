@@ -80,7 +80,7 @@ class ShardedModel:
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
-        parts, self._param_infos = partition(module, units)
+        parts, self._names_by_module, self._names = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
         self.module, self._transport = module, transport
         self.device = transport.device
@@ -106,7 +106,7 @@ class ShardedModel:
         saved = SavedTensorHooks(self._unsharded)
         self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
-        self._placeholders = install_on_demand_parameters(self._param_infos, self.units, transport, forwards)
+        self._placeholders = install_on_demand_parameters(self._names_by_module, self.units, transport, forwards)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
@@ -176,10 +176,8 @@ class ShardedModel:
         self._pusher.finish()
         self._unsharded.activity.finish_minibatch()
         minibatch.local.update(zip(TRAFFIC, self.traffic.bytes_since_last_call(), strict=True))
-        report = minibatch.report(
-            self._gradient_format.local_statistics(),
-            self._local_shards.with_gradient(self._pusher.parameters_with_gradient),
-        )
+        pushed = [name in self._pusher.parameters_with_gradient for name, _ in self.named_shard_parameters()]
+        report = minibatch.report(self._gradient_format.local_statistics(), pushed)
         # A in docs/ordering.md.
         reports = self._phases.synchronize("gradients_complete", lambda: self._transport.complete_gradients(report))
         minibatch.receive_reports(reports)
@@ -209,7 +207,7 @@ class ShardedModel:
         self._unsharded.cache.budget_bytes = cache_bytes.parameters if needs.maximum.parameters else 0
         self._pusher.residency.budget_bytes = cache_bytes.gradients if needs.maximum.gradients else 0
         self._unsharded.clear()
-        self._pusher.clear()
+        self._pusher.buffers.clear()
 
     @property
     def cache_needs(self) -> CacheNeeds:
@@ -233,7 +231,9 @@ class ShardedModel:
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_whole_model(self.cache_bytes)
             self._unsharded.unshard_all(self.units)
-        plain = nullcontext() if gradients else materialized_parameters(self._param_infos, self.units, self._unsharded)
+        plain = (
+            nullcontext() if gradients else materialized_parameters(self._names_by_module, self.units, self._unsharded)
+        )
         with plain:
             yield
 
@@ -287,7 +287,7 @@ class ShardedModel:
         """
         with self._placeholders.saved():
             state = dict(self.module.state_dict())
-        return state | full_state_dict(state, self._param_infos, self.units, self._unsharded)
+        return state | full_state_dict(state, self._names, self.units, self._unsharded)
 
     @property
     def fetch_wait_s(self) -> float:
@@ -314,7 +314,7 @@ class ShardedModel:
     def peak_gradient_bytes(self) -> int:
         """Peak gradient memory of this rank: shards, accumulated gradients and pushes in flight."""
         shards = sum(layout.shard_numel for layout in self.layouts if layout.trainable)
-        return shards * self._transport.gradients.dtype.itemsize + self._pusher.peak_buffer_bytes
+        return shards * self._transport.gradients.dtype.itemsize + self._pusher.buffers.peak_bytes
 
     @property
     def num_collectives(self) -> int:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
-from odc_mpi.shard.partition import ParamModuleInfo, names_by_module, replicated_tensors
+from odc_mpi.shard.partition import NamesByModule, replicated_tensors
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
@@ -116,7 +116,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 
 
 def install_on_demand_parameters(
-    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], transport: Transport, forwards: UnitForwards
+    names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
     """Replace the parameters of modules by parameters that are fetched on demand. Return the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
@@ -124,7 +124,6 @@ def install_on_demand_parameters(
     def find(name: str) -> torch.Tensor:
         return forwards.parameter(unit_of[name], name)
 
-    names = names_by_module(param_infos)
     # Tied parameters share one placeholder, as they shared one parameter.
     placeholders: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}
@@ -143,9 +142,7 @@ def install_on_demand_parameters(
 
 
 @contextmanager
-def materialized_parameters(
-    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
-) -> Iterator[None]:
+def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
     """Put full parameters without gradients into the modules in the enclosed code; fetch missing units. One-sided.
 
     A forward is then as fast as that of an unsharded module. A parameter that is fetched on demand costs some
@@ -163,7 +160,7 @@ def materialized_parameters(
             unsharded.unshard(unit)
             full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
     with ExitStack() as restored, unsharded.no_reshard():
-        for module, keys in names_by_module(param_infos).items():
+        for module, keys in names.items():
             on_demand = module._parameters
             restored.callback(module.__dict__.__setitem__, "_parameters", on_demand)
             plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
@@ -174,10 +171,12 @@ def materialized_parameters(
 
 
 def full_state_dict(
-    state: Mapping[str, Any], param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
+    state: Mapping[str, Any], names: Mapping[str, str], units: Sequence[Unit], unsharded: UnshardedUnits
 ) -> dict[str, Any]:
-    """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided."""
-    names = {info.full_name: info.name for info in param_infos}
+    """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
+
+    `names` are the first dotted names of parameters by all their names.
+    """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
     for unit in units:
         unsharded.unshard(unit)

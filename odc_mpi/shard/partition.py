@@ -16,6 +16,8 @@ from odc_mpi.shard.units.unit import Unit
 
 #: Selection of units: a class, a class name or a submodule.
 UnitChoice = type | str | nn.Module
+#: For each module the first dotted names of its own parameters, by their keys in `module._parameters`.
+NamesByModule = dict[nn.Module, dict[str, str]]
 
 
 @dataclass
@@ -37,35 +39,18 @@ class UnitParameters:
         return [kinds[kind] for kind in sorted(kinds)]
 
 
-@dataclass(frozen=True)
-class ParamModuleInfo:
-    """A registration of a parameter: `module._parameters[key]`, with the first dotted name and the name of this one."""
-
-    module: nn.Module
-    key: str
-    name: str
-    full_name: str
-
-
-def names_by_module(param_infos: Iterable[ParamModuleInfo]) -> dict[nn.Module, dict[str, str]]:
-    """Return for each module the names of its own parameters, by key."""
-    names: dict[nn.Module, dict[str, str]] = {}
-    for info in param_infos:
-        names.setdefault(info.module, {})[info.key] = info.name
-    return names
-
-
 def partition(
     module: nn.Module, units: Iterable[UnitChoice] | None
-) -> tuple[list[UnitParameters], list[ParamModuleInfo]]:
+) -> tuple[list[UnitParameters], NamesByModule, dict[str, str]]:
     """Divide the floating-point parameters of a module into units.
 
     Returns:
-        Units that have parameters, the root first, then in the order of the module; and all registrations of the
-        parameters, including further names of tied parameters and shared modules.
+        Units that have parameters, the root first, then in the order of the module; the names of the parameters by
+        module; and their names by all dotted names, including further ones of tied parameters and shared modules.
     """
     chosen = _select_modules(module, units)
-    param_infos: list[ParamModuleInfo] = []
+    names_by_module: NamesByModule = {}
+    names: dict[str, str] = {}
     unit_of: dict[nn.Parameter, str] = {}
     first_names: dict[nn.Parameter, str] = {}
     for unit_name, prefix, submodule in _walk(module, {unit: name for name, unit in chosen.items()}):
@@ -74,13 +59,13 @@ def partition(
                 continue
             full_name = f"{prefix}.{key}" if prefix else key
             name = first_names.setdefault(parameter, full_name)
-            param_infos.append(ParamModuleInfo(submodule, key, name, full_name))
+            names_by_module.setdefault(submodule, {})[key] = names[full_name] = name
             # A parameter of several units belongs to the root.
             unit_of[parameter] = unit_name if unit_of.get(parameter, unit_name) == unit_name else ""
     result = {name: UnitParameters(name) for name in ("", *chosen)}
     for parameter, name in first_names.items():
         result[unit_of[parameter]].parameters[name] = parameter
-    return [unit for unit in result.values() if unit.parameters], param_infos
+    return [unit for unit in result.values() if unit.parameters], names_by_module, names
 
 
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:

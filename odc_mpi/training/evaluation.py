@@ -18,7 +18,7 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
@@ -91,7 +91,9 @@ class LossEvaluator(PeriodicEvaluator):
         try:
             with torch.no_grad():
                 for microbatch in self._minibatch.microbatches(self._tickets.draw):
-                    local_loss += self._loss(microbatch)
+                    mean_loss = float(self._model(**microbatch.to(self._model.device).inputs).loss)
+                    max_magnitude = MAX_EXACT_LOSS * self._minibatch.num_tokens
+                    local_loss += round_for_exact_sum(mean_loss * microbatch.num_tokens, max_magnitude)
         finally:
             self._model.train(training)
         total = sum(self._world.gather_objects(local_loss))
@@ -105,8 +107,3 @@ class LossEvaluator(PeriodicEvaluator):
     def close(self) -> None:
         """Close the data set."""
         self._minibatch.dataset.close()
-
-    def _loss(self, microbatch: Microbatch) -> float:
-        """Return the summed loss of a microbatch. One-sided."""
-        loss = float(self._model(**microbatch.to(self._model.device).inputs).loss)
-        return round_for_exact_sum(loss * microbatch.num_tokens, MAX_EXACT_LOSS * self._minibatch.num_tokens)

@@ -1,6 +1,5 @@
 """Inputs of a run: data set, model and loader, opened and checked against each other. Does not communicate."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,16 +75,11 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         context_parallel=context_parallel.sizes is not None,
         exact=config.run.exact,
     )
-    return Inputs(dataset, meta_model, loader, _open_evaluation(config, meta_model), context_parallel)
-
-
-def remove_staged_copy(path: str) -> None:
-    """Remove the data set if it is the copy that the batch script made for this job (ODC_MPI_STAGED_FILE).
-
-    Call it when all ranks of the node have opened the file: no copy is left then, however the job ends.
-    """
-    if os.environ.get("ODC_MPI_STAGED_FILE") == path:
-        Path(path).unlink(missing_ok=True)
+    evaluation = None
+    if config.data.eval_path is not None:
+        evaluation = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model)
+        check_fit(evaluation.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
+    return Inputs(dataset, meta_model, loader, evaluation, context_parallel)
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
@@ -123,14 +117,6 @@ def _validate_prompts(
                 f"of {length} exceed {name}, {limit}: lower it, remove the prompt, or raise the limit"
             )
     return prompts
-
-
-def _open_evaluation(config: Config, meta_model: models.MetaModel) -> Dataset | None:
-    if config.data.eval_path is None:
-        return None
-    dataset = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model)
-    check_fit(dataset.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
-    return dataset
 
 
 def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel) -> Dataset:

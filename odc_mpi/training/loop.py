@@ -72,7 +72,6 @@ class Trainer(AbstractContextManager["Trainer"]):
         model: Model with published parameters.
         callbacks: Further callbacks. Each hook calls objective, update and source first, then these in this order.
         clock: Returns the seconds that this rank was busy: with fetches and pushes, without waits for slower ranks.
-        completed_steps: Number of steps that earlier runs completed.
 
     Attributes:
         callbacks: All callbacks; the caller may append more before `start`.

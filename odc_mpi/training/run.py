@@ -8,7 +8,7 @@ Each hook calls the callbacks in this order:
 
     objective, Update, source                           of the training loop
     StepTimeMetrics, TrafficReport                      report times and bytes
-    FitCostModel, or RewardEvaluator, LogCompletions    sequences, or GRPO
+    FitCostModel, or RewardEvaluator                    sequences, or GRPO
     ExponentCallback                                    fixed-point gradients
     LossEvaluator                                       adds to the metrics of the step
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
@@ -47,8 +47,8 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.evaluation import LossEvaluator
 from odc_mpi.training.exact.exponents import ExponentCallback
-from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms, reduce_dtype
-from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, remove_staged_copy
+from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.rl.build import build_grpo
@@ -61,7 +61,6 @@ from odc_mpi.training.rundir.resume import (
     open_run,
     report_already_complete,
 )
-from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
@@ -105,7 +104,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
         logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
         stack.enter_context(logger)
-        checkpointing = _build_checkpointing(config, world, trainer, metadata, stop, directory_lock, resume_point)
+        checkpointing = CheckpointCallback(config, world, trainer, metadata, stop, directory_lock, resume_point)
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
         max_tokens = config.data.max_tokens_per_microbatch
         trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
@@ -194,8 +193,10 @@ def _open_inputs(config: Config, world: World) -> Inputs:
     inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
-    if world.local_rank == 0:
-        remove_staged_copy(config.data.path)
+    # The copy that the batch script made for this job: no copy is left once all ranks of the node have opened it,
+    # however the job ends.
+    if world.local_rank == 0 and os.environ.get("ODC_MPI_STAGED_FILE") == config.data.path:
+        Path(config.data.path).unlink(missing_ok=True)
     return inputs
 
 
@@ -221,7 +222,7 @@ def _shard(
         world,
         # Adapters are float32; their base has its own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=reduce_dtype(config),
+        reduce_dtype=torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32,
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
         weights=weights,
@@ -235,24 +236,6 @@ def _shard(
     if isinstance(weights, DeferredErrorWeights):
         world.run_on_all(weights.raise_deferred_error)
     return model
-
-
-def _build_checkpointing(
-    config: Config,
-    world: World,
-    trainer: Trainer,
-    metadata: dict[str, Any],
-    stop: StopRequest,
-    directory_lock: RunDirectoryLock | None,
-    resume_point: ResumePoint | None,
-) -> CheckpointCallback:
-    state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, omit_frozen_base="base" in metadata)
-    best = resume_point.metadata.get("best") if resume_point and resume_point.continues_this_run else None
-
-    def current_metadata() -> dict[str, Any]:
-        return {**metadata, "cost": None, **trainer.state_dict()}  # None unless `FitCostModel` is a callback
-
-    return CheckpointCallback(config, world, state, current_metadata, stop, directory_lock, best)
 
 
 def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: CheckpointCallback) -> None:

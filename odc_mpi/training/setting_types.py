@@ -46,7 +46,6 @@ def validate_value(
 
     Args:
         name: Source and name of the setting, for the error.
-        hint: Type of the setting.
         explain: Returns the reason why a value is refused, to append to the error.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from odc_mpi.comm.reduce import mailbox
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.progress import Progress
+from odc_mpi.runtime.job import Progress
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 SIZES = [1, 40, 333, 2000]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from odc_mpi.data.encode import Encoded, encode, render_chat, render_prompt
+from odc_mpi.data.encode import Encoded, encode, render_chat, render_prompt, special_tokens
 from odc_mpi.data.examples import Conversation, InvalidRecordError, PromptCompletion
 from odc_mpi.errors import UserError
 
@@ -91,8 +91,8 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
     )
-    rendered = render_chat(plain, Conversation("", CHAT[3:5]))
-    assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.\n\n"]
+    text, spans = render_chat(plain, Conversation("", CHAT[3:5]), special_tokens(plain))
+    assert [text[a:b] for a, b in spans] == ["No.\n\n"]
     # A token may hold both the blank of the prompt and the first word: the word must be a loss token.
     [encoded] = encode(plain, [Conversation("", CHAT[3:5])])
     assert trained_runs(plain, encoded)[0].lstrip() == "No.\n\n"
@@ -174,8 +174,8 @@ def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     )
     tools = [{"type": "function", "function": {"name": "look"}}]
-    rendered = render_chat(marked, Conversation("", CHAT, tools))
-    assert rendered.text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
+    text, _ = render_chat(marked, Conversation("", CHAT, tools), special_tokens(marked))
+    assert text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
     [plain] = encode(tokenizer, [Conversation("", CHAT)])
     for example in (Conversation("", CHAT), Conversation("", CHAT, tools)):
         [encoded] = encode(marked, [example])

@@ -1,6 +1,6 @@
 import threading
 
-from odc_mpi.runtime.progress import Progress
+from odc_mpi.runtime.job import Progress
 
 
 def test_all_tasks_run_and_return_if_any_made_progress() -> None:

@@ -384,7 +384,7 @@ def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: 
     train.step(2)
     with torch.no_grad():
         train.model(INPUT)  # stays, for the next minibatch
-    pools = transport.parameters.buffers, train.model._pusher._buffers
+    pools = transport.parameters.buffers, train.model._pusher.buffers
     assert all(pool._held_bytes >= NUM_LAYERS * LAYER_BYTES for pool in pools)
     train.model.cache_bytes = CacheBytes()
     assert [pool._held_bytes for pool in pools] == [0, 0]

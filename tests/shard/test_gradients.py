@@ -137,7 +137,7 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again(transport: LateTra
     assert torch.equal(
         reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
     )
-    assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._in_use
+    assert pusher.buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher.buffers._in_use
     pusher.close()
 
 

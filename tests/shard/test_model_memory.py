@@ -159,7 +159,7 @@ def test_gradients_on_their_way_take_two_buffers(
     train = Train(transport, module, prefetch=prefetch)
     train.steps(2)
     largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
-    assert train.model._pusher._buffers.peak_bytes <= 2 * largest
+    assert train.model._pusher.buffers.peak_bytes <= 2 * largest
 
 
 @pytest.mark.parametrize("size", [1, 2])

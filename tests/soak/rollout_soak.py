@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mpi", "stand_ins")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mpi", "fakes")]
 from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, make_settings, read_prompt_tokens, write_files
 
 from odc_mpi.observe.callback import Step

@@ -9,7 +9,7 @@ import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.training.rundir.resume import _list_checkpoints
-from odc_mpi.training.rundir.run_dir_lock import LOCK_FILE, RunDirectoryLock, lock_run_directory
+from odc_mpi.training.rundir.run_dir_lock import LOCK_FILE, RunDirectoryLock
 
 TIMEOUT_S = 0.4
 #: A run that has the directory until its standard input ends.
@@ -50,7 +50,7 @@ def left_by(run_dir, **changes):
 
 def test_it_is_gone_when_the_run_is(tmp_path):
     for _ in range(2):
-        with lock_run_directory(tmp_path / "run", TIMEOUT_S) as lock:
+        with RunDirectoryLock(tmp_path / "run", TIMEOUT_S) as lock:
             assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
             lock.require_held()
         assert list((tmp_path / "run").iterdir()) == []
@@ -61,7 +61,7 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path, another):
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path, tmp_path / "link"):
         with pytest.raises(UserError, match=rf"in use by another run \(process {another.pid} on"):
-            lock_run_directory(path, TIMEOUT_S)
+            RunDirectoryLock(path, TIMEOUT_S)
     assert (tmp_path / LOCK_FILE).read_text() == before
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_another_run_is_about_to_replace_is_left_alone(tmp_pat
 
 def test_a_run_that_was_killed_is_no_obstacle(tmp_path, another, capfd):
     another.kill()  # and not waited for: a zombie
-    with lock_run_directory(tmp_path, 60) as lock:
+    with RunDirectoryLock(tmp_path, 60) as lock:
         lock.require_held()
     assert capfd.readouterr().err == ""
 
@@ -93,26 +93,26 @@ def test_a_run_on_another_host(tmp_path, monkeypatch, capsys, theirs, ours, warn
     left_by(tmp_path, host="elsewhere", **({"slurm_job_id": theirs} if theirs else {}))
     if ours:
         monkeypatch.setenv("SLURM_JOB_ID", ours)
-    with lock_run_directory(tmp_path, TIMEOUT_S) as lock:
+    with RunDirectoryLock(tmp_path, TIMEOUT_S) as lock:
         lock.require_held()
     assert ("WARNING" in capsys.readouterr().err) == warns
 
 
 def test_whose_directory_was_taken_stops(tmp_path):
-    with lock_run_directory(tmp_path, TIMEOUT_S) as lock:
+    with RunDirectoryLock(tmp_path, TIMEOUT_S) as lock:
         (tmp_path / LOCK_FILE).write_text(json.dumps({"token": "another", "host": "elsewhere"}))
         with pytest.raises(OSError, match="another run has taken over"):
             lock.require_held()
     assert (tmp_path / LOCK_FILE).exists(), "it is the other's"
     (tmp_path / LOCK_FILE).write_text("half a li")
-    lock_run_directory(tmp_path, TIMEOUT_S).__exit__()
+    RunDirectoryLock(tmp_path, TIMEOUT_S).__exit__()
 
 
 def test_a_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in"):
-        lock_run_directory(tmp_path / "file" / "run", TIMEOUT_S)
+        RunDirectoryLock(tmp_path / "file" / "run", TIMEOUT_S)
     (tmp_path / "run" / LOCK_FILE).mkdir(parents=True)
     for _ in range(2):
         with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in"):
-            lock_run_directory(tmp_path / "run", TIMEOUT_S)
+            RunDirectoryLock(tmp_path / "run", TIMEOUT_S)

@@ -58,7 +58,9 @@ class KVSizes:
 
 
 class KVWindows:
-    """Memory for the chunks of this rank, which other ranks read. Construction is collective.
+    """Memory for the chunks of this rank, which other ranks read.
+
+    Construction is collective. It raises AllRanksUserError if /dev/shm has too little free space.
 
     Args:
         sizes: Sizes of the memory, the same on all ranks.
@@ -66,9 +68,6 @@ class KVWindows:
 
     Attributes:
         waited_s: Seconds that this rank has waited for flags so far.
-
-    Raises:
-        AllRanksUserError: /dev/shm has too little free space; raised on all ranks.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:

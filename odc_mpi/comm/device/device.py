@@ -1,8 +1,9 @@
 """CUDA device of a rank. Does not use MPI.
 
 Kernels run asynchronously, in the order of a stream. Another stream or MPI may access a buffer only after the kernels
-that use it have finished. An `Event` is recorded after these kernels. Copies between host and device run on one stream
-per direction, and each waits for the event passed to it. Nothing synchronizes the whole device.
+that use it have finished. An event is recorded after these kernels; waiting for it releases the GIL and does not spin.
+Copies between host and device run on one stream per direction, and each waits for the event passed to it. Nothing
+synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch by DLPack. The allocator of torch
 may use memory that cannot be exported to another process (`expandable_segments`, `cudaMallocAsync`).
@@ -14,19 +15,12 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_
 from odc_mpi.errors import UserError
-
-
-class Event(Protocol):
-    """An event recorded on a stream. `torch.cuda.Event` implements it."""
-
-    def synchronize(self) -> None:
-        """Block until all work enqueued before the event has finished. Releases the GIL and does not spin."""
 
 
 class Device:
@@ -65,10 +59,8 @@ class Device:
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory that may be passed to MPI: `[num_bytes]` uint8.
 
-        Slow, and may wait for all kernels on the device: not for use within a step.
-
-        Raises:
-            UserError: CuPy is not installed, or there is too little memory.
+        Slow, and may wait for all kernels on the device: not for use within a step. Raises `UserError` if CuPy is not
+        installed, or there is too little memory.
         """
         cupy = _cupy()
         with cupy.cuda.Device(self.torch_device.index):
@@ -96,10 +88,7 @@ class Device:
         """Return pinned host memory, for asynchronous copies: `[num_bytes]` uint8.
 
         The system gets it back when no tensor references it. PyTorch pinned memory is not used, since its allocator
-        rounds sizes up to powers of two and caches freed memory.
-
-        Raises:
-            UserError: The driver pins no more memory.
+        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver pins no more memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -112,10 +101,9 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory. Slow: the driver pins every page.
+        """Pin existing host memory; return False if the driver refuses. Slow: the driver pins every page.
 
-        Returns:
-            False if the driver refuses. If True, call `unregister` before the memory is freed.
+        If True, call `unregister` before the memory is freed.
         """
         self.set_current()
         if memory.numel() == 0:
@@ -132,24 +120,23 @@ class Device:
         if memory.numel():
             self._unregister(memory.data_ptr())
 
-    def record_event(self) -> Event:
+    def record_event(self) -> torch.cuda.Event:
         """Record an event on the current stream of the calling thread."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: Event) -> Event:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
 
         The copy waits for an event. Do not access `destination` or modify `source`, which has the same shape and dtype,
         before the returned event.
         """
-        assert isinstance(wait_for, torch.cuda.Event)
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(wait_for)
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
-    def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> Event:
+    def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start to add slots to a shard, in order, on a separate stream. Thread-safe.
 
         All earlier kernels that use the shard, and all copies that fill the slots, must have finished. Do not modify
@@ -169,13 +156,13 @@ class BufferEvents:
     """Events by the storage of the memory that they protect. Thread-safe."""
 
     def __init__(self) -> None:
-        self._events: dict[int, Event] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
 
-    def set(self, memory: torch.Tensor, event: Event) -> None:
+    def set(self, memory: torch.Tensor, event: torch.cuda.Event) -> None:
         """Store the event that the next user of `memory` must wait for."""
         self._events[memory.untyped_storage().data_ptr()] = event
 
-    def pop(self, memory: torch.Tensor) -> Event:
+    def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
         """Remove and return the event of `memory`; KeyError if none was recorded."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
@@ -184,12 +171,9 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the device of a rank for "cuda", None for "cpu".
+    """Return the device of a rank for "cuda", None for "cpu"; raise `UserError` if no GPU is available.
 
     GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs.
-
-    Raises:
-        UserError: No GPU is available.
     """
     if kind == "cpu":
         return None

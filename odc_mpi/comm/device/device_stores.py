@@ -13,39 +13,28 @@ Each wait is for one event, never for the whole device. Fetches and pushes wait 
 with computation.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import BufferEvents, Device, Event
-from odc_mpi.comm.shard_storage import Layout, ShardStorage
-from odc_mpi.comm.transport import GradientStore, ParameterStore
-from odc_mpi.comm.windows.parameters import ParameterWindows
+from odc_mpi.comm.device.device import BufferEvents, Device
+from odc_mpi.comm.shard_storage import ShardStorage
+from odc_mpi.comm.transport import GradientStore
+from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
 from odc_mpi.comm.work import DeferredWork, Work
 
 
-class DeviceParameters(ParameterStore):
+class DeviceParameters(WindowParameters):
     """Parameters in windows on device memory."""
 
     def __init__(self, windows: ParameterWindows, device: Device) -> None:
         # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
-        super().__init__(windows.dtype, BufferPool(device.empty_for_windows))
-        self._windows = windows
+        super().__init__(windows, BufferPool(device.empty_for_windows))
         self._device = device
         self._rank = windows.world.rank
         self._events = BufferEvents()
-
-    @override
-    @property
-    def layouts(self) -> Sequence[Layout]:
-        return self._windows.layouts
-
-    @override
-    def shard(self, index: int) -> torch.Tensor:
-        return self._windows[index].tensor
 
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
@@ -55,7 +44,7 @@ class DeviceParameters(ParameterStore):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
-    def _fetch(self, index: int, buffer: torch.Tensor, wait_for: Event) -> None:
+    def _fetch(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
         self._device.set_current()
         wait_for.synchronize()
         self._windows.world.progress.run_tasks()
@@ -95,7 +84,7 @@ class DeviceGradients(GradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
-    def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: Event) -> None:
+    def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: torch.cuda.Event) -> None:
         self._device.set_current()
         wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()

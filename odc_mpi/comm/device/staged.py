@@ -24,7 +24,7 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import BufferEvents, Device, Event
+from odc_mpi.comm.device.device import BufferEvents, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.shard_storage import Layout, ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
@@ -32,11 +32,7 @@ from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a pool of buffers, and the mapped memory of other storages.
-
-    Args:
-        storages: Storages whose memory is pinned. They are allocated before this one.
-    """
+    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`, allocated before this one."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -94,7 +90,7 @@ class StagedParameters(ParameterStore):
         after = self._events.pop(buffer)
         return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
-    def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: Event) -> None:
+    def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
         array = fetch.wait()
         if self._inner.access is Access.COPY or self._pinned.is_pinned(array):
             self._device.copy(buffer, array, wait_for).synchronize()
@@ -124,7 +120,7 @@ class StagedGradients(DeviceGradients):
         copied = self._device.copy(pinned, gradient, self._events.pop(gradient))
         return DeferredWork(partial(self._push_pinned, index, start, pinned, copied))
 
-    def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: Event) -> None:
+    def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: torch.cuda.Event) -> None:
         copy_event.synchronize()
         self._inner.push(index, pinned, start).wait()
         self._pinned.pool.release(pinned)

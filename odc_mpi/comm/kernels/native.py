@@ -145,8 +145,7 @@ def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -
 def kernels_unavailable_reason(device: torch.device) -> str | None:
     """Return the reason why a device runs torch operators instead of kernels; None if it runs kernels.
 
-    Raises:
-        RuntimeError: CuPy is installed, but cannot be imported.
+    Raises RuntimeError if CuPy is installed, but cannot be imported.
     """
     if device.type != "cuda":
         return f"they are for NVIDIA GPUs, not for the torch device {device.type}"
@@ -160,11 +159,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the sources: in the installed package, or next to it in a checkout.
-
-    Raises:
-        FileNotFoundError: Neither directory has the sources.
-    """
+    """Return the directory of the sources: in the installed package, or next to it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

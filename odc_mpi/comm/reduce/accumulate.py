@@ -38,11 +38,7 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
-        """Split elements `start` to `stop` of an array by owner.
-
-        Yields:
-            The owner, the offset in the shard of the owner, and the part of the gradient to add there.
-        """
+        """Yield the owners of elements `start` to `stop`, the offset in each one's shard, and the part to add there."""
         layout = self.layouts[index]
         for owner, begin, end in ranges_by_owner(layout, self.world.rank, start, stop):
             yield owner, begin - layout.owned(owner)[0], slice(begin - start, end - start)

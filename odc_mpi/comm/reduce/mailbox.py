@@ -90,11 +90,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Divide `mailbox_bytes` among the other ranks.
-
-        Raises:
-            UserError: `mailbox_bytes` is too little for one element of each peer.
-        """
+        """Divide `mailbox_bytes` among the other ranks; raise `UserError` if one element of each does not fit."""
         super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment
@@ -156,10 +152,9 @@ class MailboxGradientStore(WindowGradientStore):
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add all received slots and Put the new tails. One-sided; thread-safe.
+        """Add all received slots and Put the new tails; return True if there was anything to do.
 
-        Returns:
-            True if there was anything to do. If not, the call takes a few microseconds.
+        If not, the call takes a few microseconds. One-sided; thread-safe.
         """
         self._inbox.sync()
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.

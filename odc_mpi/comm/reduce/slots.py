@@ -28,11 +28,7 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards in private memory, slots in the inbox.
-
-    Attributes:
-        shards: Shards of this rank by array index; empty until `allocate`.
-    """
+    """Shards of this rank in private memory, `shards` by array index from `allocate` on, and slots in the inbox."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT

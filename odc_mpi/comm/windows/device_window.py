@@ -25,10 +25,8 @@ _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", t
 class DeviceWindow(Window):
     """A `Window` in device memory. Construction is collective.
 
-    The shard is zero once the kernels that were enqueued on the current stream have finished.
-
-    Raises:
-        AllRanksUserError: A rank has too little device memory; raised on all ranks.
+    The shard is zero once the kernels that were enqueued on the current stream have finished. Construction raises
+    AllRanksUserError if a rank has too little device memory.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
+from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
 from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, ReadableWindow, WindowFactory, deferred_flush
@@ -84,8 +85,8 @@ class ParameterWindows(ShardStorage):
 class WindowParameters(ParameterStore):
     """Parameters in windows on host memory, fetched without copies if all shards are mapped."""
 
-    def __init__(self, windows: ParameterWindows) -> None:
-        super().__init__(windows.dtype)
+    def __init__(self, windows: ParameterWindows, buffers: BufferPool | None = None) -> None:
+        super().__init__(windows.dtype, buffers)
         self._windows = windows
 
     @property

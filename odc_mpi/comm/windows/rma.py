@@ -246,11 +246,7 @@ def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]
 
 
 def open_epoch(win: MPI.Win, world: World) -> None:
-    """Begin the epoch of a window. If its memory model is not unified, free it. Collective in this case.
-
-    Raises:
-        UserError: The memory model is not unified.
-    """
+    """Begin the epoch of a window. If its memory model is not unified, free it, collectively, and raise `UserError`."""
     model = memory_model(win)
     if model != "unified":
         win.Free()

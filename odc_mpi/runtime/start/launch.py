@@ -140,13 +140,7 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
 
 
 @contextmanager
-def run_in_child(
-    command: Sequence[str],
-    rank: int,
-    deadline_s: float,
-    quiet_s: float,
-    on_message: Callable[[ChildMessage], object] = lambda message: None,
-) -> Iterator[ChildResult]:
+def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[ChildResult]:
     """Run a child in the place of this process in the job until the child ends.
 
     Print the result in the block: after the block the child is killed, which may end the job.
@@ -156,7 +150,6 @@ def run_in_child(
         rank: Rank of this process. Rank 0 enters the block with the result, other ranks when they are no longer needed.
         deadline_s: Maximum duration of the run; then the child is killed.
         quiet_s: Maximum time between two messages on rank 0; then the child is killed.
-        on_message: Called on rank 0 with the latest message. Of messages that arrive together, only the last is passed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -164,7 +157,7 @@ def run_in_child(
     child = _Child(command, rank)
     try:
         if rank == 0:
-            yield _wait_for_result(child, reports, ended, deadline_s, quiet_s, on_message)
+            yield _wait_for_result(child, reports, ended, deadline_s, quiet_s)
         else:
             yield _wait_until_not_needed(child, reports, ended, deadline_s + _END_S)
     finally:
@@ -174,12 +167,7 @@ def run_in_child(
 
 
 def _wait_for_result(
-    child: "_Child",
-    reports: "_CrashReports",
-    ended: threading.Event,
-    deadline_s: float,
-    quiet_s: float,
-    on_message: Callable[[ChildMessage], object],
+    child: "_Child", reports: "_CrashReports", ended: threading.Event, deadline_s: float, quiet_s: float
 ) -> ChildResult:
     deadline, last = time.monotonic() + deadline_s, child.messages
     quiet_until = deadline
@@ -187,7 +175,6 @@ def _wait_for_result(
         child.listen(_POLL_S)
         if child.messages is not last:
             last, quiet_until = child.messages, time.monotonic() + quiet_s
-            on_message(last)
         crash = child.crash() or reports.read()
         if crash is not None:
             child.listen(_LAST_MESSAGES_S)

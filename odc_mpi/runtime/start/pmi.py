@@ -26,10 +26,9 @@ _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
-    """Reject an MPICH without PMIx under a PMIx launcher; otherwise MPI is started by this call or by the import.
+    """Raise `UserError` for an MPICH without PMIx under a PMIx launcher, which would end this process unexplained.
 
-    Raises:
-        UserError: MPICH would end this process without an explanation.
+    Otherwise MPI is started by this call or by the import.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -48,11 +47,7 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Check the size of MPI_COMM_WORLD against the number of processes that the launcher started.
-
-    Raises:
-        UserError: MPI sees only this process, and the launcher started more.
-    """
+    """Raise `UserError` if MPI sees only this process, by the size of MPI_COMM_WORLD, and the launcher started more."""
     variable, started = _started()
     if started > 1 and size == 1:
         raise UserError(

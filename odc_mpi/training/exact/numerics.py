@@ -29,7 +29,16 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
     Warns if only the last bits of results may differ; a different `run.threads` or library is an error.
     """
     current = numerics_fingerprint(device)
-    require_same_numerics(current, world)
+    fingerprints = world.gather_objects(current)
+    for name, first in fingerprints[0].items():
+        rank = next((rank for rank, each in enumerate(fingerprints) if each.get(name) != first), None)
+        if rank is None:
+            continue
+        values = f"{first} on rank 0, {fingerprints[rank].get(name)} on rank {rank}"
+        if name != "processor":
+            raise AllRanksUserError(f"{name}: expected the same on every rank with run.exact, got {values}")
+        if world.rank == 0:
+            warn(f"WARNING: run.exact: processors are {values}: the last bits may depend on which rank computes what")
     previous = resume_point.metadata.get("arithmetic") if resume_point and resume_point.continues_this_run else None
     if resume_point and previous:
         changes = world.run_on_all(
@@ -51,20 +60,6 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
     if device == "cuda":
         fingerprint["GPU"] = torch.cuda.get_device_name()
     return fingerprint | {name: os.environ.get(name, "not set") for name in NUMERICS_ENV_VARS}
-
-
-def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
-    """Require the same fingerprint on all ranks; different processors only cause a warning. Collective."""
-    fingerprints = world.gather_objects(dict(fingerprint))
-    for name, first in fingerprints[0].items():
-        rank = next((rank for rank, each in enumerate(fingerprints) if each.get(name) != first), None)
-        if rank is None:
-            continue
-        values = f"{first} on rank 0, {fingerprints[rank].get(name)} on rank {rank}"
-        if name != "processor":
-            raise AllRanksUserError(f"{name}: expected the same on every rank with run.exact, got {values}")
-        if world.rank == 0:
-            warn(f"WARNING: run.exact: processors are {values}: the last bits may depend on which rank computes what")
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:

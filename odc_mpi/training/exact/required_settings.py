@@ -13,11 +13,6 @@ from odc_mpi.errors import UserError
 from odc_mpi.training.settings import Config
 
 
-def reduce_dtype(config: Config) -> torch.dtype:
-    """Return the type in which gradients are pushed and summed."""
-    return {"float32": torch.float32, "fixed64": torch.int64}[config.model.reduce_dtype]
-
-
 def apply_exact_settings(config: Config) -> Config:
     """Set what `run.exact` requires, if it is true, and raise UserError if it does not support another setting."""
     if not config.run.exact:

@@ -41,8 +41,6 @@ class GRPOObjective(Objective):
         self._rl, self._reference_logps = rl, reference_logps
         self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
         self.gathered_names = ("trained_tokens", "logp_difference_max", *self._sums.gathered_names)
-        self._positions: dict[int, int] = {}
-        self._largest_difference, self._num_tokens = 0.0, 0
         max_completions = num_groups * rl.num_generations
         self.loss_normalizer = loss_normalizer(
             rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
@@ -60,7 +58,11 @@ class GRPOObjective(Objective):
         device = model.device
         logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
         logps = token_logps(model.module, microbatch.inputs, logit_positions, targets, self._rl.temperature)
-        self._compare(logps.detach(), microbatch)
+        # The log-probabilities of sampling are of the same policy.
+        differences = (logps.detach().cpu() - microbatch.logps).abs()
+        self._num_tokens += len(differences)
+        self._add("logp_difference", microbatch, float(differences.sum()))
+        self._largest_difference = max(self._largest_difference, float(differences.max()))
         sequence = microbatch.sequence.to(device)
         per_token = policy_loss(logps, microbatch.advantages.to(device, torch.float32)[sequence])
         if self._reference_logps is not None:
@@ -96,13 +98,6 @@ class GRPOObjective(Objective):
         """Add a value of a microbatch to the sum of its first prompt, which is its only one in an exact run."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
-    def _compare(self, logps: torch.Tensor, microbatch: RolloutMicrobatch) -> None:
-        """Compare the log-probabilities with those of sampling, which is done by the same policy."""
-        differences = (logps.cpu() - microbatch.logps).abs()
-        self._num_tokens += len(differences)
-        self._add("logp_difference", microbatch, float(differences.sum()))
-        self._largest_difference = max(self._largest_difference, float(differences.max()))
-
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """Return the loss of each token: its value is -advantage, its gradient that of -advantage * log-probability."""
@@ -116,11 +111,6 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of the loss summed over a minibatch, at least 1.
-
-    Args:
-        num_tokens: Number of loss tokens on all ranks.
-        num_completions: Number of completions on all ranks.
-    """
+    """Return the divisor, at least 1, of the loss summed over a minibatch with these loss tokens and completions."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

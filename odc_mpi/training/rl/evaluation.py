@@ -16,7 +16,7 @@ from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sam
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import PeriodicEvaluator
-from odc_mpi.training.rl.prompts import PromptCodec
+from odc_mpi.training.rl.prompts import PromptCodec, longest_first_batches
 from odc_mpi.training.settings import Config
 
 #: Number of ranks assumed in an exact run to choose the sizes of decode batches.
@@ -53,9 +53,8 @@ class RewardEvaluator(PeriodicEvaluator):
         self._codec, self._tickets = PromptCodec(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
         shares = _EXACT_SHARES if config.run.exact else world.size
-        together = max(1, min(config.rl.max_concurrent_sequences, -(-count // shares)))
-        order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
-        self._decode_batches = [order[begin : begin + together] for begin in range(0, count, together)]
+        lengths = prompts.lengths[:count].tolist()
+        self._decode_batches = longest_first_batches(lengths, shares, config.rl.max_concurrent_sequences)
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:

@@ -52,12 +52,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Count a group that this rank generated.
-
-        Args:
-            position: Position of the prompt in the minibatch.
-            excluded: True for completions without loss, bool [completions].
-        """
+        """Count a group that this rank generated; `excluded`, bool [completions], are without loss."""
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
         added = {

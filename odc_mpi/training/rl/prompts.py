@@ -1,5 +1,6 @@
 """Minibatches of prompts, the same on every rank, and the tokenizer of prompts. Does not communicate."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from odc_mpi.data.dataset import Dataset
@@ -30,6 +31,13 @@ class PromptLoader(ShuffledSampler):
             dataset=cast(Dataset, self._dataset),
             **position,
         )
+
+
+def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
+    """Split prompts, as indices of `lengths`, into decode batches, longest first, enough for `num_shares` ranks."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
+    return [order[begin : begin + together] for begin in range(0, len(lengths), together)]
 
 
 class PromptCodec:

@@ -11,8 +11,11 @@ In an exact run (`training.exact`) each group is decoded and trained in a batch 
 depend on ranks and their speeds, and would change the last bits of its logits and gradients.
 """
 
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +24,8 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
+from odc_mpi.files import warn_write_failed
+from odc_mpi.formatting import truncate_text
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
@@ -32,7 +37,8 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import MinibatchSource
 from odc_mpi.training.rl.lengths import CompletionLengthPredictor
 from odc_mpi.training.rl.metrics import RolloutMetrics
-from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader
+from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first_batches
+from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 
 #: First and longest sleep between two polls of the queue.
@@ -42,8 +48,7 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches that are generated and trained in the same minibatch. Construction is collective.
 
-    Attributes:
-        logged_completions: Completions that this rank generated in the last step, if they are to be logged.
+    Every `rl.log_completions` steps some completions with their rewards are printed and added to completions.jsonl.
     """
 
     columns: ClassVar = (
@@ -85,7 +90,9 @@ class RolloutSource(MinibatchSource):
         self._length_predictor = CompletionLengthPredictor(prompts.lengths)
         self._step = 0  # its number
         self._note: Callable[[str], None] = world.set_status
-        self.logged_completions: list[dict[str, Any]] = []
+        #: Completions that this rank generated in the last step, if they are to be logged.
+        self._logged_completions: list[dict[str, Any]] = []
+        self._log_path = Path(config.run.dir) / COMPLETIONS
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch of prompts from the loader."""
@@ -95,12 +102,14 @@ class RolloutSource(MinibatchSource):
         """Reset metrics and logged completions."""
         self._step = step.number
         self._metrics.reset()
-        self.logged_completions = []
+        self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield microbatches of completions, as the module describes. One-sided."""
         count = len(minibatch.indices)
-        decode_batches = self._decode_batches(minibatch)
+        expected = [self._length_predictor.predict(index) for index in minibatch.indices.tolist()]
+        max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
+        decode_batches = longest_first_batches(expected, self._world.size, max_prompts)
         for ticket in self._tickets.draw(len(decode_batches)):
             yield from self._pack(self._generate(minibatch, decode_batches[ticket]))
         while (state := self._queue.snapshot(count)).num_done < count:
@@ -122,8 +131,12 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report tokens per second."""
+        """Report tokens per second, and log completions, if it is due. Collective if it is."""
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
+        if self._is_logged_step():
+            lines = list(itertools.chain.from_iterable(self._world.gather_objects(self._logged_completions)))
+            if self._world.rank == 0:
+                self._log(lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader and the observed completion lengths."""
@@ -133,18 +146,6 @@ class RolloutSource(MinibatchSource):
         """Restore the position of the loader and the observed completion lengths."""
         self._loader.load_state_dict(state_dict["loader"])
         self._length_predictor.load_state_dict(state_dict["completion_lengths"])
-
-    def _decode_batches(self, minibatch: Minibatch) -> list[list[int]]:
-        """Split the positions of a minibatch into decode batches, longest expected completions first."""
-        count = len(minibatch.indices)
-        expected = [self._length_predictor.predict(index) for index in minibatch.indices.tolist()]
-        order = sorted(range(count), key=lambda i: (-expected[i], i))
-        together = max(
-            1, min(self._rl.max_concurrent_sequences // self._rl.num_generations, -(-count // self._world.size))
-        )
-        if self._exact:
-            together = 1
-        return [order[begin : begin + together] for begin in range(0, count, together)]
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
         """Generate completions and publish finished groups; return the groups for which the store has no space."""
@@ -204,14 +205,13 @@ class RolloutSource(MinibatchSource):
         advantages: np.ndarray,
     ) -> None:
         """Keep up to 4 completions of the first prompt, if the step is to be logged."""
-        every = self._rl.log_completions
-        if position or not every or self._step % every:
+        if position or not self._is_logged_step():
             return
         for i, tokens in enumerate(completions.tokens[:4]):
             rewards = {
                 reward.name: _plain(group_rewards.per_function[n, i]) for n, reward in enumerate(self._reward_functions)
             }
-            self.logged_completions.append(
+            self._logged_completions.append(
                 {
                     "step": self._step,
                     "prompt": record.prompt,
@@ -222,6 +222,21 @@ class RolloutSource(MinibatchSource):
                     "advantage": float(advantages[i]),
                 }
             )
+
+    def _is_logged_step(self) -> bool:
+        return bool(self._rl.log_completions) and self._step % self._rl.log_completions == 0
+
+    def _log(self, lines: list[dict[str, Any]]) -> None:
+        try:
+            with self._log_path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        except OSError as error:
+            warn_write_failed(self._log_path, error)
+        for line in lines[:2]:
+            prompt, completion = (
+                truncate_text(json.dumps(line[key], ensure_ascii=False), 120) for key in ("prompt", "completion")
+            )
+            print(f"  {prompt} -> {completion}  reward {line['reward']}", flush=True)
 
     def _pack(self, groups: list[RolloutGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))

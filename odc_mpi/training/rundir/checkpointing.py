@@ -12,16 +12,20 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from odc_mpi import __version__
-from odc_mpi.checkpoint.manifest import CHECKPOINTS
+from odc_mpi.checkpoint.digest import blocks, compute_digest
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord
 from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.shard_file import stored_type
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
 from odc_mpi.models.build import MetaModel
@@ -31,9 +35,9 @@ from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.training.exact.digest import parameters_digest
 from odc_mpi.training.exact.numerics import check_numerics
 from odc_mpi.training.inputs import Inputs
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 from odc_mpi.training.settings import Config
@@ -46,10 +50,8 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due, and before a stop. Construction is collective. Must come after `stop`.
 
     Args:
-        state: State of model and optimizer.
-        metadata: Returns the metadata of a checkpoint; called on rank 0.
+        metadata: Metadata of the run, to which checkpoints add the state of the trainer.
         directory_lock: Lock of the run directory on rank 0; if another run takes it over, nothing more is saved.
-        best: Step and loss of the best checkpoint so far, from the state of a resumed run.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -58,14 +60,18 @@ class CheckpointCallback(Callback):
         self,
         config: Config,
         world: World,
-        state: TrainingState,
-        metadata: Callable[[], dict[str, Any]],
+        trainer: Trainer,
+        metadata: dict[str, Any],
         stop: StopRequest,
         directory_lock: RunDirectoryLock | None,
-        best: dict[str, Any] | None = None,
+        resume_point: ResumePoint | None,
     ) -> None:
-        self._run, self._world, self._state = config.run, world, state
-        self._metadata, self._stop, self._best = metadata, stop, best
+        self._run, self._world, self._trainer, self._metadata, self._stop = config.run, world, trainer, metadata, stop
+        optimizer, has_base = trainer.update.optimizer, "base" in metadata
+        self._state = TrainingState(trainer.model, optimizer, world.rank, omit_frozen_base=has_base)
+        # Step and loss of the best checkpoint so far.
+        continued = resume_point.metadata if resume_point and resume_point.continues_this_run else {}
+        self._best: dict[str, Any] | None = continued.get("best")
         token = world.gather_objects(f"{time.time_ns():x}")[0]
         self._saver = Saver(
             Path(config.run.dir) / CHECKPOINTS,
@@ -96,8 +102,31 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def parameters_digest(self) -> str:
-        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective."""
-        return parameters_digest(self._state, self._world)
+        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective.
+
+        All elements are sent to rank 0, a block at a time; all ranks return the digest.
+        """
+        # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
+        digest = compute_digest(self._state.describe(0, {}), partial(self._send_blocks, self._state.parts()))
+        return self._world.gather_objects(digest)[0]
+
+    def _send_blocks(
+        self, parts: Mapping[str, tuple[int, npt.NDArray]], name: str, record: TensorRecord
+    ) -> Iterator[npt.NDArray]:
+        """Send this rank's blocks of a tensor to rank 0, which receives those of other ranks; yield them."""
+        world, description = self._world, "sending parameters to rank 0 for their digest"
+        for rank, first, last in record.ranges:
+            for start, stop in blocks(first, last):
+                if rank == world.rank:
+                    begin, local = parts[name]
+                    block = local[start - begin : stop - begin]
+                    if rank:
+                        world.wait(world.comm.Isend(block.view(np.uint8), dest=0), description)
+                    yield block
+                elif not world.rank:
+                    block = np.empty(stop - start, dtype=stored_type(record.dtype))
+                    world.wait(world.comm.Irecv(block.view(np.uint8), source=rank), description)
+                    yield block
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and loss of the best checkpoint so far."""
@@ -152,7 +181,10 @@ class CheckpointCallback(Callback):
         self._wait_for_pending()
         waited = time.perf_counter()
         entries = self._state.snapshot()
-        manifest = self._state.describe(step, self._metadata()) if self._world.rank == 0 else None
+        manifest = None
+        if self._world.rank == 0:
+            # The cost is None unless `FitCostModel` is a callback.
+            manifest = self._state.describe(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._wait_s += waited - began

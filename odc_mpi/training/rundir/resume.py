@@ -18,10 +18,9 @@ from odc_mpi.models.weights import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.records import has_records, open_run_directory, reopen_run_directory
-from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, lock_run_directory
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import Config, defaults, dump
 
 #: Class names in torch.optim by `optim.optimizer`.
@@ -73,20 +72,15 @@ class ResumePoint:
         return f"from step {self.step}: {self.checkpoint.directory}, saved on {ranks}{tail}"
 
 
-class DeferredErrorWeights:
-    """Reads a checkpoint, and defers errors until all ranks have read, so that all can raise them.
+class DeferredErrorWeights(CheckpointWeights):
+    """Reads a checkpoint, and defers errors until all ranks have read, so that all can raise them."""
 
-    The checkpoint must stay open. `base` provides the parameters of the frozen base of adapters.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, base: WeightSource) -> None:
-        self._weights = CheckpointWeights(checkpoint, base if "base" in checkpoint.manifest.metadata else None)
-        self._error: UserError | None = None
+    _error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read as `WeightSource.read` does; return zeros if the file is damaged."""
+        """Read elements `[start, stop)` of a flattened parameter; return zeros if the file is damaged."""
         try:
-            return self._weights.read(name, start, stop)
+            return super().read(name, start, stop)
         except UserError as error:
             self._error = self._error or error
             return torch.zeros(stop - start)
@@ -116,7 +110,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
     """Lock the run directory and prepare its files. Only rank 0 calls this."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
-    directory_lock = lock_run_directory(run_dir, config.comm.timeout_s)
+    directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
     if resume_point and resume_point.continues_this_run:
         reopen_run_directory(run_dir, dump(config), resume_point.step)
     else:
@@ -188,7 +182,7 @@ def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
     with convert_write_errors(run_dir):
         if rank == 0 and retired(run_dir / CHECKPOINTS):
             # Locked, because another run may be about to publish a newer checkpoint under the same name.
-            with lock_run_directory(run_dir, timeout_s):
+            with RunDirectoryLock(run_dir, timeout_s):
                 recover_retired(run_dir / CHECKPOINTS)
         return list(steps_in(run_dir / CHECKPOINTS).values())
 

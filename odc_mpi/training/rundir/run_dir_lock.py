@@ -28,23 +28,23 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock of a run directory, released when it is left as a context.
 
-    Raises:
-        UserError: Another run on this host still has the lock after `timeout_s`.
-        OSError: The directory cannot be written.
+    The other ranks wait for the lock, for at most `timeout_s`. Raises `UserError` before that if another run on this
+    host still has the lock, or if the directory cannot be written.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
         self._path, pid = run_dir / LOCK_FILE, os.getpid()
         self._token = f"{time.time_ns():x}-{pid}"
         record = {"token": self._token, "host": socket.gethostname(), "pid": pid, **slurm_job()}
-        make_directory(run_dir)
-        self._socket = self._acquire(timeout_s)
-        try:
-            self._warn_about(_read(self._path), record)
-            write_text_atomic(self._path, json.dumps(record) + "\n", private=False)
-        except BaseException:
-            self._socket.close()
-            raise
+        with convert_write_errors(run_dir):
+            make_directory(run_dir)
+            self._socket = self._acquire(min(LOCK_TIMEOUT_S, timeout_s / 2))
+            try:
+                self._warn_about(_read(self._path), record)
+                write_text_atomic(self._path, json.dumps(record) + "\n", private=False)
+            except BaseException:
+                self._socket.close()
+                raise
 
     def require_held(self) -> None:
         """Raise OSError if another run has taken the directory over, or the lock file is missing. Thread-safe."""
@@ -87,12 +87,6 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
                 f"WARNING: {self._path.parent} is marked as in use by {_describe_run(other)} that did not exit "
                 "cleanly. This run takes over; if the other is still running, it will no longer save"
             )
-
-
-def lock_run_directory(run_dir: Path, timeout_s: float) -> RunDirectoryLock:
-    """Lock a run directory, or raise UserError. The other ranks wait for this, for at most `timeout_s`."""
-    with convert_write_errors(run_dir):
-        return RunDirectoryLock(run_dir, min(LOCK_TIMEOUT_S, timeout_s / 2))
 
 
 @contextmanager

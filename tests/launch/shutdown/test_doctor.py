@@ -227,7 +227,7 @@ def device_doctor(tmp_path):
     (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
 
     def run(fault, *options, operation_s=30):
-        stand_in = str(Path(__file__).parents[2] / "stand_ins")
+        stand_in = str(Path(__file__).parents[2] / "fakes")
         (tmp_path / "device.py").write_text(DEVICE.format(fault=fault, stand_in=stand_in))
         home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
         child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, operation_s)
@@ -267,14 +267,14 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
     assert done.code == 0, done.err
     assert max(map(len, done.out.splitlines())) <= 80
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("same node")]
-    tried = [(row[2], row[3]) for row in rows if row[3] in ("device", "host")]
+    tried = [(row[2], row[3]) for row in rows if row[3] in ("GPU", "host")]
     assert tried == [
-        ("Get", "device"),
-        ("Put", "device"),
+        ("Get", "GPU"),
+        ("Put", "GPU"),
         ("Get", "host"),
         ("Put", "host"),
         ("Accumulate", "host"),
-        ("Accumulate", "device"),
+        ("Accumulate", "GPU"),
     ]
     assert "late device" in done.out
     assert sorted(report["report"]["device"] is None for report in kept) == [False, True], "for two kinds of run"

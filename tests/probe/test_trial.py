@@ -1,11 +1,11 @@
 import pytest
 
-from odc_mpi.probe.repeat import repeat_for
+from odc_mpi.probe.trial import repeat_for
 
 
 def test_samples_until_the_time_is_over(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("odc_mpi.probe.repeat.perf_counter", lambda: now[0])
+    monkeypatch.setattr("odc_mpi.probe.trial.time.perf_counter", lambda: now[0])
 
     def sample():
         now[0] += 0.4
