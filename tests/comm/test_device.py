@@ -55,11 +55,11 @@ def test_the_late_device_computes_when_it_is_waited_for():
 
 def test_the_late_device_notices_haste_with_slots():
     device, shard, values = LateDevice(), torch.zeros(4), torch.ones(2)
-    event = device.add(shard, [(1, values)])
+    event = device.add_segments(shard, [(1, values)])
     assert not shard.any()
     event.synchronize()
     assert shard.tolist() == [0, 1, 1, 0]
-    event = device.add(shard, [(1, values)])
+    event = device.add_segments(shard, [(1, values)])
     values.zero_()
     with pytest.raises(AssertionError, match="slot"):
         event.synchronize()

@@ -75,7 +75,7 @@ class LateDevice:
             self.copies += 1
         return LateCopy(self, destination, source)
 
-    def add(self, shard, slots):
+    def add_segments(self, shard, slots):
         assert all(values.dtype == shard.dtype for _, values in slots)
         with self._lock:
             self.additions += 1

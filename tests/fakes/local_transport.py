@@ -57,7 +57,7 @@ class LocalTransport(Transport, Group):
         self.rank, self.size = rank, group.size
         self.layouts: tuple[Layout, ...] = ()
         stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
-        super().__init__(self, *stores, [LocalShards(self)], threads=self.thread_safe, one_sided=self.one_sided)
+        super().__init__(self, *stores, [LocalShards(self)], thread_safe=self.thread_safe, one_sided=self.one_sided)
 
     @property
     def buffers(self) -> Any:

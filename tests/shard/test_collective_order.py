@@ -119,4 +119,4 @@ def test_parity(
     ranks = check_parity(
         make(), minibatches, size, units=units, activation_checkpointing=activation_checkpointing, **training
     )
-    assert not ranks[0].transport.threads
+    assert not ranks[0].transport.thread_safe

@@ -43,7 +43,7 @@ def parameters(index):
 
 def test_both_libraries_let_several_threads_in(transport):
     assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    assert transport.threads
+    assert transport.thread_safe
 
 
 def test_without_leave_of_the_library_there_are_no_threads(world, monkeypatch):
