@@ -95,7 +95,7 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return the number of tokens that the model can generate after a prompt; 2**30 if its positions are unlimited.
+    """Return the number of tokens that the model can generate after a prompt. It is 2**30 if the model has no limit.
 
     Raises:
         UserError: The prompt is empty, is too long for the model, or has a token outside the model's vocabulary.

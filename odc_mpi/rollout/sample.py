@@ -58,7 +58,7 @@ class PromptCompletions(NamedTuple):
     """The completions of a prompt.
 
     Attributes:
-        tokens: Tokens of each completion, including a stop token at the end.
+        tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
         entropy: Sum over all tokens of the entropy of the distribution, before `top_k` and `top_p` apply, in nats.

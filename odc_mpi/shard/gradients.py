@@ -46,7 +46,6 @@ class GradientPusher:
     """Accumulates the gradients of units locally, or pushes them to their owners.
 
     Args:
-        transport: Transport whose gradient store receives the pushes.
         in_thread: Push on a separate thread. Ignored if only one thread may call the transport.
         spans: Recorder of the time spent on pushes. Default: a new one.
         traffic: Counter of the pushed bytes. Default: a new one.

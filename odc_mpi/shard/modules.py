@@ -129,7 +129,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def install_on_demand_parameters(
     names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
-    """Replace the sharded parameters of modules by placeholders and fetch on lookup. Return the placeholders."""
+    """Replace `_parameters` of the modules in `names` by `OnDemandParameters`. Return the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
@@ -199,9 +199,9 @@ def full_state_dict(
 def wrap_forward(
     module: nn.Module, unit: Unit, forwards: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
 ) -> None:
-    """Wrap the forward of a unit's module by `UnitForwards.run` and, if `checkpointing`, by activation checkpointing.
+    """Wrap the forward of a unit's module in `UnitForwards.run` and, if `checkpointing`, in activation checkpointing.
 
-    The forward of the root unit is never checkpointed.
+    The root unit is never checkpointed.
     """
     forward = module.forward
 

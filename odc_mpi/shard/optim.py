@@ -104,7 +104,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor of at most 1 that limits the norm to `max_norm`, as in PyTorch; 1 if `norm` is not finite."""
+    """Return the factor that limits a norm to `max_norm`, as in PyTorch. It is 1 if `norm` is not finite."""
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`

@@ -48,7 +48,6 @@ def partition(
     """Divide the floating-point parameters of a module into units.
 
     Args:
-        module: Module to shard.
         units: Selection of the units. None selects the classes in `_no_split_modules` of the module.
 
     Returns:

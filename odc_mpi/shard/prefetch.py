@@ -37,7 +37,7 @@ class PrefetchPredictor(Generic[K]):
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record the use of a unit, which must differ from the last recorded unit."""
+        """Record that a unit is used, after a different unit."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 

@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Recorder of spans.
+    """Recorder of the time that the computing thread spends on communication, as spans.
 
     Attributes:
         seconds: Total time of all spans so far by kind, in seconds.

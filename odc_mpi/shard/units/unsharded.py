@@ -50,7 +50,6 @@ class UnshardedUnits:
     """Unsharded units of a model. They are fetched on demand or ahead, and resharded in the order of their last use.
 
     Args:
-        transport: Transport whose parameter store fetches the units.
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
             collective, or if only one thread may call the transport.
         spans: Recorder of the time spent waiting for fetches. Default: a new one.
