@@ -1,8 +1,8 @@
 """Generation of one completion for one prompt with transformers.
 
 Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. The completion of a prompt does not
-depend on the rank or on other prompts: sampling is seeded by the seed and the prompt number, and each prompt is decoded
-separately.
+depend on the rank or on other prompts, because the sampling seed is derived from `SamplingParams.seed` and the prompt
+number, and each prompt is decoded separately.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,13 @@ class SamplingParams:
     """Sampling settings.
 
     Attributes:
-        max_new_tokens: Limit on the tokens of a completion. The positions of the model may limit it further.
-        temperature: Softmax temperature; 0 selects the most likely token.
-        top_p: Nucleus sampling threshold in (0, 1].
+        max_new_tokens: Maximum number of tokens in a completion. The positions of the model may limit it further.
+        temperature: Softmax temperature. 0 selects the most likely token.
+        top_p: Threshold of nucleus sampling, in (0, 1]. 1 disables nucleus sampling.
+        seed: Seed of the random numbers, 0 or more.
 
     Raises:
-        UserError: A value is out of its range.
+        UserError: A value is out of range.
     """
 
     max_new_tokens: int = 128
@@ -51,8 +52,8 @@ class CompletionOutput(NamedTuple):
 
     Attributes:
         number: Number of the prompt.
-        tokens: New tokens, including a stop token at the end.
-        finish_reason: "stop" or "length".
+        tokens: Generated tokens, including the stop token at the end, if any.
+        finish_reason: "stop" if the completion ended with a stop token, "length" if it reached the maximum length.
     """
 
     number: int
@@ -60,20 +61,21 @@ class CompletionOutput(NamedTuple):
     finish_reason: str
 
 
-#: `generate`, or an inference engine with the same arguments.
+#: Function that generates a completion: `generate`, or an inference engine with the same arguments.
 GenerateFn = Callable[[Any, Prompt, SamplingParams, Any], CompletionOutput]
 
 
 def generate(
     module: transformers.PreTrainedModel, prompt: Prompt, sampling: SamplingParams, streamer: Any = None
 ) -> CompletionOutput:
-    """Generate a completion. One-sided if the model is sharded.
+    """Generate a completion of a prompt. One-sided if the model is sharded.
 
     Args:
         module: A causal language model of transformers, or the `module` of a sharded model.
         streamer: A transformers streamer, which receives each token when it is generated.
 
-    Errors are those of `max_new_tokens_for`.
+    Raises:
+        UserError: The model cannot process the prompt; see `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -93,10 +95,10 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return the number of tokens that the model can generate after a prompt.
+    """Return the number of tokens that the model can generate after a prompt. It is 2**30 if the model has no limit.
 
     Raises:
-        UserError: The prompt is empty, too long for the model, or has a token outside its vocabulary.
+        UserError: The prompt is empty, is too long for the model, or has a token outside the model's vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -116,5 +118,5 @@ def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> 
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Return the sampling seed of a prompt."""
+    """Compute the sampling seed of a prompt from the seed in `SamplingParams` and the number of the prompt."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)

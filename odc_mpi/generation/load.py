@@ -1,4 +1,4 @@
-"""Loading of a model for generation from a run, a checkpoint or a directory, with its tokenizer and stop tokens."""
+"""Loading of a model, its tokenizer and its stop tokens for generation from a run, a checkpoint or a directory."""
 
 import json
 from collections.abc import Mapping
@@ -25,9 +25,10 @@ class GenerationModel:
 
     Attributes:
         name: Path of the checkpoint or directory.
+        meta_model: The model, and the source of its weights.
         tokenizer: A fast tokenizer of transformers.
-        stop: Tokens that end any completion.
-        dtype: Type of the computation; None: the types of the parameters of the module.
+        stop: Stop tokens, which end a completion of any prompt.
+        dtype: Dtype of the parameters in computation. None means the dtypes of the module's parameters.
     """
 
     name: str
@@ -46,12 +47,12 @@ def load_generation_model(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> GenerationModel:
-    """Load the model of the command-line argument SOURCE. The other arguments are those of `load_model`.
+    """Load the model that `odc-mpi generate` uses. Arguments that are not listed are those of `load_model`.
 
     Args:
         path: A Hugging Face directory, a peft directory, a checkpoint, or a run directory.
-        step: Checkpoint of a run: a step number, or "best" for the lowest evaluation loss; None: the newest.
-        tokenizer: Directory of a tokenizer, or a data set with one; None: the tokenizer of the model.
+        step: Checkpoint of a run: a step number, or "best" for the lowest evaluation loss. None selects the newest.
+        tokenizer: Directory of a tokenizer, or a data set that contains one. None selects the tokenizer of the model.
 
     Raises:
         UserError: The model, the checkpoint or the tokenizer is missing or damaged.

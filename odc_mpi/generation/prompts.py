@@ -1,4 +1,4 @@
-"""Prompts of `odc-mpi generate`: reading and tokenizing, and the lines of the output file."""
+"""Prompts of `odc-mpi generate`: reading, tokenizing, and records of completions for the output file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,8 @@ class Request(NamedTuple):
     """A prompt as text and as tokens.
 
     Attributes:
-        example: A `PromptCompletion` with an empty completion, or a `Conversation`.
+        example: Text of the prompt: a `PromptCompletion` with an empty completion, or a `Conversation`.
+        prompt: Tokens, number and stop tokens of the prompt.
     """
 
     example: Example
@@ -24,10 +25,11 @@ class Request(NamedTuple):
 
 
 def read_examples(text: str | None, path: Path | None) -> list[Example]:
-    """Return the prompt of the command line, or the prompts of a file.
+    """Return the prompt `text` as an example, or read the prompts in the file `path`.
 
     Raises:
-        UserError: Neither or both are given, the file cannot be read, has no prompts, or has an invalid line.
+        UserError: Neither or both arguments are given, `text` is empty, or the file cannot be read, contains no prompts
+            or contains an invalid line.
     """
     if (text is None) == (path is None):
         got = "neither" if text is None else "both"
@@ -41,10 +43,12 @@ def read_examples(text: str | None, path: Path | None) -> list[Example]:
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenize prompts as in training data: messages by the chat template, up to the assistant turn.
+    """Tokenize prompts like training data. Messages are formatted by the chat template, up to the assistant's turn.
 
-    The tokens `stop` end any completion. After messages, the end-of-turn token also ends it. Errors are those of
-    `encode_prompts`.
+    `stop` are the stop tokens of all prompts. Prompts with messages have the end-of-turn token as an additional one.
+
+    Raises:
+        UserError: A prompt cannot be encoded; see `encode_prompts`.
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)
@@ -56,7 +60,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return a line of the output file as a dict; the completion has no stop token."""
+    """Return the record of a completion in the output file. The text is decoded without special tokens."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}

@@ -1,4 +1,4 @@
-"""Generation on all ranks of a job.
+"""Generation of completions on all ranks of a job.
 
 set up     load the model and the prompts on all ranks, compare them, allocate windows         collective
 generate   each rank claims prompts one after another, without waiting for other ranks         one-sided
@@ -30,13 +30,14 @@ from odc_mpi.runtime.world import World
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Options of `odc-mpi generate`; see also the arguments of `load_generation_model`.
+    """Options of `odc-mpi generate`. Options that are not listed are arguments of `load_generation_model`.
 
     Attributes:
-        prompt: Text of the only prompt; None if `prompts` is given.
-        prompts: JSONL or Parquet file of prompts; None if `prompt` is given.
-        out: JSONL file to write; None: print the completions.
-        device: "cpu" or "cuda".
+        source: Directory of the model, checkpoint or run.
+        prompt: Text of the only prompt. None if `prompts` is given.
+        prompts: JSONL or Parquet file of prompts. None if `prompt` is given.
+        out: JSONL file for the completions. None prints them.
+        device: Device of the model, "cpu" or "cuda".
     """
 
     source: Path
@@ -52,13 +53,14 @@ class GenerateArguments:
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Generate completions, and write or print them. Collective.
+    """Generate completions of all prompts by `engine`, and write or print them. Collective.
 
     Returns:
-        The completions of all prompts in their order, on every rank.
+        The completions of all prompts, in the order of the prompts, on every rank.
 
     Raises:
-        AllRanksUserError: SOURCE, a prompt or the output cannot be used.
+        AllRanksUserError: The model, a prompt or the output file cannot be used.
+        UserError: The device or the MPI library cannot be used.
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))

@@ -1,1 +1,1 @@
-"""Rollouts: sampled completions of prompts, their rewards and advantages, and microbatches to train on."""
+"""Rollouts: sampling of completions, their rewards and advantages, and microbatches of them for training."""

@@ -1,4 +1,6 @@
-"""Built-in reward functions, by their names in `rl.reward_funcs`. Without the column in a prompt they return None.
+"""Built-in reward functions, by their names in `rl.reward_funcs`.
+
+A function that needs a column returns None for the completions of a prompt without this column.
 
 exact_match    1 if the completion equals the column `answer`, without leading and trailing white space
 final_number   1 if the last number of the completion equals that of the column `answer`; in both, numbers before
@@ -16,17 +18,20 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion, or the concatenated messages of a chat completion."""
+    """Return the text of a completion. For a list of chat messages, it is their concatenated content."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Compare the completions with the column `answer`."""
+    """Return 1 for each completion that equals the column `answer`, ignoring white space around both, otherwise 0."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Compare the last number of each completion with the last one in the column `answer`."""
+    """Return 1 for each completion whose last number equals the last number in the column `answer`, otherwise 0.
+
+    The reward is None if the column contains no number.
+    """
 
     def compare(text: str, answer: Any) -> float | None:
         expected = last_number(str(answer))
@@ -36,17 +41,20 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Search each completion for the regular expression in the column `pattern`."""
+    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Count the tokens of each completion."""
+    """Return the number of tokens of each completion."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in the text after the last ``####``, if any; commas between digits are ignored."""
+    """Return the last number in a text, or None if it contains no number. Commas between digits are ignored.
+
+    If the text contains ``####``, only the part after the last ``####`` is searched.
+    """
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,4 +1,4 @@
-"""Finished prompt groups: serialization for the transfer to another rank, and packing into microbatches."""
+"""Prompt groups with sampled completions: serialization for a transfer between ranks, and packing into microbatches."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ class PromptGroup(NamedTuple):
 
     Attributes:
         position: Index of the prompt in the minibatch.
-        prompt_index: Index of the prompt in the file.
+        prompt_index: Index of the prompt in the prompt file.
         prompt: Tokens of the prompt.
         completions: Tokens of each completion.
-        logps: Log-probabilities of the tokens of each completion, float32 `[tokens]`.
-        advantages: float64 `[completions]`.
-        excluded: True for completions that are not trained on, bool `[completions]`.
+        logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
+        advantages: Advantage of each completion, float64 `[completions]`.
+        excluded: True for each completion that is excluded from the loss, bool `[completions]`.
     """
 
     position: int
@@ -34,7 +34,7 @@ class PromptGroup(NamedTuple):
     excluded: npt.NDArray[np.bool_]
 
     def to_bytes(self) -> bytes:
-        """Serialize the group for `from_bytes`."""
+        """Serialize the group. `from_bytes` is the inverse."""
         lengths = [len(tokens) for tokens in self.completions]
         head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
         tokens = np.array(
@@ -46,7 +46,7 @@ class PromptGroup(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes) -> "PromptGroup":
-        """Deserialize the result of `to_bytes`."""
+        """Deserialize a group from the result of `to_bytes`."""
         rest = io.BytesIO(content)
 
         def read_array(dtype: type, count: int) -> npt.NDArray:
@@ -63,12 +63,12 @@ class PromptGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMicrobatch(Microbatch):
-    """A microbatch of sequences that each consist of a prompt and a completion. `inputs` has no labels.
+    """A microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
     Attributes:
-        logit_positions: Positions whose logits predict the targets, int64 `[K]`, ascending.
-        targets: Tokens of all completions, int64 `[K]`.
-        sequence: Index of the sequence of each target in the microbatch, int64 `[K]`.
+        logit_positions: Positions in the microbatch whose logits predict the targets, int64 `[K]`, ascending.
+        targets: Concatenated tokens of all completions, int64 `[K]`.
+        sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
         logps: Log-probability of each target when it was sampled, float32 `[K]`.
         advantages: Advantage of each sequence, float64 `[num_sequences]`.
     """
@@ -81,10 +81,10 @@ class RolloutMicrobatch(Microbatch):
 
 
 def pack_microbatches(groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool) -> Iterator[RolloutMicrobatch]:
-    """Pack the completions of finished groups into microbatches.
+    """Pack the completions of prompt groups into microbatches. Excluded completions are omitted.
 
     Args:
-        max_tokens: Limit on the tokens of a microbatch. No prompt with its completion may have more.
+        max_tokens: Maximum number of tokens in a microbatch. No prompt with one of its completions may be longer.
         with_all: Include completions with an advantage of 0.
     """
     chosen: list[tuple[PromptGroup, int]] = []

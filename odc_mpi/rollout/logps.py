@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, computed without storing the logits of all positions.
 
-The forward and the backward apply the head of the model to blocks of positions. The memory for logits is that of one
-block, independent of the vocabulary size and the sequence lengths.
+The forward and the backward apply the head of the model to blocks of positions. Only the logits of one block are in
+memory, whose size does not depend on the vocabulary size or the sequence lengths.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Elements of the logits in memory, float32: 256 MiB.
+#: Maximum number of logits in memory. In float32 they take 256 MiB.
 MAX_ELEMENTS = 1 << 26
 #: Settings of models that transform logits after the head.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 class TokenLogps(torch.autograd.Function):
-    """Log-probabilities of tokens from hidden states and a linear head."""
+    """Autograd function that computes log-probabilities of tokens from hidden states and a linear head."""
 
     @staticmethod
     def forward(
@@ -29,9 +29,10 @@ class TokenLogps(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Return the log-probabilities, float32 `[K]`, of `targets`, int64 `[K]`, with logits divided by `temperature`.
+        """Return the log-probabilities of the tokens `targets`, float32 `[K]`.
 
-        `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`, and `bias` `[vocab_size]` or None.
+        The logits are divided by `temperature`. `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`,
+        `bias` `[vocab_size]` or None, and `targets` int64 `[K]`.
         """
         logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         for block in _blocks(len(targets), len(weight)):
@@ -43,7 +44,7 @@ class TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of hidden states, weight and bias."""
+        """Return the gradients of the hidden states, the weight and the bias."""
         hidden, weight, bias, targets = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -74,10 +75,10 @@ def token_logps(
 
     Args:
         module: A causal language model of transformers, or the `module` of a sharded model.
-        inputs: Arguments of the model, in a batch of one row.
+        inputs: Keyword arguments of the model's forward, for a batch of one row.
         logit_positions: Positions whose logits predict the tokens, int64 `[K]`.
         targets: The tokens, int64 `[K]`.
-        temperature: Divisor of the logits.
+        temperature: Number by which the logits are divided.
     """
     head = module.get_output_embeddings()
     if type(head) is nn.Linear and not any(getattr(module.config, name, None) for name in _LOGIT_TRANSFORMS):

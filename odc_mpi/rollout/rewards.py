@@ -2,10 +2,11 @@
 
     f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
-All arguments are lists with an entry for each completion. Prompts and completions are strings, or lists of messages in
-a chat. Entries of a column are None if the prompt lacks it. A function without `**kwargs` gets only the arguments in
-its signature. None means that the function does not apply to a completion and adds nothing to its reward. A completion
-to which no function applies is not part of the mean of its group and has the advantage 0.
+All arguments are lists with an entry for each completion. Prompts and completions are strings, or lists of messages if
+the prompt is a chat. The entries of a column are None if the prompt does not have this column. A function without
+`**kwargs` gets only the arguments in its signature. If a function returns None for a completion, it does not apply to
+the completion and adds nothing to its reward. A completion to which no function applies is excluded from the mean
+reward of its group, and its advantage is 0.
 """
 
 import importlib
@@ -29,7 +30,7 @@ from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.rollout import builtin_rewards
 
 RewardCallable = Callable[..., Sequence[float | None]]
-#: Added to the standard deviation of a group before dividing by it, as in TRL.
+#: Number that is added to the standard deviation of a group before dividing by it, as in TRL.
 EPSILON = 1e-4
 
 
@@ -39,7 +40,9 @@ class RewardFunction:
 
     Attributes:
         name: Name of the function without its module, for metrics.
-        spec: Name in the setting `rl.reward_funcs`.
+        spec: Entry for the function in the setting `rl.reward_funcs`.
+        function: The function itself.
+        weight: Factor of its rewards in the sum.
     """
 
     name: str
@@ -52,9 +55,9 @@ class GroupRewards:
     """The rewards of a prompt group.
 
     Attributes:
-        per_function: float64 `[functions, completions]`; NaN where a function does not apply.
+        per_function: Rewards by function, float64 `[functions, completions]`; NaN where a function does not apply.
         rewards: Weighted sum over the functions, float64 `[completions]`; NaN where no function applies.
-        num_failed: Number of completions without rewards because a function failed.
+        num_failed: Number of completions that have no reward because a function failed.
     """
 
     def __init__(
@@ -66,15 +69,16 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the rewards that are not NaN, with Bessel's correction; 0 for fewer than two."""
+        """Standard deviation of the rewards that are not NaN, with Bessel's correction. It is 0 for fewer than two."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
-        """Return the rewards minus their mean, divided by their standard deviation if `scaled`.
+        """Return the rewards minus their mean and, if `scaled`, divided by their standard deviation plus `EPSILON`.
 
         Returns:
-            float64 `[completions]`; 0 where the reward is NaN; all 0 if all rewards are equal.
+            Advantage of each completion, float64 `[completions]`. It is 0 for completions whose reward is NaN, and for
+            all completions if all rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -84,14 +88,14 @@ class GroupRewards:
 
 
 def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None) -> list[RewardFunction]:
-    """Import reward functions, which runs the code of their modules.
+    """Import reward functions. This runs the code of their modules.
 
     Args:
-        specs: Each is ``package.module:name``, ``file.py:name`` or the name of a built-in function.
-        weights: Weight of each function; None: 1.
+        specs: Locations of the functions: ``package.module:name``, ``file.py:name`` or the name of a built-in function.
+        weights: Weight of each function. None means 1 for all functions.
 
     Raises:
-        UserError: A function does not exist, two have the same name, or a module raises an exception.
+        UserError: A function does not exist, two functions have the same name, or a module raises an exception.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
@@ -113,17 +117,20 @@ def compute_rewards(
     timeout_s: float,
     skip: bool,
 ) -> GroupRewards:
-    """Call the reward functions for a prompt group.
+    """Call all reward functions for the completions of one prompt.
 
     Args:
-        reward_kwargs: `prompts`, `completions`, `completion_ids` and columns, each with an entry per completion.
+        reward_kwargs: Keyword arguments of the functions: `prompts`, `completions`, `completion_ids` and columns. Each
+            is a list with one entry per completion.
         prompt: Number of the prompt, for messages.
-        rank: This rank, for messages.
-        timeout_s: Time limit of each function, in seconds.
-        skip: If a function fails, exclude the completions and print a warning instead of raising an error.
+        rank: Number of this rank, for messages.
+        timeout_s: Time limit for each function, in seconds. It is enforced only in the main thread.
+        skip: If a function fails, print a warning instead of raising an error. The affected completions have no reward
+            (NaN) and the advantage 0. All completions are affected if the whole call failed.
 
     Raises:
-        UserError: A function raises, takes too long, or does not return a number or None for each completion.
+        UserError: `skip` is False, and a function raises an exception, exceeds the time limit, or does not return a
+            finite number or None for each completion.
     """
     count = len(reward_kwargs["completions"])
     per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)

@@ -1,11 +1,12 @@
 """Sampling of several completions for each of several prompts in one decode batch, with `generate` of transformers.
 
 Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers of a completion
-depend on the seed, the step, the prompt and the index of the completion, not on the rank or on other completions in the
-batch. The logits depend on the batch by rounding, so only the same decode batch yields the same completions.
+depend on the seed, the step, the prompt and the index of the completion. They do not depend on the rank or on other
+completions in the batch. The rounding of logits depends on the batch, so only an equal decode batch is certain to yield
+equal completions.
 
-Each token is sampled with one uniform random number. Its log-probability under the distribution of the policy at this
-temperature is stored; logits are not, so memory does not grow with vocabulary size times length.
+Each token is sampled with one uniform random number. Its log-probability is stored, under the distribution of the
+policy at the sampling temperature. Logits are not stored, so memory does not grow with vocabulary size times length.
 
 The prefill of a prompt is computed once for all of its completions. When half of the completions in the batch have
 ended, decoding continues without them: `generate` is called again with the keys and values of the others.
@@ -35,13 +36,13 @@ class RolloutSamplingParams:
     """Sampling settings of rollouts.
 
     Attributes:
-        num_generations: Completions per prompt.
-        max_completion_length: Limit on the tokens of a completion.
-        temperature: Softmax temperature; 0 selects the most likely token.
-        top_p: Nucleus sampling threshold; 1: off.
-        top_k: Sample from the k most likely tokens; 0: off.
-        seed: Seed of the run.
-        step: Step of the run, from 1.
+        num_generations: Number of completions per prompt.
+        max_completion_length: Maximum number of tokens in a completion.
+        temperature: Softmax temperature. 0 selects the most likely token.
+        top_p: Threshold of nucleus sampling. 1 disables nucleus sampling.
+        top_k: Number of most likely tokens from which a token is sampled. 0 means all tokens.
+        seed: Seed of the training run.
+        step: Step of the training run, from 1. It is part of the seed of the random numbers.
     """
 
     num_generations: int
@@ -57,10 +58,10 @@ class PromptCompletions(NamedTuple):
     """The completions of a prompt.
 
     Attributes:
-        tokens: Tokens of each completion, including a stop token at the end.
+        tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
-        stopped: True for completions that ended with a stop token, False for truncated ones.
-        entropy: Sum of the entropies of the distributions of all tokens, in nats.
+        stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
+        entropy: Sum over all tokens of the entropy of the distribution, before `top_k` and `top_p` apply, in nats.
     """
 
     tokens: list[list[int]]
@@ -69,9 +70,10 @@ class PromptCompletions(NamedTuple):
     entropy: float
 
 
-#: Called with the index of a prompt in the decode batch as soon as its last completion has ended.
+#: Function that receives the completions of a prompt as soon as the last one has ended. The first argument is the index
+#: of the prompt in the decode batch.
 OnPromptDone = Callable[[int, PromptCompletions], None]
-#: `sample`, or an inference engine with the same arguments.
+#: Function that samples completions: `sample`, or an inference engine with the same arguments.
 SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
@@ -87,7 +89,8 @@ def sample(
     Args:
         module: A causal language model of transformers, or the `module` of a sharded model. It must have positions for
             the longest prompt plus `max_completion_length`.
-        on_token: Called before each token is sampled for all rows, with the number of the token from 1.
+        on_prompt_done: Function that receives the completions of each prompt.
+        on_token: Function that is called with n, from 1, before the n-th tokens of all completions are sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)

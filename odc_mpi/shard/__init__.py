@@ -1,1 +1,1 @@
-"""A torch module as shards."""
+"""Sharding of a torch module: every rank owns a shard of its parameters, gradients and optimizer states."""

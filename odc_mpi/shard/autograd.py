@@ -1,17 +1,17 @@
-"""Autograd integration of units: complete gradients per forward, and graphs that do not keep unsharded units alive.
+"""Integration of units with autograd: pushes of gradients, and references to parameters in place of saved tensors.
 
-One forward of a unit obtains all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the
-backward of a node after it has accumulated the gradients of all its outputs. At that moment the gradient of the
-forward is complete and is pushed to its owners. A parameter that the forward did not use has the gradient None and is
-not pushed.
+A unit is a group of parameters that are fetched and released together (`shard.units.unit`). A forward of a unit obtains
+all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the backward of a node after it has
+accumulated the gradients of all its outputs. At this point the gradients of the forward are complete, and they are
+pushed to the ranks that own them. A parameter that the forward did not use has the gradient None and is not pushed.
 
 Note: saved parameters
     Autograd saves parameters for the backward. Saved directly, they would keep every unit unsharded until its backward.
     `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the backward needs
-    the tensor, the hook unshards the unit and returns a new view. Tensors that other hooks have saved (activation
-    checkpointing, offloading) are saved as they are, which costs memory but is correct. The hooks are not installed if
-    fetched tensors stay valid after release or all units are unsharded: they cost 2 % of a step of a model with
-    8 million parameters.
+    the tensor, the hook unshards the unit and returns a new view. Tensors that other hooks save (activation
+    checkpointing, offloading) are not replaced by references, which costs memory but is correct. The hooks take 2 % of
+    a step of a model with 8 million parameters. They are not installed if fetched tensors stay valid after their
+    release, or if all units are unsharded.
 
 Note: recomputation
     Activation checkpointing runs the forward of a unit again during the backward, under its own hooks, which must see
@@ -33,16 +33,19 @@ from odc_mpi.shard.units.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
-#: Pushes the gradients of the named parameters of a unit; None for parameters that were not used.
+#: Function that pushes the gradients of the named parameters of a unit. Parameters that were not used have None.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Autograd node whose outputs are parameters of an unsharded unit and whose backward pushes their gradients."""
+    """Autograd node that outputs parameters of an unsharded unit and pushes their gradients in its backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return full parameters of an unsharded unit. Without the input `anchor` autograd would create no node."""
+        """Return the named parameters of an unsharded unit.
+
+        `anchor` is an empty tensor that requires a gradient, without which autograd would create no node.
+        """
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
         tensors = tuple(unit.parameter(name) for name in names)
@@ -53,13 +56,13 @@ class UnshardedParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        """Push the gradients. One-sided."""
+        """Push the gradients of the parameters to their owners. One-sided."""
         ctx.push(ctx.unit, ctx.names, gradients)
         return None, None, None, None
 
 
 class UnitForwards:
-    """The running forwards of units. All lookups of a parameter within one forward return the same tensor."""
+    """The running forwards of all units. Within one forward, every lookup of a parameter returns the same tensor."""
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
         self._unsharded = unsharded
@@ -69,12 +72,12 @@ class UnitForwards:
 
     @property
     def is_suspended(self) -> bool:
-        """True while modules hold materialized parameters (`shard.modules`): forwards are not tracked then."""
+        """True while `modules.materialized_parameters` is active. Forwards are then not tracked."""
         return self._unsharded.reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit) -> Iterator[None]:
-        """Enclose one forward of a unit. Its parameters are fetched when they are first used."""
+        """Enclose one forward of a unit. The unit is fetched when one of its parameters is first used."""
         outer = self._current.get(unit)
         with unit.in_use():
             self._current[unit] = {}
@@ -90,7 +93,7 @@ class UnitForwards:
         self._unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
-        """Return a full parameter; fetch its unit if it is not unsharded. One-sided."""
+        """Return a full parameter of a unit, and fetch the unit first if necessary. One-sided."""
         tensors_by_mode = self._current.get(unit)
         if tensors_by_mode is None:
             # Used outside of its unit's forward: a node for this parameter alone.
@@ -102,9 +105,10 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Publish the status "backward of unit" when the backward reaches the output of a forward.
+        """Register a hook on the output of a forward that publishes the status "backward of" the unit.
 
-        Needed if graphs save parameters directly: the backward then looks up no parameter that would publish it.
+        It is registered only if autograd saves parameters directly. Otherwise, the backward looks up parameters, which
+        publishes the status.
         """
         first = output[0] if isinstance(output, tuple) and output else output
         requires_grad = isinstance(first, torch.Tensor) and first.grad_fn is not None
@@ -125,7 +129,13 @@ class UnitForwards:
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """Reference to the part of a unit that a saved tensor was a view of."""
+    """Reference to a view of a unit's array, which autograd saves instead of the view.
+
+    Attributes:
+        array: Index of the array in the unit.
+        offset: Offset of the view in the storage of the array, in elements.
+        parameter_version: `UnshardedUnits.parameter_version` when the view was saved.
+    """
 
     unit: Unit
     array: int
@@ -137,7 +147,7 @@ class SavedView:
 
 
 class SavedTensorHooks:
-    """Saved-tensor hooks that save references to parameters instead of the parameters."""
+    """Saved-tensor hooks that make autograd save references to parameters instead of the parameters themselves."""
 
     def __init__(self, unsharded: UnshardedUnits) -> None:
         self._unsharded = unsharded
@@ -145,7 +155,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the hooks in the enclosed code; no effect if nested, in a backward, or if tensors stay valid."""
+        """Install the hooks in the enclosed code, except in nested calls, in a backward, or if tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -3,12 +3,13 @@
     parameters   fetched units stay unsharded until the minibatch ends, so they are not fetched again
     gradients    gradients of a unit are accumulated locally and pushed once, at the end of the minibatch
 
-Each rank chooses its budgets by itself: fetches and pushes are one-sided, so other ranks are not affected. Does not
-communicate and does not allocate.
+Ranks may have different budgets, because fetches and pushes are one-sided and do not affect other ranks. This module
+neither communicates nor allocates memory.
 
-A unit is admitted when it is first fetched, if it fits the remaining budget, and is never evicted for another. In
-training (order 1..L, L..1) no other policy needs fewer fetches, and LRU needs as many. In evaluation and generation
-(1..L, 1..L) LRU would evict exactly the next unit. docs/caching.md explains this, and the automatic sizes.
+A unit is admitted to the cache when it is first fetched, if it fits the remaining budget. It is never evicted to admit
+another unit. In training, which uses units 1..L and then L..1, no other policy needs fewer fetches, and LRU needs as
+many. In evaluation and generation, which use units 1..L repeatedly, LRU would always evict the unit that is needed
+next. docs/caching.md explains this and the automatic sizes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,12 +20,12 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.units.unit import Unit
 
-#: Part of a rank's free memory that the automatic budgets leave to activations.
+#: Fraction of a rank's free memory that the automatic budgets leave for activations.
 ACTIVATION_SHARE = 0.5
 
 
 class CacheBudget:
-    """A byte budget and the keys admitted to it. Lowering `budget_bytes` does not evict admitted keys."""
+    """Byte budget of a cache, and the keys admitted to it. Lowering `budget_bytes` does not evict admitted keys."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
@@ -35,24 +36,24 @@ class CacheBudget:
         return key in self._admitted
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` more fit the budget."""
+        """Return True if an entry of `num_bytes` fits the remaining budget."""
         return self.admitted_bytes + num_bytes <= self.budget_bytes
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Admit a key if it fits. Return whether the key is admitted, now or before."""
+        """Admit a key if it fits the remaining budget. Return True if this or an earlier call admitted it."""
         if key not in self._admitted and self.fits(num_bytes):
             self._admitted[key] = num_bytes
             self.admitted_bytes += num_bytes
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Remove a key, if it was admitted."""
+        """Remove a key and release its part of the budget. Keys that are not admitted are ignored."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Sizes of the caches of a rank, in bytes."""
+    """Sizes of a rank's caches of unsharded parameters and of accumulated gradients, in bytes."""
 
     parameters: int = 0
     gradients: int = 0
@@ -60,12 +61,12 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """Useful sizes of the caches of a model.
+    """Range of useful cache sizes for a model.
 
     Attributes:
-        maximum: Size of all units but the root, and of all gradients. 0 if a cache would save no communication: fetches
-            copy nothing, pushes stay on this rank, or fetches and pushes are collective.
-        minimum: Size of the smallest unit and of the smallest gradient array. A smaller cache has no effect.
+        maximum: Size of all units except the root, and size of all gradients. A size is 0 if the cache would save no
+            communication: fetches copy nothing, pushes stay on this rank, or fetches and pushes are collective.
+        minimum: Size of the smallest unit, and size of the smallest gradient array. A smaller cache would stay empty.
     """
 
     maximum: CacheBytes
@@ -73,7 +74,7 @@ class CacheNeeds:
 
     @classmethod
     def measure(cls, units: Sequence[Unit], transport: Transport) -> "CacheNeeds":
-        """Return the needs of a model with these units."""
+        """Compute the useful cache sizes of a model with the given units."""
         parameters, gradients = transport.parameters, transport.gradients
         unit_bytes, array_bytes = [], []
         if parameters.access is Access.COPY and transport.one_sided:
@@ -86,7 +87,7 @@ class CacheNeeds:
         return cls(CacheBytes(sum(unit_bytes), sum(array_bytes)), smallest)
 
     def require_full_model(self, granted: CacheBytes) -> None:
-        """Raise UserError if the granted parameter cache does not hold all units but the root."""
+        """Raise UserError if `granted.parameters` is smaller than all units except the root."""
         needed, available = self.maximum.parameters, granted.parameters
         if available < needed:
             raise UserError(
@@ -102,9 +103,14 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Compute the cache sizes that are "auto": parameters first, then gradients, each up to the useful size in `needs`.
+    """Compute the sizes of the caches that are set to "auto", first for parameters and then for gradients.
 
-    `free_bytes` is the free memory of `num_ranks` ranks together, without their future optimizer state.
+    Args:
+        free_bytes: Free memory of `num_ranks` ranks together, minus their future optimizer states.
+        num_ranks: Number of ranks that share this memory equally.
+        needs: Maximum useful sizes, which the automatic sizes do not exceed.
+        parameters: Size of the parameter cache in bytes, or "auto".
+        gradients: Size of the gradient cache in bytes, or "auto".
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

@@ -1,13 +1,13 @@
-"""Pushes of gradients to their owners.
+"""Pushes of gradients to the ranks that own them.
 
 The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
 (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
-gradient is sent. A push is in flight while the next gradient is computed and copied; it runs on a thread if the
+gradient is sent. A push is in flight while the next gradient is computed and copied. It runs on a thread if the
 transport allows it.
 
-As far as a budget allows (`shard.cache_budget`), the gradients of an array are accumulated locally instead, one pass
-over each, and the sum is pushed once: at the end of the minibatch, or in the last backward as soon as the gradient of
-the array is complete.
+If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
+gradient. The sum is pushed once: at the end of the minibatch, or in the last backward as soon as the gradient of the
+array is complete.
 """
 
 import time
@@ -29,13 +29,13 @@ from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
-#: Buffers for gradients: one in flight, and one that is being filled.
+#: Number of buffers for gradients: one in flight, and one that is being filled.
 MAX_BUFFERS = 2
 
 
 @dataclass
 class AccumulatedGradient:
-    """Local sum of gradients of an array, `[numel]`. Only elements `[start, stop)` can be nonzero."""
+    """Local sum `flat` of the gradients of an array, `[numel]`. Elements outside of `[start, stop)` are zero."""
 
     flat: torch.Tensor
     start: int
@@ -43,17 +43,19 @@ class AccumulatedGradient:
 
 
 class GradientPusher:
-    """Pushes and accumulates the gradients of units.
+    """Accumulates the gradients of units locally, or pushes them to their owners.
 
     Args:
         in_thread: Push on a separate thread. Ignored if only one thread may call the transport.
+        spans: Recorder of the time spent on pushes. Default: a new one.
+        traffic: Counter of the pushed bytes. Default: a new one.
         gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
 
     Attributes:
-        buffers: Buffers of gradients, in flight and accumulated.
-        cache: Budget for local accumulation. Unused if pushes stay on this rank or are collective.
+        buffers: Pool of the buffers of pushes in flight and of local sums.
+        cache: Budget for local sums. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward is the last one of this minibatch.
-        parameters_with_gradient: Names of the parameters that got a gradient since `start`.
+        parameters_with_gradient: Names of the parameters that received a gradient since `start`.
     """
 
     def __init__(
@@ -78,14 +80,17 @@ class GradientPusher:
         self.parameters_with_gradient: set[str] = set()
 
     def start(self) -> None:
-        """Start a minibatch, in which pushes are allowed."""
+        """Start a minibatch. `push` may be called until `finish`."""
         self._open = True
         self.is_last_backward = False
         self.gradient_format.start()
         self.parameters_with_gradient = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Accumulate the gradients of the named parameters, or start to add them to the owners' shards. One-sided."""
+        """Accumulate the gradients of the named parameters, or start to add them to the owners' shards. One-sided.
+
+        The gradient of a parameter that was not used is None. Raises RuntimeError outside of a minibatch.
+        """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
         arrays: dict[int, list[Segment]] = {}
@@ -109,14 +114,14 @@ class GradientPusher:
                 self._push_accumulated(index)
 
     def finish(self) -> None:
-        """Push the accumulated gradients, wait until all pushes have left this rank, and forbid pushes. One-sided."""
+        """Push the local sums, wait until all pushes have left this rank, and end the minibatch. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
         self._open = False
 
     def close(self) -> None:
-        """Complete the pushes in flight and end the thread. One-sided. Idempotent."""
+        """Complete the pushes on the thread, if any, and end it. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
 

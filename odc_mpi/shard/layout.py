@@ -1,11 +1,12 @@
-"""Layout of parameters in flat arrays: order, padding, owners. Pure arithmetic. Does not use MPI.
+"""Layout of parameters in flat arrays: order, padding and owners. This module only computes; it does not use MPI.
 
-The parameters of a unit are concatenated into one flat array, which is split into one shard per rank, all equally long:
+The parameters of a unit are concatenated into a flat array, which is split into shards of equal length, one per rank:
 
     flat      [ q_proj.weight | pad | k_proj.weight | pad | norm.weight | ... ]
     shards    [      rank 0       |       rank 1       |       rank 2        | pad ]
 
-A shard may begin in the middle of a parameter; a rank then owns a slice of it.
+A rank is the owner of the elements in its shard. A shard may begin or end in the middle of a parameter, so a rank may
+own only a slice of a parameter.
 """
 
 import math
@@ -21,12 +22,12 @@ ALIGNMENT_NUMEL = 32
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter with its dotted name and full shape."""
+    """Dotted name, full shape and dtype of a parameter."""
 
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
-    #: Type in the shards; None: the type of the parameter store.
+    #: Dtype in the shards. None means the dtype of the parameter store.
     dtype: torch.dtype | None = None
 
     @property
@@ -37,20 +38,23 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Elements `[start, stop)` of a flat array, which contain a parameter."""
+    """Position of a parameter in a flat array: elements `[start, stop)`."""
 
     spec: ParameterSpec
     start: int
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """Index after the last element."""
         return self.start + self.spec.numel
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flattened parameter that one rank owns, at `offset` of its shard; can be empty."""
+    """Elements `[start, stop)` of a flattened parameter that one rank owns. A slice can be empty.
+
+    Its first element is at index `offset` of the rank's shard.
+    """
 
     spec: ParameterSpec
     start: int
@@ -65,13 +69,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Flat array of parameters of a unit, either all trainable or all frozen, and its division among the ranks.
+    """Layout of a flat array with parameters of a unit, and its division among the ranks.
 
     Attributes:
+        name: Name of the unit.
+        ranges: Positions of the parameters in the array, in order.
         numel: Number of elements, including the padding between parameters.
         num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
-        dtype: Type in the shards; None: the type of the parameter store.
+        trainable: True if all parameters are trainable, False if all are frozen.
+        dtype: Dtype in the shards. None means the dtype of the parameter store.
     """
 
     name: str
@@ -84,7 +91,10 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
-        """Concatenate parameters, all trainable or all frozen and of one dtype, and divide them among the ranks."""
+        """Create the layout of concatenated parameters, which are divided among `num_owners` ranks.
+
+        The parameters must have the same dtype and must be either all trainable or all frozen.
+        """
         assert specs and num_owners > 0
         assert len({(spec.requires_grad, spec.dtype) for spec in specs}) == 1, (
             "trainable and frozen parameters, and those of different dtypes, need arrays of their own"
@@ -98,7 +108,7 @@ class FlatLayout:
         return cls(name, tuple(ranges), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the elements `[start, stop)` of the flat array that a rank owns; equal numbers if it owns none."""
+        """Return the range `(start, stop)` of the elements that a rank owns. It is empty if the rank owns none."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
@@ -109,7 +119,7 @@ class FlatLayout:
         return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return the slice of every parameter that a rank owns, in order; some can be empty."""
+        """Return the slices that a rank owns: one for each parameter, in order. Slices can be empty."""
         first, last = self.owned(rank)
         slices = []
         for whole in self.ranges:

@@ -1,12 +1,12 @@
-"""Slices of the parameters that this rank owns, as tensors for the optimizer.
+"""This rank's slices of the parameters, as tensors for the optimizer.
 
-Memory of this rank for a flat array:
+For each flat array, a rank has this memory:
 
-    parameter window   [shard of param_dtype]   other ranks fetch it
+    parameter window   [shard of param_dtype]   other ranks fetch from it
     master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
-                                                it is the window itself if that is fp32 on the optimizer's device
-    gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of the slices are views of it, or of a
-                                                converted copy, as for fixed-point numbers
+                                                if the window is fp32 on the optimizer's device, it is the master
+    gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of each slice is a view of it or, if the
+                                                type or device differs, of a converted copy
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,18 @@ from odc_mpi.shard.partition import UnitParameters
 
 
 class WeightSource(Protocol):
-    """Source of initial parameters, read in slices: files, random initialization, a module."""
+    """Source of initial parameter values, such as files, random numbers or a module. It is read in slices."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type.
+        """Return elements `[start, stop)` of the flattened parameter `name`, in any floating-point dtype.
 
-        Every rank reads every parameter once, also empty slices, in the same order: a source may be collective.
+        Every rank calls it once for each parameter, in the same order, even if its slice is empty. An implementation
+        may therefore be collective.
         """
 
 
 class ModuleWeightSource(WeightSource):
-    """Parameters of a module, broadcast from rank 0 as by DistributedDataParallel. `read` is collective."""
+    """Source that broadcasts the parameters of rank 0, as DistributedDataParallel does. `read` is collective."""
 
     def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
@@ -50,7 +51,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """Slice of a trainable parameter, its tensor for the optimizer, and the index of its flat array."""
+    """Slice of a trainable parameter, with its tensor for the optimizer and the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -58,10 +59,11 @@ class LocalShard:
 
 
 class LocalShards:
-    """All slices of this rank. Those of trainable parameters are on the device of the optimizer.
+    """All slices of this rank. Slices of trainable parameters are on the device of the optimizer.
 
     Attributes:
-        trainable: Slices in the order of the layouts, including empty ones: the list has equal entries on all ranks.
+        trainable: Slices of the trainable parameters, in the order of the layouts. Empty slices are included, so the
+            list has the same parameters on all ranks.
     """
 
     def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
@@ -83,12 +85,15 @@ class LocalShards:
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
-        """Fill this rank's slices. Collective if `weights.read` is. `write_back` copies them into the windows."""
+        """Fill this rank's slices from `weights`. Collective if `weights.read` is.
+
+        Call `write_back` to copy the slices into the windows.
+        """
         for slice_, tensor in self.all_slices():
             tensor.copy_(weights.read(slice_.spec.name, slice_.start, slice_.stop))
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return this rank's slices of all parameters, including frozen ones, as views of the masters."""
+        """Return this rank's slices of all parameters, including frozen ones, with views of their values."""
         return [
             (slice_, _view(self._masters[i], slice_))
             for i, layout in enumerate(self._layouts)
@@ -96,9 +101,12 @@ class LocalShards:
         ]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Set `.grad` to the received gradients, once the gradients are complete.
+        """Set `.grad` of the slices to the received gradients, which must be complete.
 
-        If `pushed` is False for an entry of `trainable`, no rank pushed a gradient of it, and `.grad` stays None.
+        Args:
+            pushed: For each entry of `trainable`, True if a rank pushed a gradient of its parameter. Otherwise, `.grad`
+                stays None.
+            gradient_format: Number format of the gradient windows.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):
@@ -111,7 +119,7 @@ class LocalShards:
             shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return `.grad` of all slices that have one, by the index of the flat array."""
+        """Return the `.grad` tensors that are not None, by the index of the flat array."""
         by_index: dict[int, list[torch.Tensor]] = {}
         for shard in self.trainable:
             if shard.parameter.grad is not None:
@@ -120,10 +128,10 @@ class LocalShards:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Cast the parameters into their windows and clear the gradients, before the parameters are published.
+        """Copy the parameters into their windows, and clear the gradients. Call it before parameters are published.
 
-        `.grad` is set to None, because other ranks add to the windows afterwards, and `zero_grad` of an optimizer must
-        not clear gradients of the next minibatch.
+        `.grad` of each slice is set to None, because other ranks add to the gradient windows afterwards, and
+        `zero_grad` of an optimizer must not clear gradients of the next minibatch.
         """
         for shard in self.trainable:
             shard.parameter.grad = None
@@ -134,7 +142,7 @@ class LocalShards:
                 self._transport.gradients.shard(i).zero_()
 
     def detach(self) -> None:
-        """Copy the slices out of the windows, so that they keep their values after the windows are freed."""
+        """Copy the slices out of the windows, so that they remain valid after the windows are freed."""
         for shard in self.trainable:
             shard.parameter.data = shard.parameter.data.clone()
             shard.parameter.grad = None

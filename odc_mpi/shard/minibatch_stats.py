@@ -1,28 +1,31 @@
-"""Numbers that the ranks exchange when the gradients are complete. Does not communicate.
+"""Statistics that the ranks exchange when the gradients are complete. This module does not communicate.
 
     report    [ sums | values | parameters ]   float64, one row per rank
 
-The sums show whether the gradients are finite (`shard.gradient_format`). The parameters are a bitmap of those with a
-gradient, in the order of the layouts. A float64 holds 32 bits exactly, so 10,000 parameters add 2.5 KB. If no rank
-pushed a gradient of a parameter, it has none, as in plain PyTorch: the optimizer skips it instead of applying weight
-decay and momentum.
+The sums over all ranks show whether the gradients are finite (`shard.gradient_format`). `parameters` is a bitmap of the
+parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB.
+If no rank pushed a gradient of a parameter, its `.grad` is None, as in plain PyTorch: the optimizer skips it instead of
+applying weight decay and momentum.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-#: Values of every model: bytes of `comm.traffic` since the previous minibatch was complete.
+#: Names of the values that every model reports: bytes that `comm.traffic` counted since the previous minibatch.
 TRAFFIC = tuple(f"bytes_{did}_{where}" for did in ("fetched", "pushed") for where in ("same_node", "other_nodes"))
 
 
 class MinibatchStats:
-    """Statistics of a minibatch. All attributes but `local` are valid after the minibatch.
+    """Statistics of a minibatch. All attributes except `local` are valid only after the minibatch.
+
+    Args:
+        names: Names of the values, the same on all ranks.
 
     Attributes:
-        local: Values of this rank by name, with equal names on all ranks. Add to them during the minibatch.
+        local: Values of this rank by name, initially 0. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
-        sums: Sums over the ranks of the numbers reported as `sums`, float64 `[k]`.
+        sums: Sums over all ranks of the numbers that they reported as `sums`, float64 `[k]`.
         pushed: For each parameter, True if any rank pushed a gradient of it.
     """
 
@@ -35,7 +38,12 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the report of this rank, float64. Arguments as the attributes, but for this rank alone."""
+        """Return the report of this rank, a row of float64 numbers.
+
+        Args:
+            sums: Numbers of this rank that will be summed over all ranks, float64 `[k]`.
+            pushed: For each parameter, True if this rank pushed a gradient of it.
+        """
         self.pushed = list(pushed)
         self.sums = sums
         bits = np.zeros(-(-len(pushed) // 32) * 32, dtype=np.bool_)
@@ -43,7 +51,7 @@ class MinibatchStats:
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Evaluate the reports of all ranks, one row per rank."""
+        """Set `sums` and `pushed` from the reports of all ranks, one row per rank."""
         count = len(self.sums)
         self._columns = {name: column for column, name in enumerate(self.local)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
@@ -52,9 +60,9 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return the value of each rank, `[size]` float64."""
+        """Return the value `name` of each rank, float64 `[size]`."""
         return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:
-        """Return the sum of a value over all ranks, bitwise identical on all ranks. Does not communicate."""
+        """Return the sum of the value `name` over all ranks, bitwise identical on all ranks. Does not communicate."""
         return float(self.per_rank(name).sum())

@@ -1,12 +1,12 @@
 """`ShardedModel`: a module whose parameters are sharded.
 
     with model.minibatch():      one-sided fetches and pushes, also on threads; ranks do not wait for each other
-                                 at its end: gradients complete
-    model.clip_grad_norm_(1.0)   gradient norm
-    optimizer.step()             on this rank's slices
-    model.publish()              parameters published, gradients cleared
+                                 at its end: gradients complete (collective)
+    model.clip_grad_norm_(1.0)   gradient norm (collective)
+    optimizer.step()             updates this rank's slices
+    model.publish()              parameters published, gradients cleared (collective)
 
-Nothing else communicates, except forwards and backwards, construction, `close`, `unsharded` and `state_dict`.
+Construction, forwards, backwards, `unsharded`, `state_dict` and `close` communicate, too. Other methods do not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,22 +39,25 @@ from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedU
 
 
 class ShardedModel:
-    """A module whose parameters are sharded over the ranks. Construction is collective.
+    """A module whose parameters are sharded across the ranks. Construction is collective.
 
     Args:
-        module: Module whose floating-point parameters move into the windows of the transport. Buffers and integer
-            parameters are replicated from rank 0.
-        units: Classes, class names or submodules whose parameters are fetched together. Default: `_no_split_modules` of
-            the module. All other parameters form the root unit.
-        weights: Source of the initial parameters. Default: the parameters of rank 0. Required for the meta device.
+        module: Module whose floating-point parameters are moved into the windows of the transport. Its buffers and
+            integer parameters are overwritten with those of rank 0.
+        transport: Transport that fetches parameters and pushes gradients. The model closes it.
+        units: Classes, class names or submodules. The parameters of each matching submodule are fetched together.
+            Default: `_no_split_modules` of the module. All other parameters form the root unit.
+        weights: Source of the initial parameters. Default: the parameters of rank 0. Required if a parameter is on the
+            meta device.
         activation_checkpointing: Save only the inputs of each unit, and run its forward again in the backward.
-        prefetch: Number of units to fetch ahead, if the transport allows it. With 0 no thread is started; with 1 or
-            more, gradients are pushed on a thread, too.
-        optimizer_device: Device of this rank's slices. Default: the host.
-        dtypes: Types of parameters by name, if different from the type of the transport.
+        prefetch: Number of units to fetch ahead, if the transport allows it. If it is 0, no thread is started;
+            otherwise gradients are pushed on a thread, too.
+        optimizer_device: Device of this rank's slices of trainable parameters. Default: the host.
+        dtypes: Dtypes of parameters by dotted name, where they differ from the dtype of the transport.
 
     Raises:
-        ValueError: `units` matches no submodule, a parameter has no values or is complex, an embedding has `max_norm`,
+        ValueError: `units` matches no submodule or one without a forward, a trainable parameter is not real
+            floating-point, a parameter is on the meta device and `weights` is not given, an embedding has `max_norm`,
             or `prefetch` is negative.
 
     Attributes:
@@ -62,8 +65,8 @@ class ShardedModel:
         units: All units that have parameters, the root first.
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
-        spans: Time that this rank waited for communication.
-        traffic: Bytes that this rank fetched and pushed.
+        spans: Recorder of the time that this rank spent on communication.
+        traffic: Counter of the bytes that this rank fetched and pushed.
     """
 
     def __init__(
@@ -115,51 +118,53 @@ class ShardedModel:
         self.publish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward. One-sided."""
+        """Run the forward of the module. One-sided."""
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ShardedModel":
-        """Set training mode."""
+        """Set training mode, or evaluation mode if `mode` is False. Return the model."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "ShardedModel":
-        """Set evaluation mode."""
+        """Set evaluation mode. Return the model."""
         return self.train(False)
 
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        A slice contains `[n]` consecutive elements of the flattened parameter, possibly none, in fp32 or in
-        `param_dtype` if that is wider. All ranks have the same number of slices, in the same order. After a minibatch
-        `.grad` is set on all ranks; if no rank used the parameter, it is None on all ranks.
+        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or
+        `param_dtype` if that is wider. All ranks have the same number of slices, in the same order. After a minibatch,
+        `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
     def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return `shard_parameters()` with the dotted names of the parameters."""
+        """Return `shard_parameters()` as pairs of the dotted name of the parameter and the slice."""
         return [(shard.slice.spec.name, shard.parameter) for shard in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return views of all slices of this rank, which change only between the end of a minibatch and `publish()`.
+        """Return all slices of this rank, including those of frozen parameters, with views of their values.
 
-        Frozen parameters are included. Types are those of the optimizer.
+        The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
+        dtype of `shard_parameters()`, and slices of frozen parameters have that of the shards.
         """
         return self._local_shards.all_slices()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every sharded parameter by dotted name."""
+        """Return the full shapes of all sharded parameters by dotted name."""
         return {name: range_.spec.shape for unit in self.units for name, (_, range_) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Raise TypeError, because the parameters of the module are placeholders, which training does not change."""
+        """Raise TypeError. The parameters of the module are placeholders; use `shard_parameters()` instead."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager
     def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
-        """Enclose the forwards and backwards of one minibatch. Collective at its end: gradients complete.
+        """Enclose the forwards and backwards of one minibatch. Collective: its end completes all gradients.
 
-        Yields the statistics of the minibatch. `names` are further values that the ranks exchange at its end.
+        Yields the statistics of the minibatch. The ranks exchange them at its end, with additional values called
+        `names`. An exception in the enclosed code skips the collective.
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
@@ -186,18 +191,19 @@ class ShardedModel:
         self._phases.phase = StepPhase.COMPLETE
 
     def set_is_last_backward(self) -> None:
-        """Announce that the next backward is the last one of this minibatch. Optional.
+        """Announce that the next backward is the last one of this minibatch. This call is optional.
 
-        Accumulated gradients of a unit are then pushed as soon as they are complete, overlapped with computation,
-        instead of after the backward.
+        Locally accumulated gradients of a unit are then pushed as soon as they are complete, overlapped with
+        computation. Otherwise they are pushed at the end of the minibatch.
         """
         self._pusher.is_last_backward = True
 
     @property
     def cache_bytes(self) -> CacheBytes:
-        """Sizes of the caches for unsharded units and accumulated gradients on this rank. Initially 0.
+        """Sizes of the caches of unsharded units and accumulated gradients on this rank, initially 0.
 
-        Sizes above `cache_needs` have no effect. Ranks may differ. To set sizes, between minibatches, frees the caches.
+        Ranks may have different sizes. Memory above `cache_needs.maximum` remains unused. Set sizes only between
+        minibatches; this frees both caches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
 
@@ -211,22 +217,23 @@ class ShardedModel:
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """Useful sizes of the caches."""
+        """Range of useful sizes for the caches."""
         return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
     def unsharded(self, *, gradients: bool = True) -> Iterator[None]:
         """Unshard the full model on this rank, so that the enclosed code fetches nothing. One-sided.
 
-        For many forwards, such as those of generation. Fetched units stay cached after the enclosed code, until the
-        next minibatch ends or parameters change.
+        Use it around many forwards, for example in generation. Units remain cached after the enclosed code, until the
+        next minibatch ends or `publish()` is called.
 
         Args:
-            gradients: True if a backward may follow. If False, modules hold materialized parameters and a forward is as
-                fast as that of an unsharded module; a minibatch must not end in the enclosed code.
+            gradients: True if the enclosed code may run a backward. If False, the modules hold full parameters without
+                gradients, so a forward is as fast as in an unsharded module. A minibatch must then not end in the
+                enclosed code.
 
         Raises:
-            UserError: `comm.parameter_cache_bytes` is smaller than all units but the root, or fetches are collective.
+            UserError: The parameter cache is smaller than all units except the root, or fetches are collective.
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
@@ -238,15 +245,18 @@ class ShardedModel:
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Publish the status `what` instead of the unit in use, and do not count forwards as microbatches.
+        """Publish `what` as the status of this rank in the enclosed code, instead of the unit in use.
 
-        For generation, which runs one forward per token. Messages insert `what` after "was last seen". Yields a
-        function that replaces `what`.
+        Forwards are then not counted as microbatches. Use it for generation, which runs one forward per token. Messages
+        of other ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients to a total norm of at most `max_norm`, if finite; return the norm before. Collective."""
+        """Scale all gradients so that their total norm is at most `max_norm`. Collective.
+
+        Gradients whose norm is not finite are not scaled. Returns the total norm before scaling.
+        """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self._gradient_format.sum_of_squares(gradients)
@@ -259,7 +269,7 @@ class ShardedModel:
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by a number, the same on all ranks. Call it before `clip_grad_norm_`."""
+        """Divide all gradients by `divisor`, which must be equal on all ranks. Call it before `clip_grad_norm_`."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -267,11 +277,11 @@ class ShardedModel:
 
     @property
     def fixed_point_gradients(self) -> FixedPointGradients | None:
-        """Format of fixed-point gradients; None if gradients are floating-point."""
+        """Number format of the gradients if they are fixed-point numbers, otherwise None."""
         return self._gradient_format if isinstance(self._gradient_format, FixedPointGradients) else None
 
     def publish(self) -> None:
-        """Publish the parameters of this rank, clear the gradients, and synchronize all ranks. Collective."""
+        """Publish this rank's parameters, clear its gradients, and synchronize all ranks. Collective."""
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
         self._local_shards.write_back()
@@ -280,10 +290,10 @@ class ShardedModel:
         self._unsharded.fetch_allowed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all full parameters, in the types of the shards, and of all persistent buffers.
+        """Return copies of all full parameters, in the dtypes of the shards, and of all persistent buffers.
 
         One-sided: a single rank may call it, except between the end of a minibatch and `publish()`. Collective if the
-        fetches of the transport are. The caller needs memory for the full model.
+        fetches of the transport are collective. The calling rank needs memory for the full model.
         """
         with self._placeholders.allow_state_dict():
             state = dict(self.module.state_dict())
@@ -291,34 +301,34 @@ class ShardedModel:
 
     @property
     def fetch_wait_s(self) -> float:
-        """Seconds spent waiting for parameters since the start."""
+        """Total time spent waiting for parameters, in seconds."""
         return self.spans.seconds["fetch"]
 
     @property
     def accumulate_wait_s(self) -> float:
-        """Seconds spent pushing gradients since the start."""
+        """Total time that the computing thread spent on pushes of gradients, in seconds."""
         return self.spans.seconds["accumulate"]
 
     @property
     def boundary_wait_s(self) -> float:
-        """Seconds spent at the synchronization points since the start."""
+        """Total time spent at the synchronization points, in seconds."""
         return sum(self.spans.seconds[point] for point in SYNC_POINTS)
 
     @property
     def peak_parameter_bytes(self) -> int:
-        """Peak parameter memory of this rank: window shards and buffers of fetched units."""
+        """Peak memory of this rank for parameter shards and buffers of fetched units, in bytes."""
         parameters = self._transport.parameters
         return parameters.shard_bytes + parameters.buffers.peak_bytes
 
     @property
     def peak_gradient_bytes(self) -> int:
-        """Peak gradient memory of this rank: shards, accumulated gradients and pushes in flight."""
+        """Peak memory of this rank for gradient shards, accumulated gradients and pushes in flight, in bytes."""
         shards = sum(layout.shard_numel for layout in self.layouts if layout.trainable)
         return shards * self._transport.gradients.dtype.itemsize + self._pusher.buffers.peak_bytes
 
     @property
     def num_collectives(self) -> int:
-        """Collectives since the start: synchronization points, and collective fetches and pushes."""
+        """Number of collectives so far: synchronization points, and fetches and pushes if they are collective."""
         return self._transport.group.num_collectives
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Changes to the module itself: on-demand parameters, tracked forwards, and checks against misuse of placeholders."""
+"""Changes to a sharded module: parameters that are fetched on demand, tracked forwards, and checks of placeholders."""
 
 import copy
 import functools
@@ -19,10 +19,14 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class OnDemandParameters(dict[str, Any]):
-    """The dict `_parameters` of a module, in which the lookup of a sharded parameter fetches it.
+    """Replacement for a module's `_parameters` dict that fetches a sharded parameter when it is looked up.
 
-    Iteration, as by `module.parameters()`, yields placeholders. `find` returns the parameter of a dotted name; `names`
-    are the dotted names of the sharded parameters by key.
+    Iteration, as in `module.parameters()`, yields placeholders and fetches nothing.
+
+    Args:
+        placeholders: Entries of the dict.
+        find: Function that returns the full parameter with a given dotted name.
+        names: Dotted names of the sharded parameters, by their keys in the dict.
     """
 
     def __init__(
@@ -43,15 +47,19 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the shape of `parameter` that occupies no memory; all its elements are NaN."""
+    """Return a parameter with the shape of `parameter` whose elements are all NaN and share the memory of one."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 class Placeholders:
-    """Placeholders of `modules`, and checks that they are neither optimized nor saved.
+    """Placeholders of sharded parameters, with checks that they are neither optimized nor saved.
 
-    The same checks apply to `originals`, the replaced parameters. They are not kept alive.
+    Args:
+        tensors: Placeholders by dotted name.
+        originals: Parameters that they replaced, by dotted name. The optimizer check includes these parameters, but
+            does not keep them alive.
+        modules: Modules that contain the placeholders. Their `state_dict()` raises RuntimeError.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class Placeholders:
         self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the placeholders, and those replaced parameters that still exist."""
+        """Return the placeholders, and those of the replaced parameters that still exist."""
         return [parameter for _, reference in self._by_id.values() if (parameter := reference()) is not None]
 
     @contextmanager
@@ -78,7 +86,7 @@ class Placeholders:
             self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError if placeholders or replaced parameters are among an optimizer's parameters."""
+        """Raise RuntimeError if an optimizer's parameters include placeholders or replaced parameters."""
         for parameter in parameters:
             name, reference = self._by_id.get(id(parameter), ("", None))
             if reference is not None and reference() is parameter:  # an address can be reused
@@ -88,7 +96,7 @@ class Placeholders:
                 )
 
     def check_frozen(self) -> None:
-        """Raise RuntimeError if `requires_grad` of a parameter has changed since the parameters were sharded."""
+        """Raise RuntimeError if `requires_grad` of a placeholder has changed since the parameters were sharded."""
         for name, parameter in self._tensors.items():
             if parameter.requires_grad is not self._trained[name]:
                 now = "frozen" if self._trained[name] else "made trainable"
@@ -104,7 +112,10 @@ class Placeholders:
 
 
 def replicate(module: nn.Module, transport: Transport) -> None:
-    """Copy the buffers and integer parameters of rank 0 to the device of every rank. Collective."""
+    """Overwrite the buffers and integer parameters of all ranks with those of rank 0. Collective.
+
+    They are moved to the device of the transport. Tensors on the meta device are skipped.
+    """
     for _, tensor in replicated_tensors(module):
         if not tensor.is_meta:
             value = tensor.detach().contiguous().cpu()
@@ -118,7 +129,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def install_on_demand_parameters(
     names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
-    """Replace the parameters of modules by parameters that are fetched on demand. Return the placeholders."""
+    """Replace `_parameters` of the modules in `names` by `OnDemandParameters`. Return the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
@@ -143,13 +154,13 @@ def install_on_demand_parameters(
 
 @contextmanager
 def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
-    """Put full parameters without gradients into the modules in the enclosed code; fetch missing units. One-sided.
+    """Install full parameters without gradients in the modules for the enclosed code. One-sided.
 
-    A forward is then as fast as that of an unsharded module. A parameter that is fetched on demand costs some
-    microseconds of Python per forward of its unit, which is significant in a decoding step.
+    Units that are not unsharded are fetched first. A forward is then as fast as that of an unsharded module. Looking up
+    a parameter on demand costs some microseconds of Python per forward of its unit, which is significant in decoding.
 
-    The units must fit the cache at once, or be views that stay valid; they must not be resharded in the enclosed code.
-    Forwards are not tracked there (`UnitForwards.is_suspended`). No effect within another call.
+    All units must fit the cache together, or be views that stay valid. They must not be resharded in the enclosed code,
+    and forwards are not tracked there (`UnitForwards.is_suspended`). A nested call changes nothing.
     """
     if unsharded.reshard_forbidden:
         yield
@@ -175,7 +186,7 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
 
-    `names` are the first dotted names of parameters by all their names.
+    `names` maps every dotted name of a parameter, including those of tied parameters, to its first dotted name.
     """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
     for unit in units:
@@ -188,7 +199,10 @@ def full_state_dict(
 def wrap_forward(
     module: nn.Module, unit: Unit, forwards: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
 ) -> None:
-    """Wrap `forward` of the module of a unit by `UnitForwards.run`, and by activation checkpointing."""
+    """Wrap the forward of a unit's module in `UnitForwards.run` and, if `checkpointing`, in activation checkpointing.
+
+    The root unit is never checkpointed.
+    """
     forward = module.forward
 
     def tracked(*args: Any, **kwargs: Any) -> Any:

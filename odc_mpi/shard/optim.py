@@ -1,7 +1,7 @@
-"""Optimizers over slices, gradient clipping, schedules. Does not communicate.
+"""Optimizers of slices, gradient clipping, and learning rate schedules. This module does not communicate.
 
-A rank optimizes slices of flattened parameters. This is correct for element-wise optimizers, but not for those that use
-the rows and columns of a matrix, or the norm of a parameter.
+A rank optimizes slices of flattened parameters. This is correct for element-wise optimizers, but not for optimizers
+that use the rows and columns of a matrix or the norm of a parameter.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-#: PyTorch optimizers that update each element only from the gradients of this element.
+#: PyTorch optimizers that compute the update of each element only from the gradients of this element.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
     optim.Adam,
@@ -41,7 +41,7 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise ValueError unless an optimizer is one of `ELEMENTWISE` or has an attribute `elementwise = True`."""
+    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or it has the attribute `elementwise = True`."""
     # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
@@ -53,10 +53,10 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 class StepGuard:
-    """Calls `check(optimizer)` before each step of an optimizer that has one of the parameters.
+    """Calls `check(optimizer)` before each step of an optimizer that has at least one of the given parameters.
 
-    PyTorch has global step hooks only. All guards therefore share one hook, which finds the guards of an optimizer by
-    its parameters, so that a step is not slower with more open models. Parameters are not kept alive.
+    PyTorch has only global step hooks. All guards therefore share one hook, which finds the guards of an optimizer by
+    its parameters. A step is thus not slower if more models are open. Guards do not keep parameters alive.
     """
 
     _guarded: ClassVar[dict[int, tuple[weakref.ref[torch.Tensor], "StepGuard"]]] = {}
@@ -72,7 +72,7 @@ class StepGuard:
                 StepGuard._hook = register_optimizer_step_pre_hook(_check_step)
 
     def close(self) -> None:
-        """Stop checking. Idempotent."""
+        """Stop the checks of this guard. Idempotent."""
         with StepGuard._lock:
             for key in self._keys:
                 if StepGuard._guarded.get(key, (None, None))[1] is self:
@@ -96,7 +96,7 @@ def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mappi
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the squares of all elements, computed in fp64."""
+    """Return the sum of the squares of all elements of the gradients, computed in fp64."""
     if not gradients:
         return 0.0
     norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64))
@@ -104,7 +104,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that scales gradients to `max_norm`, as in PyTorch; 1 if the norm is not finite."""
+    """Return the factor that limits a norm to `max_norm`, as in PyTorch. It is 1 if `norm` is not finite."""
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
@@ -119,12 +119,14 @@ def build_optimizer(
     fused: bool | None = None,
     **settings: Any,
 ) -> optim.Optimizer:
-    """Create an optimizer ("adamw" or "sgd") of this rank's slices, given with the dotted names of their parameters.
+    """Create an optimizer of this rank's slices.
 
     Args:
-        shapes: Full shapes by dotted name. A slice has one dimension, so they decide which parameters are decayed.
-        weight_decay: Weight decay of parameters with at least two dimensions; biases and weights of norms have none.
-        fused: Use the fused kernel of PyTorch. Default: only for AdamW.
+        kind: "adamw" or "sgd".
+        named: Pairs of the dotted name of a parameter and this rank's slice of it.
+        shapes: Full shapes of the parameters by dotted name. A slice has only one dimension.
+        weight_decay: Weight decay of parameters with two or more dimensions. Biases and weights of norms have none.
+        fused: Use the fused kernel of PyTorch. Default: only for "adamw".
         **settings: Settings of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
     """
     named = list(named)
@@ -139,10 +141,10 @@ def build_optimizer(
 
 
 def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a fraction of the peak.
+    """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
-    It rises linearly in the first `warmup_steps` and has the peak in the next step. Then it is "constant", or it falls
-    to 0 after `steps`, as "linear" or "cosine". `steps` includes the warm-up.
+    It rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. Then it remains at the
+    peak if `kind` is "constant", or falls to 0 after `steps` steps, including the warm-up, if "linear" or "cosine".
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -1,8 +1,8 @@
 """Partition of the parameters of a module into units.
 
-A unit is a submodule that the user selects (by class, class name or instance), with all parameters below it that do not
-belong to an inner unit. All other parameters belong to the root unit, and so do parameters shared by several units: the
-root is fetched first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
+A unit has the parameters of a submodule that the user selects by class, class name or instance, except those of units
+inside it. All other parameters belong to the root unit. So do parameters that several units share: the root is fetched
+first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,21 +16,24 @@ from odc_mpi.shard.units.unit import Unit
 
 #: Selection of units: a class, a class name or a submodule.
 UnitChoice = type | str | nn.Module
-#: For each module the first dotted names of its own parameters, by their keys in `module._parameters`.
+#: Dotted names of the parameters of each module, by their keys in `module._parameters`. Tied parameters have one name.
 NamesByModule = dict[nn.Module, dict[str, str]]
 
 
 @dataclass
 class UnitParameters:
-    """Parameters of one unit ("" for the root) by dotted name, in module order; tied parameters by their first name."""
+    """Parameters of a unit by dotted name, in the order of the module. The name of the root unit is "".
+
+    A tied parameter is included once, with its first dotted name.
+    """
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Return the specs of each flat array, one array per dtype: first trainable parameters, then frozen ones.
+        """Return the specs of the parameters of each flat array: trainable arrays first, and one array per dtype.
 
-        `dtypes` are the types of parameters that differ from the type of the parameter store, by name.
+        `dtypes` are the dtypes of parameters by dotted name, where they differ from the dtype of the parameter store.
         """
         kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in self.parameters.items():
@@ -44,9 +47,16 @@ def partition(
 ) -> tuple[list[UnitParameters], NamesByModule, dict[str, str]]:
     """Divide the floating-point parameters of a module into units.
 
+    Args:
+        units: Selection of the units. None selects the classes in `_no_split_modules` of the module.
+
     Returns:
-        Units that have parameters, the root first, then in the order of the module; the names of the parameters by
-        module; and their names by all dotted names, including further ones of tied parameters and shared modules.
+        Three values: the units that have parameters, the root first and the others in the order of the module; the
+        names of the parameters by module; and a dict that maps every dotted name of a parameter to its first one.
+        A parameter has several names if it is tied or its module is shared.
+
+    Raises:
+        ValueError: An entry of `units` matches no submodule, or matches one without a forward.
     """
     chosen = _select_modules(module, units)
     names_by_module: NamesByModule = {}
@@ -69,7 +79,11 @@ def partition(
 
 
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
-    """Raise ValueError if a module cannot be sharded. Parameters on the meta device require `has_weights`."""
+    """Raise ValueError if a module cannot be sharded.
+
+    Unsupported are trainable parameters that are not real floating-point, embeddings with `max_norm`, and parameters on
+    the meta device unless `has_weights`.
+    """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}: expected trainable parameters to be real floating-point")
@@ -86,7 +100,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units and the layouts of their flat arrays (`UnitParameters.specs`), divided among `num_owners`."""
+    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
@@ -139,13 +153,13 @@ def _walk(
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that are not sharded, buffers and integer parameters, with their dotted names."""
+    """Yield the dotted names and values of the tensors that are not sharded: buffers and integer parameters."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `replicated_tensors` without non-persistent buffers, for a checkpoint."""
+    """Yield those of the `replicated_tensors` that a checkpoint contains: all except non-persistent buffers."""
     non_persistent = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()

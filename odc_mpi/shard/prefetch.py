@@ -1,10 +1,10 @@
-"""Prediction of the units used next, and threads that fetch and push overlapped with computation.
+"""Prediction of the units used next, and threads that overlap fetches and pushes with computation.
 
-    main thread    computes, decides, acquires and releases buffers, waits; calls the synchronization points
+    main thread    computes, decides what to fetch, acquires and releases buffers; calls the synchronization points
     fetch thread   runs fetches of the units expected next, one at a time
     push thread    runs pushes, one at a time; separate, so that no fetch queues behind a long push
 
-The threads run only operations of the transport, on buffers that no other thread accesses until it has waited for the
+The threads run only operations of the transport. No other thread accesses their buffers before it has waited for the
 operation. They are used only if several threads may call the transport (`Transport.thread_safe`). Units are prefetched
 only if fetches copy data (`ParameterStore.access`).
 """
@@ -23,8 +23,9 @@ K = TypeVar("K", bound=Hashable)
 class PrefetchPredictor(Generic[K]):
     """Predictor of the order in which units are used.
 
-    The next unit depends on the last two: layer 5 after layer 4 is a forward, after layer 6 a backward. The order is
-    therefore a map from the last two units to the next one; the latest observation wins. A prediction may be wrong.
+    The next unit depends on the last two: layer 5 after layer 4 is part of a forward, and after layer 6 of a backward.
+    The order is therefore stored as a map from the last two units to the next one. Each observation replaces an earlier
+    one. A prediction may be wrong.
     """
 
     def __init__(self) -> None:
@@ -32,16 +33,16 @@ class PrefetchPredictor(Generic[K]):
         self._last_two: tuple[K | None, K | None] = (None, None)
 
     def reset_position(self) -> None:
-        """Forget the last two units, but not the order: a minibatch has ended."""
+        """Forget the last two units, but not the observed order. Call it at the end of a minibatch."""
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record the use of a unit that differs from the last one."""
+        """Record that a unit is used, after a different unit."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
     def predict(self, count: int) -> list[K]:
-        """Return the units of the next `count` uses, fewer if the order is not known so far. A unit may occur twice."""
+        """Return the units of the next `count` uses, or fewer if the order is not known. A unit may occur twice."""
         last_two = self._last_two
         units: list[K] = []
         while len(units) < count and last_two in self._following:
@@ -51,19 +52,20 @@ class PrefetchPredictor(Generic[K]):
 
 
 class CommunicationThread:
-    """Thread that runs operations of a transport, each to completion before the next. It starts with the first.
+    """Thread that completes operations of a transport one after another. The first operation starts the thread.
 
-    It is an executor of the standard library: the interpreter joins its thread at exit, so that no operation is
-    interrupted by the end of MPI. Every operation ends, since its deadline otherwise ends the job.
+    The thread belongs to an executor of the standard library. The interpreter joins it at exit, before MPI is
+    finalized. Every operation ends, because its deadline otherwise ends the job.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Start `start_fetch` or `push` of a store, and complete it in the thread.
+        """Run an operation of a store, `start_fetch` or `push`, to completion on the thread.
 
-        Do not access the memory of the arguments before it is complete. `Work.wait` raises its exception.
+        Do not access the memory of the arguments before the returned handle is complete. `wait` of this handle raises
+        the exception of the operation, if any.
         """
         return DeferredWork(self._executor.submit(_complete, [operation, *arguments]).result)
 

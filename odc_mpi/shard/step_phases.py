@@ -1,6 +1,6 @@
-"""Phases of a training step, and the time that the computing thread does not compute.
+"""Phases of a training step, and the time that the computing thread spends on communication.
 
-All spans belong to the computing thread, so they do not overlap:
+This time is recorded as spans of the following kinds. All spans belong to the computing thread and do not overlap:
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 #: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
-#: Kinds of spans.
+#: Kinds of spans, as described in the module docstring.
 SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS)
 
 
 class Span(NamedTuple):
-    """Interval in seconds of `time.perf_counter`."""
+    """Interval of a kind in `SPAN_KINDS`. Its limits are values of `time.perf_counter`, in seconds."""
 
     kind: str
     began: float
@@ -30,7 +30,11 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Seconds since the start by kind of span and, after `start_recording`, the single spans."""
+    """Recorder of the time that the computing thread spends on communication, as spans.
+
+    Attributes:
+        seconds: Total time of all spans so far by kind, in seconds.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(SPAN_KINDS, 0.0)
@@ -38,18 +42,18 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that ends now. Takes a fraction of a microsecond, since every fetch and push calls it."""
+        """Add a span that started at `began` and ends now. This takes only a fraction of a microsecond."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
             self._recorded.append(Span(kind, began, ended))
 
     def start_recording(self) -> None:
-        """Record every span from now on. Call `drain` regularly, since the recorded spans occupy memory."""
+        """Keep every span from now on. Call `drain` regularly, because these spans occupy memory."""
         self._is_recording = True
 
     def drain(self) -> list[Span]:
-        """Return and remove the spans recorded since the last call, in order."""
+        """Return the spans recorded since the last call, in order, and remove them."""
         recorded, self._recorded = self._recorded, []
         return recorded
 
@@ -63,24 +67,24 @@ class StepPhase(Enum):
 
 
 class StepPhases:
-    """State machine of the training step. It rejects calls in the wrong phase and times the synchronization points."""
+    """State machine of a training step, which rejects calls in the wrong phase and times the synchronization points."""
 
     def __init__(self, spans: SpanRecorder) -> None:
         self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
         self._spans = spans
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError if the current phase is not `expected`."""
+        """Raise RuntimeError if the current phase is not `expected`. The message names the function `call`."""
         if self.phase is not expected:
             raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 
     def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Check the current phase as `require` does, then enter the phase `following`."""
+        """Enter the phase `following`. Raise RuntimeError if the current phase is not `expected`."""
         self.require(expected, call)
         self.phase = following
 
     def synchronize(self, point: str, collective: Callable[[], T]) -> T:
-        """Call a collective, record its time under `point`, and return its result. Collective."""
+        """Call a collective, record its time as a span of kind `point`, and return its result. Collective."""
         began = perf_counter()
         result = collective()
         self._spans.add(point, began)

@@ -11,7 +11,7 @@ from odc_mpi.shard.layout import FlatLayout
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
-    """Return the format for the dtype of a gradient store: fixed-point if it is an integer type."""
+    """Create the number format for the dtype of a gradient store: fixed-point for an integer dtype."""
     if dtype.is_floating_point:
         return FloatGradients(dtype)
     return FixedPointGradients({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -2,12 +2,12 @@
 
 Methods are called in this order; arrays are identified by their index in the transport:
 
-    start                                       a minibatch begins
-    write_flat, accumulate                      backward: into a buffer that is pushed, or into a local sum
-    note_push                                   a local sum is pushed
+    start                                       at the beginning of a minibatch
+    write_flat, accumulate                      in a backward: write gradients to a push buffer, or add to a local sum
+    note_push                                   before a local sum is pushed
     local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
-    to_gradients                                then: gradients of this rank for the optimizer
-    note_scaling                                gradients are divided by a number
+    to_gradients                                then: convert the gradients of this rank for the optimizer
+    note_scaling                                after all gradients are divided by a number
     sum_of_squares, norm                        gradient norm: squares of this rank, and the norm over all ranks
 """
 
@@ -25,44 +25,56 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin a minibatch."""
+        """Begin a minibatch. Statistics of the previous one are discarded."""
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         """Overwrite the buffer `flat` with gradients of an array, and with zeros between them.
 
-        A segment is the index in `flat` of the first element, and the gradient. `flat` has the dtype of the store.
+        Args:
+            index: Index of the array in the transport.
+            segments: Pairs of the index in `flat` at which a gradient begins, and the gradient.
+            flat: Buffer `[n]` with the dtype of the gradient store.
         """
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of an array to the local sum `flat`. Arguments as of `write_flat`."""
+        """Add gradients of an array to the local sum `flat`. The arguments are those of `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
-        """Record that a local sum is pushed."""
+        """Record that the local sum `flat` of an array will be pushed."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
-        """Return numbers to sum over the ranks, float64 `[k]`, with the same k on all ranks. Waits for the device."""
+        """Return this rank's numbers that will be summed over all ranks, float64 `[k]`, with the same k on all ranks.
+
+        This call waits for the device.
+        """
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Apply the sums over all ranks of `local_statistics`. Return whether the gradients are finite."""
+        """Apply the sums of `local_statistics` over all ranks, float64 `[k]`. Return True if gradients are finite."""
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert this rank's gradient shard of an array, `[n]`, to the dtype and device of `like`.
+        """Convert `window`, this rank's gradient shard of an array, `[n]`, to the dtype and device of `like`.
 
-        Returns `window` itself if it needs no conversion. A transfer to a GPU is asynchronous.
+        The result can be `window` itself if no conversion is needed. A transfer to a GPU can be asynchronous.
         """
 
     def note_scaling(self, divisor: float) -> None:  # noqa: B027 - optional
-        """Record that all gradients are divided by a number."""
+        """Record that all gradients were divided by `divisor`."""
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return sums of squares of this rank's slices, by array, float64 `[k]`, with the same k on all ranks."""
+        """Return sums of the squares of this rank's gradients, float64 `[k]`, with the same k on all ranks.
+
+        `gradients` contains the gradients of this rank's slices by the index of the array.
+        """
 
     @abstractmethod
     def norm(self, totals: np.ndarray) -> float:
-        """Return the norm, from the sum over all ranks of `sum_of_squares`. NaN if the gradients are not finite."""
+        """Compute the norm of all gradients from the sums of `sum_of_squares` over all ranks, float64 `[k]`.
+
+        It is NaN or infinite if a gradient is not finite.
+        """

@@ -1,26 +1,27 @@
-"""Gradients as 64-bit fixed-point numbers: integers, whose sums do not depend on the order of their terms.
+"""Gradients as 64-bit fixed-point numbers. They are integers, so their sums do not depend on the order of the terms.
 
-A gradient is multiplied by 2**exponent of its array, rounded to the nearest integer (ties to even), and summed as an
-integer: locally, in pushes, and by its owner. The owner scales the sum back.
+A gradient is multiplied by 2**exponent, with an exponent for each array, and rounded to the nearest integer (ties to
+even). Integers are summed locally, in pushes, and by the owner, which scales the sum back.
 
-    write_flat, accumulate    round once per push: a forward and backward of a unit in a microbatch
-    local_statistics,         gradients complete: bounds and errors as integers; their sums determine the exponents of
-    apply_global_statistics   the next minibatch
-    to_gradients              the owner's integers as floating-point numbers
-    sum_of_squares, norm      squares as integers
+    write_flat, accumulate    round each gradient once per forward and backward of a unit in a microbatch
+    local_statistics,         gradients complete: exchange bounds and errors as integers; their sums determine the
+    apply_global_statistics   exponents of the next minibatch
+    to_gradients              convert the owner's integers to floating-point numbers
+    sum_of_squares, norm      sum squares as integers
 
-All numbers that the ranks exchange are sums over pushes, or over elements, of integers that float64 holds exactly. So
-neither these sums nor the exponents depend on which rank ran which microbatch, or on the limits of the shards.
+All numbers that the ranks exchange are sums, over pushes or elements, of integers that float64 holds exactly. Neither
+these sums nor the exponents depend on which rank ran which microbatch, or on the boundaries of the shards.
 
 Note: exponents
-    All ranks learn the sum, over the pushes of an array, of upper bounds of the largest element. No element of the sum
-    of the pushes, or of a part of them, exceeds it. Below 2**62 it is safe. Otherwise the gradients count as not
-    finite: the step is skipped and the exponent lowered, as a loss scale would be. The next exponent leaves 2**10 of
-    headroom above the bound of this minibatch, so 52 bits are below it; it falls at once, and rises by at most 8.
+    For each push of an array, a rank computes an upper bound of the largest element. All ranks receive the sum of these
+    bounds, which no element of a complete or partial sum of the pushes exceeds. If it is below 2**62, no sum overflows.
+    Otherwise the gradients are treated as not finite: the step is skipped and the exponent is lowered, like a loss
+    scale. The next exponent leaves 10 bits of headroom above the bound of this minibatch, and 52 bits below the bound.
+    It falls by any amount in one minibatch, but rises by at most 8.
 
 Note: the norm
-    A square is split into four integers of about 20 bits each. The first is scaled by the known bound of the array. For
-    each of the four, the sum over all elements of the array stays below 2**53.
+    A square is split into four integers of about 20 bits each. The first one is scaled by the known bound of the array.
+    For each of the four, the sum over all elements of the array stays below 2**53.
 """
 
 import math
@@ -33,43 +34,43 @@ from typing_extensions import override
 from odc_mpi.comm.kernels.native import Segment, largest_magnitude
 from odc_mpi.shard.gradient_format.base import GradientFormat
 
-#: Sums must stay below two to the power of this.
+#: Sums must stay below 2**SUM_BITS.
 SUM_BITS = 62
-#: The gradients of the next minibatch may be larger by a factor of two to the power of this.
+#: The gradients of the next minibatch may be larger by a factor of 2**HEADROOM_BITS.
 HEADROOM_BITS = 10
-#: Exponent of the first minibatch: sums below 2**14, in steps of 2**-48.
+#: Exponent of the first minibatch. It allows sums below 2**14, in steps of 2**-48.
 FIRST_EXPONENT = 48
 #: Maximum rise of an exponent from one minibatch to the next.
 MAX_RISE = 8
-#: Limits of exponents, so that scales are normal numbers of fp64.
+#: Minimum and maximum exponent, within which all scales are normal numbers of fp64.
 EXPONENTS = (-900, 900)
-#: Bounds are reported in multiples of two to the power of this ...
+#: Bounds are reported in multiples of 2**BOUND_BITS.
 BOUND_BITS = 30
-#: ... and at most as this number of multiples, so that 2**13 of the largest can be summed exactly.
+#: Largest number of multiples that is reported as a bound. A sum of 2**13 such numbers is exact.
 MAX_BOUND = 2.0**40
-#: Rounding errors are reported in multiples of two to the power of this, in steps of the integers.
+#: Rounding errors are reported in multiples of 2**ERROR_BITS, where 1 is one step of the integers.
 ERROR_BITS = -6
-#: Rounding errors are measured in one of this number of parts of a gradient.
+#: Rounding errors are measured in one out of this number of parts of a gradient.
 PARTS_PER_MEASUREMENT = 8
-#: Integers that a square is split into.
+#: Number of integers into which a square is split.
 LIMBS = 4
-#: float64 sums integers below two to the power of this exactly; one bit is left for rounding up.
+#: float64 sums of integers below 2**EXACT_BITS are exact. One more bit is reserved for rounding up.
 EXACT_BITS = 52
 #: Elements that are processed at a time. On a host they stay in the cache of a core.
 _HOST_NUMEL, _DEVICE_NUMEL = 1 << 15, 1 << 22
 
 
 class FixedPointGradients(GradientFormat):
-    """Gradients as 64-bit integers.
+    """Format of gradients as 64-bit integers.
 
     Args:
         numels: Number of elements of each trainable array by index, in the same order on all ranks.
 
     Attributes:
         exponents: Exponent of each array by index.
-        relative_error: Rounding errors of the last minibatch relative to its gradients, both as sums of magnitudes over
-            elements of all pushes; for large gradients over one eighth of the elements. The same on any number of
-            ranks. 0 if there were no pushes.
+        relative_error: Sum of the magnitudes of the rounding errors in the last minibatch, divided by that of the
+            gradients. The sums include all pushes; of large gradients, they include one eighth of the elements. The
+            value does not depend on the number of ranks. It is 0 if there were no pushes.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
@@ -121,7 +122,7 @@ class FixedPointGradients(GradientFormat):
         return self._finite
 
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Scale the integers back: round to the nearest fp64 number, then to the dtype of `like`."""
+        """Scale the integers back. They are rounded to fp64 and then to the dtype of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
         for part in _parts(window):

@@ -4,8 +4,8 @@ Note: sums that overflow
     The sum of finite gradients can be infinite. An owner knows whether its sum is finite only when the gradients are
     complete, and reporting it would need another collective. Instead, every rank reports an upper bound of the sum of
     its pushes: for each array, the sum of the largest elements of the pushes. If the sum of the bounds of all ranks may
-    exceed the range of `reduce_dtype`, the gradients count as not finite. A local sum is one push: an element that has
-    overflowed stays infinite or NaN when further gradients are added.
+    exceed the range of `reduce_dtype`, the gradients are treated as not finite. The bound of a local sum is computed
+    only when it is pushed, because an element that has overflowed stays infinite or NaN when gradients are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from odc_mpi.shard.optim import squared_norm
 
 
 class FloatGradients(GradientFormat):
-    """Gradients as torch.float32 or torch.float64."""
+    """Format of gradients as floating-point numbers of `dtype`, torch.float32 or torch.float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bounds: dict[int, torch.Tensor] = {}
@@ -44,7 +44,7 @@ class FloatGradients(GradientFormat):
         self._add_bound(index, largest_magnitude(flat))
 
     def local_statistics(self) -> np.ndarray:
-        """Return the largest bound of an element as a fraction of the range of the dtype, `[1]`."""
+        """Return the largest bound of all arrays as a fraction of half the range of the dtype, float64 `[1]`."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 

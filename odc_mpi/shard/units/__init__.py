@@ -1,1 +1,1 @@
-"""Units of parameters, and the cache of unsharded units."""
+"""Units, which are groups of parameters that are fetched together, and the cache of unsharded units."""

@@ -1,4 +1,4 @@
-"""Status of this rank, published for the error message of a rank that times out waiting for it.
+"""Status of this rank, which other ranks print if they time out waiting for this rank.
 
     in microbatch 3, forward of unit layers.1      a forward uses the parameters of the unit
     in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
@@ -17,12 +17,12 @@ from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
+    """Return True if this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ActivityReporter:
-    """Publishes the status of this rank by `Group.set_status`."""
+    """Reporter that publishes the status of this rank by `Group.set_status`."""
 
     def __init__(self, group: Group) -> None:
         self._set_status = group.set_status
@@ -32,7 +32,7 @@ class ActivityReporter:
         self._microbatch = 0
 
     def start_minibatch(self) -> None:
-        """Start to count microbatches."""
+        """Start counting microbatches from 0."""
         self._in_minibatch, self._microbatch = True, 0
 
     def finish_minibatch(self) -> None:
@@ -40,14 +40,14 @@ class ActivityReporter:
         self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
-        """Count a microbatch: a forward of the root module begins. No effect outside of minibatches."""
+        """Count a forward of the root module as a microbatch, if it runs in a minibatch and without an override."""
         if self._in_minibatch and not self._override:
             self._microbatch += 1
             self._last = None
 
     @contextmanager
     def override(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Publish `what` instead of units in the enclosed code. Yield a function that replaces `what`."""
+        """Publish `what` in the enclosed code, instead of the unit in use. Yields a function that replaces `what`."""
         self._report_override(what)
         try:
             yield self._report_override
@@ -55,7 +55,12 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the use of a unit, "" for the root, if it has changed: "forward of", "backward of" or "fetching"."""
+        """Publish the unit in use, if it or its phase has changed since the last call.
+
+        Args:
+            phase: "forward of", "backward of" or "fetching".
+            unit: Name of the unit; "" for the root.
+        """
         if not self._override and (phase, unit) != self._last:
             self._last = phase, unit
             if not self._microbatch and phase != "fetching":

@@ -1,4 +1,4 @@
-"""Unit: parameters that are fetched and resharded together.
+"""Unit: a group of parameters that are fetched together and resharded (released) together.
 
     SHARDED ──fetch──> FETCHING ──wait──> UNSHARDED ──reshard──> SHARDED
 
@@ -6,14 +6,14 @@ SHARDED    this rank has only its shard of the parameters, in the parameter wind
 FETCHING   a buffer is being filled from the owners' windows, perhaps by a thread; nothing else accesses the buffer
 UNSHARDED  the arrays contain the full parameters; tensors are views of them
 
-Parameters do not change between two calls of `publish()`. An unsharded unit may therefore stay, be resharded and be
-fetched again at any time, also ahead of its use: `shard.units.unsharded` decides.
+Parameters do not change between two calls of `publish()`. A unit may therefore stay unsharded, or be resharded and
+fetched again, at any time, and it may be fetched ahead of its use. `shard.units.unsharded` decides this.
 
 Note: in-place changes
-    A parameter may be a view of another rank's window, so an in-place change would reach other ranks, and train
-    nothing. All tensors of a parameter that are returned between a fetch and a reshard are aliases of one tensor and
-    share its version counter. The counter is checked after each forward of a unit, before a minibatch, and when a unit
-    is resharded. Changes through `.data` or numpy are not detected.
+    A parameter may be a view of another rank's window. An in-place change could then reach other ranks, and it would
+    not train the parameter. All tensors of a parameter that are returned between a fetch and a reshard are aliases of
+    one tensor and share its version counter. This counter is checked after each forward of a unit, before a minibatch,
+    and when a unit is resharded. Changes through `.data` or numpy are not detected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,16 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one submodule, "" for the root, in flat arrays with the given layouts and indices."""
+    """Parameters of one submodule, which are stored in one or more flat arrays.
+
+    Attributes:
+        name: Dotted name of the submodule; "" for the root.
+        layouts: Layouts of the arrays.
+        indices: Indices of the arrays in the transport.
+        ranges: By dotted name of a parameter, the index of its array in `layouts` and its position in the array.
+        state: State of the unit.
+        num_running_forwards: Number of forwards of the unit that are running.
+    """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
         self.name = name
@@ -54,12 +63,12 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """True for the unit of the root module."""
+        """True if this is the unit of the root module."""
         return self.name == ""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the unit unsharded in the enclosed code."""
+        """Count a running forward in the enclosed code. The unit is then not resharded to make room for others."""
         self.num_running_forwards += 1
         try:
             yield
@@ -67,13 +76,16 @@ class Unit:
             self.num_running_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
-        """Start to fetch each array by `fetch`: `ParameterStore.fetch`, or by the fetch thread. One-sided."""
+        """Start fetching each array by calling `fetch` with its index. One-sided.
+
+        `fetch` is `ParameterStore.fetch`, or a function that fetches the array on the fetch thread.
+        """
         assert self.state is UnitState.SHARDED
         self._fetches = [fetch(index) for index in self.indices]
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Complete the fetch. If it fails, the unit is sharded again. One-sided."""
+        """Wait until the fetch is complete. If it raises an exception, the unit is sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
@@ -91,11 +103,11 @@ class Unit:
             transport.parameters.release(array)
 
     def drop_aliases(self) -> None:
-        """Drop all references to the memory of a unit that will not be fetched again."""
+        """Drop all references to the memory of the unit, which must not be fetched again."""
         self._aliases = {}
 
     def buffer_bytes(self) -> int:
-        """Return the size of the arrays of an unsharded unit, including unused parts of their buffers."""
+        """Return the size of the arrays of an unsharded unit in bytes, including unused parts of their buffers."""
         return sum(array.untyped_storage().nbytes() for array in self._arrays)
 
     def storage_pointers(self) -> list[int]:
@@ -105,7 +117,10 @@ class Unit:
     def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Return a tensor over the storage of the i-th array of an unsharded unit. For autograd it is not a view."""
+        """Return a tensor that shares the storage of the i-th array of an unsharded unit.
+
+        `offset` is in elements of `dtype`. Autograd does not treat the tensor as a view.
+        """
         storage = self._arrays[i].untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
 
@@ -123,7 +138,7 @@ class Unit:
         return self._aliases[name][0].detach()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a parameter was changed in place since the fetch."""
+        """Raise RuntimeError if a parameter of the unit was changed in place since the fetch."""
         for name, (full, version) in self._aliases.items():
             if full._version != version:
                 raise RuntimeError(

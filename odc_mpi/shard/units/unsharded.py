@@ -1,6 +1,7 @@
 """Cache of unsharded units.
 
-A unit is unsharded when it is used, or shortly before by the fetch thread. These units stay unsharded:
+A unit is fetched, and thus unsharded, when it is used, or shortly before by the fetch thread. These units stay
+unsharded:
 
     root unit                      until the minibatch ends (`reshard_all`)
     units in a running forward     until the forward returns
@@ -40,23 +41,26 @@ from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.activity import ActivityReporter, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
-#: Unsharded units besides the root, those in a forward and those within the cache: one that computes, and one that is
-#: fetched or resharded. Each prefetched unit beyond the first adds one.
+#: Maximum number of unsharded units, not counting the root, units in a running forward and units within the cache: one
+#: that is used for computation, and one that is fetched or resharded. Each prefetched unit beyond the first adds one.
 MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Unsharded units, which are fetched on demand or ahead, and resharded in the order of their last use.
+    """Unsharded units of a model. They are fetched on demand or ahead, and resharded in the order of their last use.
 
     Args:
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
             collective, or if only one thread may call the transport.
+        spans: Recorder of the time spent waiting for fetches. Default: a new one.
+        traffic: Counter of the fetched bytes. Default: a new one.
 
     Attributes:
-        cache: Units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are collective.
-        activity: Publishes which unit is in use.
-        parameter_version: Version of the parameters; incremented by `invalidate`.
-        fetch_allowed: False while owners write their shards: a fetch is then an error. Set by the model.
+        cache: Budget for units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are
+            collective.
+        activity: Reporter that publishes the unit in use.
+        parameter_version: Version of the parameters, which `invalidate` increments.
+        fetch_allowed: False while owners may write their shards. A fetch then raises RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
     """
 
@@ -93,7 +97,7 @@ class UnshardedUnits:
         return parameters.access is Access.KEEP or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard a unit, and prefetch the units expected next. One-sided."""
+        """Unshard a unit, and start to prefetch the units expected next. One-sided."""
         # Called for every saved tensor: usually for the same unit as before, or for the root, which stays unsharded.
         phase = "backward of" if in_backward() else "forward of"
         if unit.state is UnitState.UNSHARDED and (unit is self._latest or unit.is_root):
@@ -113,21 +117,27 @@ class UnshardedUnits:
             self._prefetch_after(unit)
 
     def start_microbatch(self) -> None:
-        """Begin a microbatch."""
+        """Begin a microbatch. The model calls this before each forward of the root module."""
         self.activity.start_microbatch()
 
     def post_forward(self, unit: Unit) -> None:
-        """Called after each forward of a unit. A subclass may reshard the unit."""
+        """End a forward of a unit. This class keeps the unit unsharded; a subclass may reshard it."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the unsharded unit and its array that a tensor is a view of; None for other tensors."""
+        """Return the unsharded unit whose memory a tensor uses, with the index of the array in the unit.
+
+        Returns None if the tensor uses other memory.
+        """
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Make `reshard_all` raise RuntimeError in the enclosed code, because modules hold the tensors of the units."""
+        """Forbid resharding in the enclosed code, where modules hold the tensors of the units.
+
+        `reshard_all` then raises RuntimeError.
+        """
         self.reshard_forbidden = True
         try:
             yield
@@ -135,7 +145,7 @@ class UnshardedUnits:
             self.reshard_forbidden = False
 
     def reshard_all(self) -> None:
-        """Reshard all units, after completing the fetches in flight. One-sided."""
+        """Complete the fetches in flight, and reshard all units. One-sided."""
         if self.reshard_forbidden:
             raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):
@@ -144,7 +154,7 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard units that all fit the cache at once. One-sided."""
+        """Unshard all given units, which must fit the cache together. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access is Access.COPY:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
@@ -158,12 +168,12 @@ class UnshardedUnits:
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units and increment `parameter_version`: the parameters are about to change. One-sided."""
+        """Reshard all units and increment `parameter_version`, before the parameters change. One-sided."""
         self.reshard_all()
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
-        """Raise RuntimeError if the parameters changed since the forward, or may not be read now."""
+        """Raise RuntimeError if `parameter_version` is not the current version, or parameters must not be read now."""
         if parameter_version != self.parameter_version:
             raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
@@ -174,7 +184,7 @@ class UnshardedUnits:
             unit.check_unchanged()
 
     def close(self) -> None:
-        """Reshard all units and end the thread. One-sided. Idempotent."""
+        """Reshard all units and end the fetch thread. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
         for unit in list(self._held):
