@@ -27,7 +27,7 @@ class ContextParallelSetup:
 
     Attributes:
         sizes: Sizes of the windows for keys and values; None if context parallelism is off.
-        reason: Reason to print at start-up why context parallelism is off; None if it is on or the user switched it off.
+        reason: Reason to print at start-up why context parallelism is off; None if it is on, or off by choice.
     """
 
     sizes: KVSizes | None = None

@@ -31,7 +31,7 @@ from odc_mpi.training.settings import Config, RunConfig
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Evaluates every `run.eval_every` steps, after the last one and, with `run.eval_on_start`, before the first one."""
+    """Evaluates every `run.eval_every` steps, after the last step and, with `run.eval_on_start`, before the first."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
