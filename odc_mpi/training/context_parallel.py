@@ -27,14 +27,14 @@ class ContextParallelSetup:
 
     Attributes:
         sizes: Sizes of the windows for keys and values; None if context parallelism is off.
-        reason: Reason to print at start-up why context parallelism is off; None if it is on, or off by choice.
+        reason: Reason to print at start-up if a run with `data.context_parallel` auto does not use it; else None.
     """
 
     sizes: KVSizes | None = None
     reason: str | None = None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return the text of the start-up line `cp`, by name. Empty if the user switched context parallelism off."""
+        """Return the start-up line as name and text. Empty if the settings disable context parallelism."""
         if self.sizes is None:
             return {"cp": f"off: {self.reason}"} if self.reason else {}
         memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"

@@ -146,7 +146,7 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: model
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model for the first minibatch. With `data.cost` fitted, it is the one of flops."""
+    """Return the cost model to use before any time is measured. For `data.cost` fitted, it is that of flops."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)

@@ -25,7 +25,7 @@ from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Base class of sources of minibatches. Adds tokens and tokens per second to progress line and summary."""
+    """Base class of sources of minibatches. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (
         ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
@@ -71,7 +71,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     Args:
         model: Model whose parameters are published.
         callbacks: Further callbacks. Each hook is called on objective, update and source first, then on these in order.
-        clock: Function that returns a time in seconds that stands still while this rank waits for slower ranks.
+        clock: Function that returns a time in seconds, by which microbatches are timed. It excludes waits for slower
+            ranks.
 
     Attributes:
         callbacks: All callbacks. The caller can append more before `start`.

@@ -94,7 +94,7 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of LoRA adapters. With adapters, the parameters of the model itself are frozen."""
+    """Settings of LoRA adapters, which peft adds. With adapters, the parameters of the model itself are frozen."""
 
     r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
     alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8

@@ -70,7 +70,7 @@ class DatasetSource(MinibatchSource):
             self._tickets.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report the number of tokens, tokens per second and, with chunks, the number of split sequences."""
+        """Add tokens, tokens per second and, with chunks, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:

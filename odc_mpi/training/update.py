@@ -64,11 +64,11 @@ class NonFiniteStepLimit(Callback):
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps in a row that were skipped last."""
+        """Return the number of steps skipped in a row up to now."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
-        """Count skipped steps, and raise `TrainingError` on every rank after `max_skipped_steps` in a row."""
+        """Count skipped steps. After `max_skipped_steps` in a row, raise `TrainingError` on every rank."""
         self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
         if self._num_consecutive >= self._max_skipped_steps:
             raise TrainingError(

@@ -28,7 +28,7 @@ class ExponentCallback(Callback):
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the relative rounding error of the gradients of this minibatch."""
+        """Add the relative rounding error of the gradients to the metrics of the step."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:

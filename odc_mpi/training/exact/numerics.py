@@ -54,7 +54,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return everything that affects the last bits of a result on `device` (cpu or cuda), as text by name."""
+    """Return the numerics fingerprint for a device (cpu or cuda): the name and value of each entry as text."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -107,9 +107,11 @@ def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the estimate k3 of the KL divergence at each token, from log-probabilities of the policy and a reference.
+    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html.
 
-    See http://joschu.net/blog/kl-approx.html.
+    Args:
+        logps: Log-probabilities of the tokens under the policy.
+        reference: Log-probabilities of the tokens under the reference policy.
     """
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar

@@ -37,5 +37,5 @@ class SFTObjective(Objective):
         return (self._loss,)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the loss and the number of loss tokens."""
+        """Add the loss and the number of loss tokens to the metrics of the step."""
         step.metrics |= {"loss": gathered.sum("loss"), "num_tokens": step.minibatch.num_tokens}

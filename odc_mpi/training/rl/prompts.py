@@ -42,7 +42,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
     """Sort prompts by length, longest first, and split them into batches to decode together.
 
     Args:
-        lengths: Length of each prompt's completions or of each prompt, in tokens.
+        lengths: Length of each prompt, or expected length of its completions, in tokens.
         num_shares: Number of ranks that share the batches.
         max_prompts: Largest number of prompts in a batch.
 
@@ -84,7 +84,7 @@ class PromptCodec:
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
         """Return the arguments of reward functions for a prompt and its completions.
 
-        Token lists are copied, so reward functions cannot change those that are trained.
+        Token lists are copied, so reward functions cannot change the tokens that are used in training.
         """
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:

@@ -129,7 +129,7 @@ class RolloutSource(MinibatchSource):
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the metrics of all groups, record their lengths, and reset tickets and queue. One-sided."""
+        """Report the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._length_predictor.observe(index, self._metrics.mean_length(gathered, position))
@@ -137,7 +137,10 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report tokens per second. Log completions every `rl.log_completions` steps. Collective in these steps."""
+        """Add tokens per second to the metrics. Every `rl.log_completions` steps, also log completions.
+
+        Collective in steps that log completions.
+        """
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
         if self._is_logged_step():
             lines = list(itertools.chain.from_iterable(self._world.gather_objects(self._logged_completions)))

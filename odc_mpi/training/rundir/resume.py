@@ -40,7 +40,7 @@ class ResumePoint:
     Attributes:
         checkpoint: Open checkpoint.
         continues_this_run: True if the checkpoint is in `run.dir`, so its run is continued; False if a new run begins.
-        path: Path of the checkpoint from which the continued run or the new run first started; None if that run started
+        path: Path of the checkpoint from which the run originally started, before any resumption; None if it started
             from scratch.
     """
 
@@ -98,7 +98,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
     If there is one, check that it matches the inputs, and restore the buffers of the model.
 
     Returns:
-        Open checkpoint; None if the run starts from scratch.
+        Resume point with the open checkpoint; None if the run starts from scratch.
 
     Raises:
         AllRanksUserError: The checkpoint does not match the inputs, or no candidate is complete.
@@ -139,7 +139,7 @@ def fresh_start_line(config: Config) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Close the checkpoint, print on rank 0 that the run is already complete, and return a summary."""
+    """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do."""
     resume_point.checkpoint.close()
     if world.rank == 0:
         print(
