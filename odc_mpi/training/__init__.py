@@ -1,1 +1,1 @@
-"""Training runs: settings, the loop, run directories, resuming and saving."""
+"""Training runs: settings, training loop, run directory, checkpoints and resuming."""

@@ -1,7 +1,7 @@
-"""Context parallelism: the longest sequences of a minibatch are split into chunks over ranks.
+"""Context parallelism, which splits the longest sequences of a minibatch into chunks on several ranks.
 
-This module decides whether a run splits sequences, computes the memory for it, and yields chunks as microbatches. See
-docs/context_parallel.md.
+This module decides whether a run splits sequences, computes how much memory this needs, and yields chunks as
+microbatches. See docs/context_parallel.md.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision of a run about context parallelism.
+    """Decision whether a run uses context parallelism.
 
     Attributes:
-        sizes: Sizes of the key and value windows; None if context parallelism is off.
-        reason: Reason why it is off, for the start-up line; None if the settings switch it off.
+        sizes: Sizes of the windows for keys and values; None if context parallelism is off.
+        reason: Reason to print at start-up if a run with `data.context_parallel` auto does not use it; else None.
     """
 
     sizes: KVSizes | None = None
     reason: str | None = None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return the start-up line `cp`; empty if the settings switch context parallelism off."""
+        """Return the start-up line as name and text. Empty if the settings disable context parallelism."""
         if self.sizes is None:
             return {"cp": f"off: {self.reason}"} if self.reason else {}
         memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"
@@ -42,7 +42,7 @@ class ContextParallelSetup:
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Decide whether a run splits sequences; the result is the same on every rank. `meta_model` has no adapters yet."""
+    """Decide whether a run of `size` ranks splits sequences. Call this before adapters are added to `meta_model`."""
     if config.data.context_parallel == "off":
         return ContextParallelSetup()
     if size == 1:
@@ -60,7 +60,7 @@ def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Datase
 
 
 def validate_context_parallel(config: Config) -> None:
-    """Raise UserError if another setting does not support `data.context_parallel`."""
+    """Raise `UserError` if `data.context_parallel` is auto and another setting does not support it."""
     if config.data.context_parallel == "off":
         return
     for setting, value, required in (
@@ -77,17 +77,17 @@ def validate_context_parallel(config: Config) -> None:
 
 
 class ChunkMicrobatches:
-    """Yields this rank's chunks of the split sequences of successive minibatches."""
+    """Iterates over this rank's chunks of split sequences, one minibatch after another."""
 
     def __init__(self, windows: KVWindows) -> None:
         self.windows = windows
         self._num_split = 0
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
-        """Yield this rank's chunks, each with its index in its sequence. One-sided.
+        """Yield this rank's chunks as microbatches, each with the number of the chunk in its sequence. One-sided.
 
-        The caller must run forward and backward of a chunk before it takes the next. Every rank must call this for
-        every minibatch, since all ranks number the split sequences of the run in the same way.
+        The caller must run the forward and backward of a chunk before it requests the next one. Every rank must iterate
+        over every minibatch, because all ranks number the split sequences of the run in the same way.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):
@@ -112,5 +112,5 @@ class _Chunk:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend to all tokens of the sequence up to the end of this chunk. One-sided; waits for earlier chunks."""
+        """Attend to all earlier chunks and to this one. Waits for the ranks of earlier chunks. One-sided."""
         return context_parallel_attention(query, key, value, scaling, layer, self.exchange)

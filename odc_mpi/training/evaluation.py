@@ -1,10 +1,10 @@
-"""Evaluation between training steps: its schedule, and the loss over held-out sequences.
+"""Evaluation between training steps: its schedule, and the loss on held-out sequences.
 
-An evaluation runs forwards between two steps, when the parameters are published. Each rank claims one microbatch after
-another and fetches parameters on demand. Ranks synchronize only at the end, when their sums are gathered.
+An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
+microbatch after another and fetches parameters on demand. Ranks synchronize only at the end, to gather their sums.
 
-All loss tokens have the same weight. (The `Trainer` of transformers averages over batches, weighted by their numbers of
-sequences, which gives another result if sequences differ in length.)
+All loss tokens have the same weight. (The `Trainer` of transformers weights the mean loss of each batch by its number
+of sequences, so its result differs if sequences differ in length.)
 """
 
 import math
@@ -31,7 +31,7 @@ from odc_mpi.training.settings import Config, RunConfig
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Evaluates every `run.eval_every` steps, after the last step, and with `run.eval_on_start` before the first."""
+    """Evaluates every `run.eval_every` steps, after the last step and, with `run.eval_on_start`, before the first."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -39,15 +39,15 @@ class PeriodicEvaluator(Callback, ABC):
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any]:
-        """Return the evaluation metrics, the same on every rank. Collective."""
+        """Evaluate and return the metrics, which are equal on all ranks. Collective."""
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Evaluate before the first step of a new run, if `run.eval_on_start` is set. Collective."""
+        """Evaluate before the first step if `run.eval_on_start` is set and the run is not resumed. Collective."""
         if self._run.eval_on_start and not completed_steps:
             self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
 
     def on_step_end(self, step: Step) -> None:
-        """Evaluate, if it is due. Collective."""
+        """Add the metrics of an evaluation to those of the step, if one is due after this step. Collective."""
         step.metrics |= self._at_start
         self._at_start = {}
         every, number = self._run.eval_every, step.number
@@ -58,7 +58,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class LossEvaluator(PeriodicEvaluator):
-    """Computes the loss over held-out sequences. Construction is collective."""
+    """Computes the mean loss of held-out sequences. Construction is collective."""
 
     columns: ClassVar = (
         ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),
@@ -85,7 +85,7 @@ class LossEvaluator(PeriodicEvaluator):
         self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per loss token, and the perplexity. Collective at the end, one-sided before."""
+        """Return the mean loss per loss token and the perplexity. Collective, but ranks wait only at the end."""
         local_loss, training = 0.0, self._model.module.training
         self._model.eval()
         try:
@@ -105,5 +105,5 @@ class LossEvaluator(PeriodicEvaluator):
             return {"eval_loss": loss, "eval_perplexity": math.inf}
 
     def close(self) -> None:
-        """Close the data set."""
+        """Close the held-out data set."""
         self._minibatch.dataset.close()

@@ -1,4 +1,4 @@
-"""Inputs of a run: data set, model and loader, opened and checked against each other. Does not communicate."""
+"""Inputs of a run: data sets, model and loader. Opens them and checks that they match, without communication."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,21 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
-#: Sequences, or prompts with GRPO.
+#: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
 
 
 @dataclass
 class Inputs:
-    """Checked inputs of a run; the weights are not read yet."""
+    """Data sets, model and loader of a run, after all checks but before the weights are read.
+
+    Attributes:
+        dataset: Training data.
+        model: Model on the meta device, with adapters if the settings have them.
+        loader: Loader of `dataset`.
+        evaluation: Held-out data; None if `data.eval_path` is not set.
+        context_parallel: Decision whether sequences are split.
+    """
 
     dataset: TrainingData
     model: models.MetaModel
@@ -33,28 +41,33 @@ class Inputs:
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
-        """The data sets by the names of their settings."""
+        """Data sets by the names of the settings that contain their paths."""
         datasets = {"data.path": self.dataset}
         return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
 
     @property
     def sequence_loader(self) -> Loader:
-        """The loader, for callers that need sequences, not prompts."""
+        """Loader of sequences. Raises `UserError` if the objective is GRPO, whose loader yields prompts."""
         if isinstance(self.loader, Loader):
             return self.loader
         raise UserError("run.objective: expected sft, got grpo: set it to sft")
 
     def close(self) -> None:
-        """Close the data sets; prompts are in memory."""
+        """Close the files of the data sets."""
         for data in self.datasets.values():
             if isinstance(data, Dataset):
                 data.close()
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data set, build the model without its weights, and check that they fit together.
+    """Open the data sets, build the model without its weights, and check that they match.
 
-    The loader yields the microbatches of `rank`, of `size` ranks.
+    Args:
+        rank: Rank whose microbatches the loader yields.
+        size: Number of ranks.
+
+    Raises:
+        UserError: Settings, data and model do not match, or a file cannot be used.
     """
     validate_context_parallel(config)
     meta_model = build_model(config.model, config.run.seed)
@@ -83,7 +96,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that prompt and completion fit the model and a microbatch."""
+    """Open the prompts, and check that a prompt and its completion fit into the model's context and a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -133,7 +146,7 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: model
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model before any measurement; `fitted` begins with that of `flops`."""
+    """Return the cost model to use before any time is measured. For `data.cost` fitted, it is that of flops."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
@@ -184,7 +197,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 
 
 def build_model(config: ModelConfig, seed: int) -> models.MetaModel:
-    """Build the configured model on the meta device."""
+    """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`."""
     if config.path is not None:
         return models.from_directory(Path(config.path), config.attn_implementation)
     assert config.config is not None, "config.load requires one of model.path and model.config"

@@ -2,11 +2,11 @@
 
     MinibatchSource   yields minibatches, and this rank's microbatches of each
     Objective         computes the loss of a microbatch
-    Update            turns summed gradients into published parameters
+    Update            clips gradients, runs the optimizer and publishes the new parameters
     Callback          anything else with hooks in the loop; the three above are callbacks, too
 
-A step: microbatches (one-sided), gradients complete (collective), gradient norm if gradients are clipped (collective),
-optimizer step, parameters published (collective). See docs/ordering.md.
+A step runs the microbatches (one-sided), completes the gradients (collective), computes the gradient norm if gradients
+are clipped (collective), runs the optimizer, and publishes the parameters (collective). See docs/ordering.md.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Source of minibatches; its `state_dict` is the position of the next one. Reports tokens and tokens per second."""
+    """Base class of sources of minibatches. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (
         ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
@@ -37,23 +37,23 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch, the same on every rank. Not collective."""
+        """Return the next minibatch, which is the same on every rank. Does not communicate."""
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches; the caller trains each before it takes the next. Not collective."""
+        """Yield this rank's microbatches. The caller trains on each before it requests the next. Not collective."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
-        """Return the number of this rank's microbatches; None if it is not known in advance."""
+        """Return the number of this rank's microbatches, or None if it is not known in advance."""
         return None
 
 
 class Objective(Callback, ABC):
-    """Objective to minimize; reports the metric `loss`.
+    """Base class of objectives, which a run minimizes. Subclasses report the metric `loss`.
 
     Attributes:
-        loss_normalizer: Divisor of the gradients summed over all microbatches; the owners divide before the norm. May
-            be set in `on_gathered`, if it depends on all ranks. Before the first step: the largest possible value.
+        loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
+            subclass can set it in `on_gathered`. Before the first step it must have its largest possible value.
     """
 
     columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
@@ -62,20 +62,21 @@ class Objective(Callback, ABC):
 
     @abstractmethod
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the scalar loss of a microbatch, whose inputs are on the model's device. One-sided."""
+        """Return the scalar loss of a microbatch. Its tensors are on the device of the model. One-sided."""
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """Runs training steps; closes the callbacks when it is left as a context.
+    """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     Args:
-        model: Model with published parameters.
-        callbacks: Further callbacks. Each hook calls objective, update and source first, then these in this order.
-        clock: Returns the seconds that this rank was busy: with fetches and pushes, without waits for slower ranks.
+        model: Model whose parameters are published.
+        callbacks: Further callbacks. Each hook is called on objective, update and source first, then on these in order.
+        clock: Function that returns a time in seconds, by which microbatches are timed. It excludes waits for slower
+            ranks.
 
     Attributes:
-        callbacks: All callbacks; the caller may append more before `start`.
-        completed_steps: Number of completed steps, including those of earlier runs.
+        callbacks: All callbacks. The caller can append more before `start`.
+        completed_steps: Number of completed steps, including those before the run was resumed.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
-        """Train on the next minibatch and return the metrics of the step. Collective."""
+        """Train on the next minibatch and return the metrics of this step. Collective."""
         began = perf_counter()
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)
@@ -108,7 +109,11 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Call `on_train_begin` of all callbacks, whose `gathered_names` must all differ. Collective."""
+        """Call `on_train_begin` of all callbacks. Collective.
+
+        Raises:
+            ValueError: Two callbacks have a name in `gathered_names` in common.
+        """
         callback_by_name: dict[str, Callback] = {}
         for callback in self.callbacks:
             for name in callback.gathered_names:
@@ -119,15 +124,15 @@ class Trainer(AbstractContextManager["Trainer"]):
             callback.on_train_begin(self.completed_steps)
 
     def finish(self) -> dict[str, Any]:
-        """Call `on_train_end` of all callbacks, the last one first, and merge their summary entries. Collective."""
+        """Call `on_train_end` of all callbacks, the last one first, and return their summary entries. Collective."""
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all callbacks, without model and optimizer; JSON-serializable."""
+        """Return the states of all callbacks, but not of the model and the optimizer. JSON-serializable."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of all callbacks."""
+        """Restore the states of all callbacks from the result of `state_dict`."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 
@@ -136,7 +141,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             callback.close()
 
     def _run_microbatches(self, step: Step) -> bool:
-        """Run this rank's microbatches, then complete the gradients; return whether they are finite on all ranks."""
+        """Run this rank's microbatches and complete the gradients. Return True if they are finite on all ranks."""
         names = (name for callback in self.callbacks for name in callback.gathered_names)
         with self.model.minibatch(*names) as gathered:  # leaving it is A, until which no rank waits for another
             for callback in self.callbacks:

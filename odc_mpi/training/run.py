@@ -1,19 +1,19 @@
 """A training run from its configuration to its summary.
 
-    set up    collective: check that all ranks have the same inputs, find the checkpoint, shard the model
-    steps     `training.loop`
-    finish    collective: wait for the last checkpoint, gather the totals of all ranks
+    set up    check that all ranks have the same inputs, find the checkpoint, shard the model    collective
+    train     run the steps with `training.loop.Trainer`
+    finish    wait for the last checkpoint, gather the totals of all ranks                       collective
 
-Each hook calls the callbacks in this order:
+The hooks of the training loop are called on the callbacks in this order:
 
     objective, Update, source                           of the training loop
     StepTimeMetrics, TrafficReport                      report times and bytes
-    FitCostModel, or RewardEvaluator                    sequences, or GRPO
-    ExponentCallback                                    fixed-point gradients
-    LossEvaluator                                       adds to the metrics of the step
+    FitCostModel, or RewardEvaluator                    for sequences, or for GRPO
+    ExponentCallback                                    only with fixed-point gradients
+    LossEvaluator                                       adds the evaluation to the metrics of the step
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
-    NonFiniteStepLimit                                  may end the run: the step is logged, but not saved
-    StopRequest, CheckpointCallback                     save, also before the run stops on request
+    NonFiniteStepLimit                                  can end the run after the step is logged, before it is saved
+    StopRequest, CheckpointCallback                     save checkpoints, also before the run stops on request
 """
 
 import math
@@ -68,15 +68,18 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
-    """Train from the first step to the last and return the summary, the same on all ranks except for times. Collective.
+    """Run a training from its first step, or from a checkpoint, to the last step. Collective.
 
     Args:
-        stop: Handler that has listened for stop requests since the start of the program; None: listen from now on.
+        stop: Handler of stop requests that is already active. By default, a new one is active during this call.
+
+    Returns:
+        Content of summary.json, the same on all ranks except for times. Only `steps` if the run was already complete.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not fit together, or differ between ranks. Nothing was written.
+        AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written.
         TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
-        StoppedError: The run was stopped on request and has saved a checkpoint.
+        StoppedError: The run was stopped on request. It has saved a checkpoint if it had begun to train.
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -120,7 +123,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Replace `run.num_train_epochs`, if it is set, by the number of steps."""
+    """Return the configuration with `run.num_train_epochs`, if it is set, converted to `run.steps`."""
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config
@@ -129,7 +132,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World) -> Decision:
-    """Choose the transport of a run with `api.decide_for`. Collective."""
+    """Choose how a run communicates, by calling `api.decide_for` with its settings. Collective."""
     comm = config.comm
     return decide_for(
         world,
@@ -145,7 +148,7 @@ def decide(config: Config, world: World) -> Decision:
 def build_trainer(
     config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None = None
 ) -> Trainer:
-    """Build a trainer, restore the checkpoint and close it; the caller may append more callbacks. Collective."""
+    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective."""
     model = _shard(config, world, inputs, decision, resume_point)
     # Other implementations in torch split elements among threads at positions that depend on the size of the shard.
     fused = True if config.run.exact else None
@@ -201,7 +204,7 @@ def _open_inputs(config: Config, world: World) -> Inputs:
 
 
 def _check_stop(stop: StopRequest, world: World) -> None:
-    """End a run that was requested to stop during start-up, when nothing is written yet. Collective."""
+    """Raise `StoppedError` if a stop was requested during start-up, before any file is written. Collective."""
     stop.poll_stop_file()
     if any(world.gather_objects(stop.requested)):
         raise StoppedError("stopped on request before the first step. Run the same command to start again")

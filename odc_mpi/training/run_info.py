@@ -1,4 +1,4 @@
-"""Description of a run: the start-up lines, and the fields of summary.json about machine and model."""
+"""Descriptions of a run: the lines printed at start-up, and the fields of summary.json about machine and model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from odc_mpi.training.settings import Config
 
 
 def samples_per_step(config: Config) -> int:
-    """Return the number of sequences per step, or of prompts with GRPO."""
+    """Return the number of sequences per step, or the number of prompts per step with GRPO."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
@@ -25,7 +25,7 @@ def startup_lines(
     decision: Decision,
     resume_point: ResumePoint | None,
 ) -> str:
-    """Return the text to print before the first step."""
+    """Return the lines that describe the run, to print before the first step."""
     data, dtype = config.data, config.model.param_dtype
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective == "grpo":
@@ -73,13 +73,13 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 
 
 def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return the number of elements of all parameters, or of the trainable or frozen ones."""
+    """Return the number of elements of all parameters, or only of trainable (True) or frozen (False) ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 
 
 def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the fields of summary.json about the machine and the model."""
+    """Return the fields of summary.json about the ranks, the transport and the model."""
     return {
         "world_size": world.size,
         "num_nodes": world.num_nodes,

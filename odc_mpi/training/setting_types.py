@@ -1,4 +1,4 @@
-"""Types of settings, further checks of values, and the descriptions of both in errors."""
+"""Types of settings, further checks of their values, and the text that describes types and values in errors."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origi
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
 
-#: Number of bytes; may be written as text such as 512M.
+#: Number of bytes. The user can also write it as text, such as 512M.
 Size = NewType("Size", int)
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -25,7 +25,7 @@ _TYPE_NAMES: dict[Any, str] = {
 
 
 class Check(NamedTuple):
-    """Condition on a value beyond its type; `description` follows "expected" in the error."""
+    """Condition that a value must meet in addition to its type. `description` follows "expected" in the error."""
 
     description: str
     is_valid: Callable[[Any], bool]
@@ -46,7 +46,12 @@ def validate_value(
 
     Args:
         name: Source and name of the setting, for the error.
-        explain: Returns the reason why a value is refused, to append to the error.
+        hint: Type of the setting.
+        checks: Further conditions. They do not apply to None.
+        explain: Function that returns the reason why a value is invalid, to append to the error.
+
+    Raises:
+        UserError: The value has another type or does not meet a condition.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and list[str] in members and not any(_fits(value, kind) for kind in members):
@@ -64,7 +69,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Return True if the text of an argument is the value itself, and False if it is YAML."""
+    """Return True if the text of a command-line argument is the value itself, and False if it must be read as YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -72,7 +77,7 @@ def is_verbatim(hint: Any, text: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
+    """Return the members of a union type, or a tuple of `hint` alone if it is not a union."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -89,7 +94,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Return the description of a type that follows "expected" in errors."""
+    """Describe a type in the text that follows "expected" in errors."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -97,12 +102,17 @@ def type_name(hint: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as the text that follows "got" in errors."""
+    """Format a value as the text that follows "got" in errors."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Check that the settings of evaluation, by their names, fit together; raise UserError if not."""
+    """Raise `UserError` if the settings of evaluation contradict each other.
+
+    Args:
+        values: Values of all settings that the user gave, by name such as `run.eval_every`.
+        source: File or command line that the values are from, for the error.
+    """
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
             if values.get(key):

@@ -1,8 +1,8 @@
-"""Settings of a training run: dataclasses with a help text per field, and the reader of YAML and arguments.
+"""Settings of a training run: dataclasses with a help text for each field, and functions that read and write them.
 
-`load` turns a YAML file and ``--section.key value`` arguments into a checked `Config`, `dump` turns it back into YAML.
-Does not communicate: every rank reads the same file and gets the same `Config` or the same error. The reader is our
-own, over the safe loader of PyYAML (`odc_mpi.yaml_dialect`), because each error must be one line with source, setting
+`load` reads a YAML file and ``--section.key value`` arguments into a checked `Config`, and `dump` writes it as YAML.
+Neither communicates. Every rank reads the same file, so all get the same `Config` or the same error. YAML is read by
+`odc_mpi.yaml_dialect`, a layer over the safe loader of PyYAML, because each error must be one line with source, setting
 and remedy.
 """
 
@@ -34,7 +34,7 @@ from odc_mpi.training.setting_types import (
     validate_value,
 )
 
-#: Functions that return the reason why a value of a setting is refused, appended to the error.
+#: Functions that return the reason why a value of a setting is invalid, to append to the error.
 _REASONS = {"model.attn_implementation": unsupported_reason}
 _COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 
@@ -48,7 +48,7 @@ _NOT_EMPTY = Check("not empty", lambda value: value != "")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, and the types in which parameters are stored and gradients summed."""
+    """Settings of the model and of the types in which parameters are stored and gradients are summed."""
 
     path: Annotated[str | None, "directory with config.json, safetensors; or set model.config", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "configuration of transformers with model_type, for a new model"] = None
@@ -63,7 +63,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data, and how a minibatch is packed and assigned to ranks."""
+    """Settings of the data, and of how a minibatch is packed into microbatches and assigned to ranks."""
 
     path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
@@ -79,7 +79,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """Communication of parameters and gradients."""
+    """Settings of the communication of parameters and gradients."""
 
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
@@ -94,7 +94,7 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA adapters of peft; the model is then a frozen base."""
+    """Settings of LoRA adapters, which peft adds. With adapters, the parameters of the model itself are frozen."""
 
     r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
     alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8
@@ -105,7 +105,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer, learning rate and clipping."""
+    """Settings of the optimizer, the learning rate and gradient clipping."""
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", NOT_NEGATIVE] = 1e-4
@@ -122,7 +122,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Objective, length, evaluation, device, files and checkpoints of a run."""
+    """Settings of the objective, length, evaluation, device, files and checkpoints of a run."""
 
     objective: Annotated[Literal["sft", "grpo"], "supervised fine-tuning, or GRPO"] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
@@ -146,7 +146,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. `load` checks them, the constructor does not."""
+    """All settings of a run, by section. `load` checks the values; the constructor does not."""
 
     model: ModelConfig
     data: DataConfig
@@ -158,7 +158,7 @@ class Config:
 
 
 class _Setting(NamedTuple):
-    """A field of a section, with type, help text, checks and default."""
+    """A setting: type, help text, further checks and default value of a field of a section."""
 
     type: Any
     help: str
@@ -167,12 +167,16 @@ class _Setting(NamedTuple):
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration. An invalid one raises a UserError of one line, with source and setting.
+    """Read and check a configuration.
 
     Args:
-        path: YAML file, or None for defaults and overrides alone.
-        overrides: Arguments ``--section.key value`` or ``--section.key=value``. They override the file, and later ones
-            earlier ones. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
+        path: YAML file; None to use only the defaults and `overrides`.
+        overrides: Command-line arguments ``--section.key value`` or ``--section.key=value``. They override the file,
+            and a later argument overrides an earlier one. ``--model.config.hidden_size 128`` sets one key of the
+            dictionary `model.config` and keeps its other keys.
+
+    Raises:
+        UserError: The configuration is invalid. The message is one line with source and setting.
     """
     values = _read_file(path) if path else {}
     for key, text in _split_arguments(overrides):
@@ -182,12 +186,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML with all settings; `load` reads an equal one from it."""
+    """Return a configuration as YAML with all settings. `load` reads an equal configuration from it."""
     return dialect.write(asdict(config))
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default values by setting, without settings that have none."""
+    """Return the default values by name of the setting. Settings without a default are omitted."""
     return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
 
 
@@ -263,7 +267,7 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _mapping_name(key: str) -> str | None:
-    """Return the setting whose dictionary contains the key: model.config for model.config.hidden_size."""
+    """Return the setting whose dictionary has this key, such as model.config for model.config.hidden_size."""
     mappings = (name for name, setting in _settings().items() if dict[str, Any] in union_members(setting.type))
     return next((name for name in mappings if key.startswith(f"{name}.")), None)
 

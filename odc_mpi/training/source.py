@@ -1,4 +1,4 @@
-"""Minibatches of a prepared data set: this rank's microbatches, and the fitted cost model."""
+"""Source of minibatches of a prepared data set, and the callback that fits the cost model to measured times."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,13 +17,15 @@ from odc_mpi.training.loop import MinibatchSource
 
 
 class DatasetSource(MinibatchSource):
-    """Minibatches of a loader, with the microbatches that their plans assign to this rank.
+    """Source of the minibatches of a loader.
+
+    The plan of a minibatch assigns microbatches to ranks. Ranks claim the remaining ones one at a time.
 
     Args:
-        dataset: Data set of the loader; `close` closes it.
-        seed: Seed of the random numbers in the model, such as dropout.
-        tickets: Counter to claim the microbatches that a plan assigns to no rank; None if there are none.
-        chunks: Chunks of split sequences; None without context parallelism.
+        dataset: Data set of the loader. `close` closes it.
+        seed: Seed of random numbers in the model, such as those of dropout.
+        tickets: Shared counter by which ranks claim microbatches; None if plans assign all of them.
+        chunks: Iterator over chunks of split sequences; None without context parallelism.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class DatasetSource(MinibatchSource):
         return next(self._loader)
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, chunks first, and seed torch for each. One-sided with tickets or chunks."""
+        """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
+
+        Before each microbatch, the generator of torch is seeded with a number that does not depend on the rank.
+        """
         for microbatch, number in self._chunks.microbatches(minibatch) if self._chunks else ():
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
             chunk_number = (number,) if number else ()
@@ -54,29 +59,29 @@ class DatasetSource(MinibatchSource):
             yield microbatch
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
-        """Return the number of microbatches of this rank; None if ranks claim some of them."""
+        """Return the number of this rank's microbatches, or None if ranks claim some of them at run time."""
         plan, rank = minibatch.plan, minibatch.rank
         num_chunks = sum(rank in split.ranks for split in plan.splits)
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_chunks
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets for the next minibatch: all ranks are done claiming."""
+        """Reset the tickets for the next minibatch. All ranks have claimed their microbatches by now. One-sided."""
         if self._tickets:
             self._tickets.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report tokens and tokens per second."""
+        """Add tokens, tokens per second and, with chunks, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader."""
+        """Return the position of the loader in the data."""
         return {"loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the position of the loader."""
+        """Restore the position of the loader in the data."""
         self._loader.load_state_dict(state_dict["loader"])
 
     def close(self) -> None:
@@ -85,7 +90,7 @@ class DatasetSource(MinibatchSource):
 
 
 class FitCostModel(Callback):
-    """Fits the cost model of a loader to the measured times of this run's microbatches (`data.plan.fitted`)."""
+    """Fits the cost model of a loader to the measured times of microbatches. See `data.plan.fitted`."""
 
     gathered_names = tuple(f"cost_{i}" for i in range(ROW_LENGTH))
 
@@ -94,7 +99,7 @@ class FitCostModel(Callback):
         self._fitted = FittedCostModel(loader.cost)
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Record the busy time of a microbatch."""
+        """Record how long this rank was busy with a microbatch or chunk."""
         if result.microbatch.is_chunk:
             begin = int(result.microbatch.inputs["position_ids"][0, 0])
             self._fitted.observe_chunk(begin, begin + result.microbatch.num_input_tokens, result.busy_s)
@@ -102,12 +107,12 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return the sums of this rank's observations."""
+        """Return sums over the times that this rank has recorded since the last fit."""
         row: list[float] = self._fitted.report().tolist()
         return row
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Fit the cost model to the observations of all ranks."""
+        """Fit the cost model to the recorded times of all ranks."""
         self._fitted.update(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
         self._loader.cost = self._fitted.cost
 

@@ -1,4 +1,4 @@
-"""Request to stop a run: SIGTERM or SIGUSR1 to any rank, which a scheduler sends before the time limit."""
+"""Requests to stop a run: a signal that any rank receives, for example from a scheduler before the time limit."""
 
 import ctypes
 import os
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from odc_mpi.shard import model as sharded
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-#: Signals within this time after the first are duplicates: a launcher may also forward one that ranks got directly.
+#: Time in seconds after the first signal in which others are ignored, since a launcher may forward the same signal.
 REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Handles `SIGNALS` while it is entered as a context: the first requests a stop, a later one ends this process.
+    """Context manager that handles `SIGNALS`. The first signal requests a stop; a later one ends this process.
 
-    As a callback it makes the request of one rank that of all. Outside the main thread, where Python allows no signal
-    handlers, it handles no signals.
+    As a callback, it passes a request on one rank to all ranks. If it is entered outside the main thread, where Python
+    allows no signal handlers, it does not handle signals.
 
     Attributes:
-        requested: True after this rank received a request.
-        requested_on_any_rank: True if any rank had when the gradients were complete; the same on every rank.
+        requested: True if this rank has received a request.
+        requested_on_any_rank: True if any rank had received a request at the end of the microbatches of a step. Equal
+            on all ranks.
     """
 
     gathered_names = ("stop",)
@@ -54,16 +55,16 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Check for the file that a batch script writes because its signal may come before the ranks exist."""
+        """Set `requested` if the file exists by which a batch script passes a signal that came before the ranks ran."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 
     def local_values(self) -> tuple[float]:
-        """Return `requested` as a number."""
+        """Return 1 if this rank has received a request, else 0."""
         return (float(self.requested),)
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Set `requested_on_any_rank`."""
+        """Set `requested_on_any_rank` from the values of all ranks."""
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -71,7 +72,7 @@ class StopRequest(Callback):
         self._received.set()
 
     def _exit_on_next_signal(self) -> None:
-        """Restore the default action of `SIGNALS`, which ends this process at once, even inside MPI or torch."""
+        """After the first signal, restore the default action, which ends this process even inside MPI or torch."""
         self._received.wait()
         if not self._closed.wait(REPEAT_S):
             # A repeated request is urgent; the launcher ends the other ranks. `signal.signal` works in the main

@@ -1,4 +1,4 @@
-"""Update of the parameters: gradient norm and clipping, optimizer step, publication of the parameters."""
+"""Update of the parameters: gradient clipping, optimizer step and publication of the new parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from odc_mpi.training.settings import Config, OptimConfig
 
 
 class Update(Callback):
-    """Updates this rank's parameter shards; skips a step whose gradient is not finite."""
+    """Updates this rank's shards of the parameters. It skips the update if a gradient on any rank is not finite."""
 
     columns: ClassVar = (
         ProgressColumn("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
@@ -27,7 +27,7 @@ class Update(Callback):
         self._model, self.optimizer, self._config = model, optimizer, config
 
     def on_step_begin(self, step: Step) -> None:
-        """Set and report the learning rate."""
+        """Set and report the learning rate of this step."""
         optim, steps = self._config.optim, self._config.run.steps
         factor = schedule_factor(optim.lr_scheduler_type, step.number - 1, optim.warmup_steps, steps)
         for group in self.optimizer.param_groups:
@@ -35,7 +35,12 @@ class Update(Callback):
         step.metrics["learning_rate"] = optim.learning_rate * factor
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
-        """Divide and clip the gradients, run the optimizer, publish the parameters. Collective."""
+        """Divide and clip the gradients, run the optimizer and publish the new parameters. Collective.
+
+        Args:
+            loss_normalizer: Number by which the gradients are divided.
+            finite: True if the gradients are finite on all ranks.
+        """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
@@ -47,18 +52,23 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row; a resumed run continues the count of `metadata`."""
+    """Ends a run after too many steps in a row were skipped because of non-finite gradients.
+
+    Args:
+        max_skipped_steps: Number of skipped steps in a row that ends the run.
+        metadata: Metadata of the checkpoint of a resumed run, which continues its count.
+    """
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps skipped in a row."""
+        """Return the number of steps skipped in a row up to now."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
-        """Raise TrainingError, on every rank, if `run.max_skipped_steps` steps in a row were skipped."""
+        """Count skipped steps. After `max_skipped_steps` in a row, raise `TrainingError` on every rank."""
         self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
         if self._num_consecutive >= self._max_skipped_steps:
             raise TrainingError(
@@ -74,12 +84,12 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer with the peak learning rate.
+    """Build the optimizer of the settings, with the peak learning rate.
 
     Args:
-        named_parameters: Parameters, or this rank's shards of them, by dotted name.
-        shapes: Unsharded shapes by dotted name.
-        fused: True for the fused kernel of torch; None: only for AdamW.
+        named_parameters: Pairs of dotted name and parameter, or this rank's shard of the parameter.
+        shapes: Shapes of the parameters before sharding, by dotted name.
+        fused: True to use the fused kernel of torch. By default, it is used for AdamW only.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

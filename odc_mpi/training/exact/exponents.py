@@ -1,4 +1,4 @@
-"""Exponents of fixed-point gradients in checkpoints, and their rounding error in metrics."""
+"""Callback that saves the exponents of fixed-point gradients in checkpoints and reports the rounding error."""
 
 import math
 from collections.abc import Mapping
@@ -15,8 +15,9 @@ class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
     Args:
-        gradient_format: Gradient format of the model. Its initial exponents are lowered by log2 of `loss_normalizer`.
-        loss_normalizer: Largest divisor of the summed gradients, which are larger than usual by this factor.
+        gradient_format: Gradient format of the model. Construction lowers its exponents by log2 of `loss_normalizer`.
+        loss_normalizer: Largest number by which the summed gradients are divided. They are up to this factor larger
+            than the gradients of a mean loss.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
@@ -27,15 +28,15 @@ class ExponentCallback(Callback):
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the relative rounding error."""
+        """Add the relative rounding error of the gradients to the metrics of the step."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents for the next minibatch."""
+        """Return the exponents of all arrays for the next minibatch."""
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents, if the checkpoint has any."""
+        """Restore the exponents if the checkpoint has any. Raise `UserError` if their number differs."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

@@ -1,8 +1,8 @@
-"""Numerics fingerprint: processor, libraries, threads and all else that affects the last bits of a result.
+"""Numerics fingerprint: processor, torch, threads and environment variables that affect the last bits of a result.
 
-An exact run records its fingerprint in summary.json and in checkpoints (key `arithmetic`). If ranks had different
-fingerprints, bits would depend on the rank that runs a microbatch. A run that resumes with another fingerprint has
-other bits from there on.
+An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If the fingerprints
+of ranks differed, the last bits would depend on the rank that runs a microbatch. If a run resumes with a different
+fingerprint, the last bits may differ from that step on.
 """
 
 import os
@@ -15,7 +15,7 @@ from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.runtime.world import World
 from odc_mpi.training.rundir.resume import ResumePoint
 
-#: Environment variables that select the instructions of libraries below torch.
+#: Environment variables by which the libraries that torch calls select their instructions.
 NUMERICS_ENV_VARS = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
@@ -24,9 +24,13 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
-    """Compare the fingerprint between ranks, and with the checkpoint of a resumed run, and return it. Collective.
+    """Compare the numerics fingerprints of all ranks, and return that of this rank. Collective.
 
-    Warns if only the last bits of results may differ; a different `run.threads` or library is an error.
+    If the run was resumed, also compare with the checkpoint. Differences from it only cause a warning, except those in
+    `run.threads`. Between ranks, only a different name of the processor is tolerated, with a warning.
+
+    Raises:
+        AllRanksUserError: The fingerprints differ in an entry that must not differ.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -50,7 +54,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return all that affects the last bits of a result on a device, cpu or cuda, as text by name."""
+    """Return the numerics fingerprint for a device (cpu or cuda): the name and value of each entry as text."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -63,7 +67,14 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Describe the differences to the fingerprint in a checkpoint; raise UserError if `run.threads` differs."""
+    """Describe the differences between the current and a previous fingerprint.
+
+    Args:
+        checkpoint: Path of the checkpoint with the previous fingerprint, for the error.
+
+    Raises:
+        UserError: `run.threads` differs.
+    """
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]
@@ -75,7 +86,7 @@ def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str]
 
 
 def _processor() -> str:
-    """Return name and model numbers of the processor from /proc/cpuinfo; empty if they are not available."""
+    """Return name and model numbers of the processor from /proc/cpuinfo. Empty if they are not available."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings that an exact run forces, and settings that it refuses."""
+"""Settings that an exact run requires, and settings that it does not support."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,11 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Set what `run.exact` requires, if it is true, and raise UserError if it does not support another setting."""
+    """Return the configuration with the settings that `run.exact` requires, or unchanged if it is not set.
+
+    Raises:
+        UserError: The configuration has a setting that `run.exact` does not support.
+    """
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (
@@ -44,7 +48,7 @@ _REASONS = {
 
 @contextmanager
 def deterministic_algorithms(config: Config) -> Iterator[None]:
-    """Select deterministic algorithms of torch in an exact run, and restore the previous choice on exit."""
+    """Make torch use deterministic algorithms in the context, if `run.exact` is set."""
     if not config.run.exact:
         yield
         return

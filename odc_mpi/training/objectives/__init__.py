@@ -1,1 +1,1 @@
-"""Objectives, one per file."""
+"""Training objectives, one per module."""

@@ -1,14 +1,15 @@
-"""GRPO, strictly on-policy (arXiv 2402.03300): advantages compare the completions of a prompt with each other.
+"""Strictly on-policy GRPO (arXiv 2402.03300), whose advantages compare the completions of a prompt with each other.
 
-The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout, where the ratio is 1 and clipping has
-no effect: its gradient is that of -advantage * log-probability, plus beta times the KL divergence from a reference.
-The normalizer of the sum is known only when all groups are generated, so owners divide the gradients before the norm:
+The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout. The probability ratio is then 1 and
+clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
+reference policy. Losses are summed over the minibatch. The normalizer of the sum is known only when all groups are
+generated, so each rank divides the gradients of its shards after they are summed:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
     grpo       number of completions; the loss of each is the mean over its tokens
     dr_grpo    number of completions, times rl.max_completion_length        arXiv 2503.20783
 
-Groups with equal rewards have no gradient and are not trained, but they count in the normalizer.
+If beta is 0, a group whose rewards are all equal has no gradient. It is not trained, but it counts in the normalizer.
 """
 
 from collections.abc import Callable
@@ -25,16 +26,17 @@ from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.group_sums import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
-#: Returns the log-probabilities of the tokens of a microbatch under the reference policy, float32 [K].
+#: Function that returns the log-probabilities of a microbatch's target tokens under the reference policy, float32 [K].
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Loss of GRPO. `RolloutSource` gathers the counts for its normalizer.
+    """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
 
     Args:
-        num_groups: Most prompt groups of a minibatch.
-        reference_logps: Computes log-probabilities of the reference policy; required if `rl.beta` is not 0.
+        num_groups: Largest number of prompt groups in a minibatch.
+        reference_logps: Function that computes log-probabilities under the reference policy. Required unless `rl.beta`
+            is 0.
     """
 
     def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:
@@ -47,13 +49,13 @@ class GRPOObjective(Objective):
         )
 
     def on_step_begin(self, step: Step) -> None:
-        """Reset all sums."""
+        """Set all sums of the step to 0."""
         self._sums.reset()
         self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
         self._largest_difference, self._num_tokens = 0.0, 0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the loss of a microbatch before normalization. One-sided."""
+        """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(RolloutMicrobatch, microbatch)
         device = model.device
         logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
@@ -74,15 +76,15 @@ class GRPOObjective(Objective):
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss of a microbatch."""
+        """Add the loss of a microbatch to the sum of the step."""
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return this rank's sums."""
+        """Return the sums of this rank in the order of `gathered_names`."""
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Set the normalizer and report the metrics."""
+        """Compute `loss_normalizer` from the counts of all ranks, and report the metrics."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
@@ -95,22 +97,32 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a value of a microbatch to the sum of its first prompt, which is its only one in an exact run."""
+        """Add a value of a microbatch to the sum of its first prompt. In an exact run, it has only one prompt."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token: its value is -advantage, its gradient that of -advantage * log-probability."""
+    """Return the loss of each token. Its value is -advantage; its gradient is that of -advantage * log-probability."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate of the KL divergence of each token (http://joschu.net/blog/kl-approx.html)."""
+    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logps: Log-probabilities of the tokens under the policy.
+        reference: Log-probabilities of the tokens under the reference policy.
+    """
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor, at least 1, of the loss summed over a minibatch with these loss tokens and completions."""
+    """Return the divisor of the loss summed over a minibatch, which is at least 1.
+
+    Args:
+        num_tokens: Number of loss tokens in the minibatch.
+        num_completions: Number of completions in the minibatch.
+    """
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

@@ -1,1 +1,1 @@
-"""GRPO: settings, rollouts as microbatches, evaluation and metrics."""
+"""Training with GRPO: settings, source of microbatches, evaluation and metrics."""

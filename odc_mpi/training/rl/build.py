@@ -1,4 +1,4 @@
-"""Construction of the source, objective, callbacks and reference policy of GRPO."""
+"""Functions that build the minibatch source, objective, callbacks and reference policy of a GRPO run."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,9 +27,10 @@ from odc_mpi.training.settings import Config
 def build_grpo(
     config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
-    """Build source, objective and further callbacks. Collective.
+    """Build the minibatch source, the objective and further callbacks of a GRPO run. Collective.
 
-    Switches dropout in the model off, so that the policy that generates is the one that is trained.
+    This sets the model to evaluation mode, because with dropout the trained policy would differ from the one that
+    generates.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
@@ -50,10 +51,10 @@ def build_grpo(
 
 
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
-    """Make the function that computes the log-probabilities of the reference policy for `rl.beta`. Collective.
+    """Return a function that computes log-probabilities under the reference policy. Collective.
 
-    It fetches one-sided. The reference is the policy at the start of the run. With adapters, it is the model with its
-    adapters switched off. Without, it is a frozen copy of the initial model, which needs the memory of a second model.
+    The returned function is one-sided. The reference policy is the model at the start of the run. If the model has
+    adapters, it is the model without them. Otherwise it is a frozen copy, which needs the memory of a second model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
@@ -85,9 +86,9 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Switch the adapters of a model off in the context.
+    """Disable the adapters of a model in the context.
 
-    Unlike `disable_adapter` of peft, it does not change `requires_grad`.
+    Unlike `disable_adapter` of peft, this does not change `requires_grad`.
     """
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]

@@ -1,7 +1,7 @@
-"""Sums over the prompt groups of a minibatch that do not depend on the ranks that had the groups.
+"""Sums over the prompt groups of a minibatch that do not depend on which rank generated or trained which group.
 
-A floating-point sum depends on its order. So the value of each group is gathered separately (one rank has it, the
-others have 0), and all ranks add the values in the order of the prompts.
+A floating-point sum depends on the order of its terms. Therefore the value of each group is gathered separately (all
+ranks but one have 0), and all ranks add the values in the order of the prompts.
 """
 
 import math
@@ -11,7 +11,15 @@ from odc_mpi.shard import model as sharded
 
 
 class GroupSums:
-    """Named sums of a step, kept by prompt group; `gathered_names` has a name for each sum and group."""
+    """Sums of a step, with a separate value for each prompt group.
+
+    Args:
+        sums: Names of the sums.
+        num_groups: Largest number of prompt groups in a minibatch.
+
+    Attributes:
+        gathered_names: Names of the values, one for each pair of a sum and a group.
+    """
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
         self._num_groups = num_groups
@@ -23,19 +31,19 @@ class GroupSums:
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add to the value of the group at a position of the minibatch."""
+        """Add to the value of a group in the sum `name`. `position` is the index of the group in the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
-        """Return the values of this rank, in the order of `gathered_names`."""
+        """Return the values of this rank in the order of `gathered_names`."""
         return list(self._values.values())
 
     def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the value of the group at a position."""
+        """Return the value of a group, given by its index in the minibatch, from those gathered from all ranks."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
-        """Return the sum over all groups, rounded once."""
+        """Return the sum `name` over all groups and ranks. It is computed exactly and rounded once."""
         return math.fsum(self.value_of(gathered, name, position) for position in range(self._num_groups))
 
 

@@ -1,4 +1,4 @@
-"""Minibatches of prompts, the same on every rank, and the tokenizer of prompts. Does not communicate."""
+"""Loading, batching and tokenization of prompts. Every rank loads the same minibatches, without communication."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,14 +13,19 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of prompts."""
+    """Endless, resumable iterator over minibatches of prompts.
+
+    Args:
+        num_prompts: Number of prompts in a minibatch, over all ranks.
+        seed: Seed of the order of the prompts.
+    """
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
         self._rank = rank
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch; its plan is empty, since ranks claim prompts."""
+        """Return the next minibatch. It assigns no prompts to ranks, since ranks claim prompts at run time."""
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
@@ -34,14 +39,27 @@ class PromptLoader(ShuffledSampler):
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Split prompts, as indices of `lengths`, into decode batches, longest first, enough for `num_shares` ranks."""
+    """Sort prompts by length, longest first, and split them into batches to decode together.
+
+    Args:
+        lengths: Length of each prompt, or expected length of its completions, in tokens.
+        num_shares: Number of ranks that share the batches.
+        max_prompts: Largest number of prompts in a batch.
+
+    Returns:
+        Batches of indices into `lengths`.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
     return [order[begin : begin + together] for begin in range(0, len(lengths), together)]
 
 
 class PromptCodec:
-    """Encodes prompts with their stop tokens, and decodes completions."""
+    """Converts prompts into model inputs, and completions into text and arguments of reward functions.
+
+    Raises:
+        UserError: The tokenizer has no end-of-sequence token.
+    """
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
@@ -55,16 +73,19 @@ class PromptCodec:
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return a prompt with its stop tokens for generation."""
+        """Return the tokens of prompt `index` with the stop tokens that end its completions."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of a completion, without its stop token."""
+        """Return the text of a completion without special tokens, such as the stop token."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the arguments of reward functions for a prompt and its completions, with copied tokens."""
+        """Return the arguments of reward functions for a prompt and its completions.
+
+        Token lists are copied, so reward functions cannot change the tokens that are used in training.
+        """
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

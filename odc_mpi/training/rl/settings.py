@@ -1,4 +1,4 @@
-"""Section `rl` of the settings, with the names and defaults of `GRPOConfig` in TRL where they exist."""
+"""Section `rl` of the settings. Settings that also exist in `GRPOConfig` of TRL have its names and defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -41,7 +41,12 @@ class GRPOConfig:
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Check that the settings of GRPO, by their names, fit together; raise UserError if not."""
+    """Raise `UserError` if the settings of GRPO contradict each other or other settings.
+
+    Args:
+        values: Values of all settings that the user gave, by name such as `rl.beta`.
+        source: File or command line that the values are from, for the error.
+    """
     if values.get("run.objective", "sft") != "grpo":
         defaults = {f"rl.{item.name}": item.default for item in fields(GRPOConfig)}
         changed = [key for key in values if key in defaults and values[key] != defaults[key]]
@@ -63,7 +68,7 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
 
 
 def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
-    """Check that the policy that generates is the one that is trained."""
+    """Raise `UserError` if the trained policy would differ from the one that generates."""
     if values.get("rl.num_iterations", 1) > 1:
         raise UserError(
             f"{source}: rl.num_iterations: expected 1, got {values['rl.num_iterations']}: training is strictly "

@@ -1,14 +1,16 @@
-"""Microbatches for GRPO: each rank generates while prompts remain, then trains finished groups of any rank.
+"""Source of microbatches for GRPO. Each rank generates completions, and then trains on groups of any rank.
 
-    claim a ticket       take the next decode batch of prompts, longest expected completions first    one-sided
-    generate             when the last completion of a prompt ends, compute rewards and advantages
-                         and publish the group; if the store is full, keep it and train it            one-sided
+A group is a prompt with its completions. A minibatch has these phases:
+
+    claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
+    generate             after the last completion of a prompt, compute rewards and advantages and
+                         publish the group. If the memory for groups is full, train on it instead     one-sided
     no prompts left      claim the largest published group of any rank and train on it                one-sided
-    idle                 sleep until a group is published or all groups are done                      one-sided
+    no groups published  sleep until a group is published or all groups are done                      one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
 
-In an exact run (`training.exact`) each group is decoded and trained in a batch of its own: the other members of a batch
-depend on ranks and their speeds, and would change the last bits of its logits and gradients.
+In an exact run (`training.exact`), each group is decoded and trained in a batch of its own. Which groups would share a
+batch depends on ranks and their speeds, and this would change the last bits of logits and gradients.
 """
 
 import itertools
@@ -46,9 +48,13 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
 
 class RolloutSource(MinibatchSource):
-    """Source of microbatches that are generated and trained in the same minibatch. Construction is collective.
+    """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps some completions with their rewards are printed and added to completions.jsonl.
+    Every `rl.log_completions` steps, some completions are printed and appended to completions.jsonl with their rewards.
+
+    Args:
+        prompts: Data set of the loader.
+        engine: Function that generates completions.
     """
 
     columns: ClassVar = (
@@ -99,13 +105,13 @@ class RolloutSource(MinibatchSource):
         return next(self._loader)
 
     def on_step_begin(self, step: Step) -> None:
-        """Reset metrics and logged completions."""
+        """Reset the metrics and discard the completions logged in the previous step."""
         self._step = step.number
         self._metrics.reset()
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield microbatches of completions, as the module describes. One-sided."""
+        """Generate completions and yield microbatches of them, as the module describes. One-sided."""
         count = len(minibatch.indices)
         expected = [self._length_predictor.predict(index) for index in minibatch.indices.tolist()]
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
@@ -119,11 +125,11 @@ class RolloutSource(MinibatchSource):
                 self._wait(count, state)
 
     def local_values(self) -> list[float]:
-        """Return the counts and sums of this rank."""
+        """Return the counts and sums of this rank in the order of `gathered_names`."""
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the metrics of all groups, record their lengths, and reset tickets and queue."""
+        """Report the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._length_predictor.observe(index, self._metrics.mean_length(gathered, position))
@@ -131,7 +137,10 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report tokens per second, and log completions, if it is due. Collective if it is."""
+        """Add tokens per second to the metrics. Every `rl.log_completions` steps, also log completions.
+
+        Collective in steps that log completions.
+        """
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
         if self._is_logged_step():
             lines = list(itertools.chain.from_iterable(self._world.gather_objects(self._logged_completions)))
@@ -148,7 +157,7 @@ class RolloutSource(MinibatchSource):
         self._length_predictor.load_state_dict(state_dict["completion_lengths"])
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
-        """Generate completions and publish finished groups; return the groups for which the store has no space."""
+        """Generate completions and publish finished groups. Return the groups that do not fit into the store."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         records = [self._prompts[index] for index in indices]
@@ -179,7 +188,7 @@ class RolloutSource(MinibatchSource):
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
     ) -> PromptGroup | None:
-        """Score a group and return it; mark it done and return None if it has no gradient."""
+        """Compute the rewards of a group and return it. If it has no gradient, mark it done and return None."""
         group_rewards = self._compute_rewards(index, record, completions)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
@@ -204,7 +213,7 @@ class RolloutSource(MinibatchSource):
         group_rewards: GroupRewards,
         advantages: np.ndarray,
     ) -> None:
-        """Keep up to 4 completions of the first prompt, if the step is to be logged."""
+        """Keep up to 4 completions of the first prompt if completions are logged in this step."""
         if position or not self._is_logged_step():
             return
         for i, tokens in enumerate(completions.tokens[:4]):
@@ -244,7 +253,7 @@ class RolloutSource(MinibatchSource):
             yield from pack_microbatches(groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0)
 
     def _claim(self, count: int, state: QueueState) -> list[PromptGroup]:
-        """Claim groups until a microbatch is full, but at most this rank's share of those published."""
+        """Claim groups until a microbatch is full, but at most this rank's share of the published groups."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[PromptGroup] = []
         num_tokens = 0
@@ -257,7 +266,7 @@ class RolloutSource(MinibatchSource):
         return groups
 
     def _wait(self, count: int, previous: QueueState) -> None:
-        """Sleep until the state of the queue changes. The time-out message lists the ranks with groups in progress."""
+        """Sleep until the state of the queue changes. The time-out message lists the ranks that are generating."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_not_started
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")

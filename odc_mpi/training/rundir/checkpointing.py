@@ -1,11 +1,11 @@
-"""Checkpoints of a run: when they are saved, and how ranks agree that they are complete.
+"""Checkpoints of a run: when they are saved, and how ranks agree that a checkpoint is complete.
 
-local_values   report the checkpoint that the writing thread of this rank has completed; the all-gather that
-               completes the gradients carries it, so that no collective is added
-on_gathered    rank 0 publishes a checkpoint that all ranks have written
-on_step_end    if a checkpoint is due, copy this rank's shards and pass them to its thread. If the previous one is
-               not known to be complete, first wait for it, which is collective
-on_train_end   collective: wait for the last checkpoint, for at most comm.timeout_s
+local_values   report which checkpoint this rank's thread has written. The all-gather that completes the gradients
+               transmits the report, so no collective is added
+on_gathered    if all ranks have written a checkpoint, rank 0 publishes it
+on_step_end    if a checkpoint is due, copy this rank's shards and pass the copy to the thread. If the previous
+               checkpoint may be incomplete, first wait for it, which is collective
+on_train_end   wait for the last checkpoint, for at most comm.timeout_s, which is collective
 """
 
 import importlib.metadata
@@ -47,11 +47,13 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 
 
 class CheckpointCallback(Callback):
-    """Saves checkpoints when they are due, and before a stop. Construction is collective. Must come after `stop`.
+    """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     Args:
-        metadata: Metadata of the run, to which checkpoints add the state of the trainer.
-        directory_lock: Lock of the run directory on rank 0; if another run takes it over, nothing more is saved.
+        metadata: Metadata of the run. Each checkpoint stores them with the state of the trainer.
+        stop: Handler of stop requests, which must precede this callback in `trainer.callbacks`.
+        directory_lock: Lock of the run directory on rank 0, else None. If another run takes over the directory, no
+            further checkpoint is saved.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -87,24 +89,24 @@ class CheckpointCallback(Callback):
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return step, bytes and checksum of the last checkpoint that this rank has written."""
+        """Return step, number of bytes and checksum of the file that this rank has written for a checkpoint."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Pass the reports of all ranks to the saver."""
+        """Pass the reports of all ranks to the saver, which publishes the checkpoint if all have written it."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Save, if it is due. Collective if the previous checkpoint is not known to be complete."""
+        """Save a checkpoint if one is due. Collective if the previous checkpoint may be incomplete."""
         every, number = self._run.checkpoint_every, step.number
         if self._stop.requested_on_any_rank or (every and (number % every == 0 or number == self._run.steps)):
             self._update_best(step)
             self._save(number)
 
     def parameters_digest(self) -> str:
-        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective.
+        """Return the digest of the current parameters, as `odc-mpi checkpoint digest` prints it. Collective.
 
-        All elements are sent to rank 0, a block at a time; all ranks return the digest.
+        Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
         """
         # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
         digest = compute_digest(
@@ -115,7 +117,7 @@ class CheckpointCallback(Callback):
     def _send_blocks(
         self, parts: Mapping[str, tuple[int, npt.NDArray]], name: str, record: TensorRecord
     ) -> Iterator[npt.NDArray]:
-        """Send this rank's blocks of a tensor to rank 0, which receives those of other ranks; yield them."""
+        """Yield blocks of a tensor. Rank 0 yields all blocks; the other ranks send their own to it and yield those."""
         world, description = self._world, "sending parameters to rank 0 for their digest"
         for rank, first, last in record.ranges:
             for start, stop in blocks(first, last):
@@ -131,7 +133,7 @@ class CheckpointCallback(Callback):
                     yield block
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and loss of the best checkpoint so far."""
+        """Return step and evaluation loss of the best checkpoint so far."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
@@ -153,7 +155,12 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise TrainingError if the last checkpoint failed, StoppedError if the run stopped before its last step."""
+        """Raise an error if the run failed to save or stopped early. Call this after `on_train_end`.
+
+        Raises:
+            TrainingError: The last checkpoint could not be written.
+            StoppedError: The run stopped on request after `step`, before its last step.
+        """
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:
@@ -162,7 +169,7 @@ class CheckpointCallback(Callback):
             )
 
     def _wait_for_pending(self) -> None:
-        """Wait until the last checkpoint is complete or abandoned. Collective if it is not known to be written."""
+        """Wait until the last checkpoint is published or has failed. Collective if it may not be written yet."""
         if self._saver.pending:
             with self._world.deadline(f"writing the checkpoint of step {self._last}"):
                 self._saver.wait_until_written()
@@ -171,7 +178,7 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Record the step if its evaluation loss is lower than that of all earlier checkpoints."""
+        """Record the step as the best if its evaluation loss is lower than that of all earlier checkpoints."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}
@@ -194,7 +201,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the metadata of a run for its checkpoints; JSON-serializable. Collective."""
+    """Return the metadata of a run that its checkpoints store. JSON-serializable. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {
@@ -215,10 +222,10 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
 def _adapter_metadata(
     config: Config, world: World, model: MetaModel, resume_point: ResumePoint | None
 ) -> dict[str, Any]:
-    """Return the description of adapters and their base; empty without adapters. Collective.
+    """Return the metadata about adapters and their base model. Empty without adapters. Collective.
 
-    Each rank computes the digests of its share of the base. A resumed run takes them from the checkpoint, since
-    `find_resume_point` has compared them.
+    Each rank computes the digests of a part of the base model. A resumed run uses those in the checkpoint, since
+    `find_resume_point` has compared them with the model.
     """
     base = model.base
     if base is None:

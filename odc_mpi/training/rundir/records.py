@@ -1,4 +1,4 @@
-"""Run directory: configuration, metrics, trace, summary and checkpoints. Only rank 0 calls these functions."""
+"""Files of a run directory, such as configuration, metrics and checkpoints. Call these functions on rank 0 only."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
-#: Logged completions of GRPO; each line has a `step`, as in metrics.jsonl.
+#: File with completions of GRPO runs. Each line has the key `step`, as in metrics.jsonl.
 COMPLETIONS = "completions.jsonl"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
-#: Files of a run and its report, which a later run in the same directory must not mix with its own.
+#: Names of all files and subdirectories that a run writes. A later run in the directory must not mix them with its own.
 RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Prepare the directory of a new run: move files of an earlier run to `earlier-N`, and write config.yaml."""
+    """Prepare the directory of a new run. Move the files of an earlier run to `earlier-N` and write config.yaml."""
     with convert_write_errors(path):
         make_directory(path)
         remove_incomplete(path / CHECKPOINTS)
@@ -30,9 +30,10 @@ def open_run_directory(path: Path, config_text: str) -> None:
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
-    """Prepare the directory of a run that resumes after a step: drop the records of later steps.
+    """Prepare the directory of a run that resumes from the checkpoint of a step.
 
-    Checkpoints of later steps, which are damaged or not wanted, are moved to `earlier-N`.
+    Metrics and completions of later steps are deleted. Checkpoints of later steps, which are damaged or which the user
+    has rejected by choosing an older one, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)
@@ -48,12 +49,12 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 
 
 def has_records(path: Path) -> bool:
-    """Return True if a directory has files of a run."""
+    """Return True if a directory contains files of a run."""
     return any((path / name).exists() for name in RECORDS)
 
 
 def _parse_step(line: str) -> float:
-    """Return the step of a JSON line; infinity for an incomplete line of a killed run."""
+    """Return the step of a JSON line, or infinity if a killed run left the line incomplete."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

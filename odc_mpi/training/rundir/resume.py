@@ -1,4 +1,4 @@
-"""Start of a run: from scratch, or from a checkpoint, which may have been saved on another number of ranks."""
+"""Start of a run from scratch or from a checkpoint. The checkpoint can be from a different number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from odc_mpi.training.rundir.records import has_records, open_run_directory, reo
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import Config, defaults, dump
 
-#: Class names in torch.optim by `optim.optimizer`.
+#: Names of the optimizer classes in torch.optim by value of `optim.optimizer`.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
@@ -38,9 +38,10 @@ class ResumePoint:
     """Checkpoint from which a run starts.
 
     Attributes:
-        checkpoint: Checkpoint, open.
-        continues_this_run: True if the checkpoint is in run.dir, so the run continues; False for a new run.
-        path: Checkpoint in run.resume when the run first started; None if it started from scratch.
+        checkpoint: Open checkpoint.
+        continues_this_run: True if the checkpoint is in `run.dir`, so its run is continued; False if a new run begins.
+        path: Path of the checkpoint from which the run originally started, before any resumption; None if it started
+            from scratch.
     """
 
     checkpoint: Checkpoint
@@ -49,7 +50,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Number of completed steps."""
+        """Number of steps completed before the checkpoint was saved."""
         return self.checkpoint.step
 
     @property
@@ -58,7 +59,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def one_line(self, config: Config) -> str:
-        """Describe the checkpoint and the changed settings, for a line that begins with "resuming"."""
+        """Return a description of the checkpoint and of the settings that changed, to print after "resuming"."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         changed = [
@@ -73,12 +74,12 @@ class ResumePoint:
 
 
 class DeferredErrorWeights(CheckpointWeights):
-    """Reads a checkpoint, and defers errors until all ranks have read, so that all can raise them."""
+    """Reads weights from a checkpoint but raises no errors until all ranks have read and can raise them together."""
 
     _error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements `[start, stop)` of a flattened parameter; return zeros if the file is damaged."""
+        """Return elements `[start, stop)` of a flattened parameter. If the file is damaged, return zeros."""
         try:
             return super().read(name, start, stop)
         except UserError as error:
@@ -86,15 +87,21 @@ class DeferredErrorWeights(CheckpointWeights):
             return torch.zeros(stop - start)
 
     def raise_deferred_error(self) -> None:
-        """Raise the first error of `read`, if there was one."""
+        """Raise the first `UserError` that occurred in `read`, if any."""
         if self._error:
             raise self._error
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Find the checkpoint from which a run starts; None if it starts from scratch. Collective.
+    """Find the checkpoint from which a run starts. Collective.
 
-    Checks that the checkpoint fits the inputs, and restores the buffers of the model.
+    If there is one, check that it matches the inputs, and restore the buffers of the model.
+
+    Returns:
+        Resume point with the open checkpoint; None if the run starts from scratch.
+
+    Raises:
+        AllRanksUserError: The checkpoint does not match the inputs, or no candidate is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -107,7 +114,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory and prepare its files. Only rank 0 calls this."""
+    """Lock the run directory, prepare its files and return the lock. Call this on rank 0 only."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = RunDirectoryLock(run_dir, config.comm.timeout_s)
@@ -119,9 +126,10 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def fresh_start_line(config: Config) -> str:
-    """Return the line to print if no checkpoint was found; empty if the user does not expect one.
+    """Return the line to print if no checkpoint was found. Empty if the user does not expect one.
 
-    A checkpoint is expected if run.resume is auto, and the run saves checkpoints or run.dir has files of a run.
+    A checkpoint is expected if `run.resume` is auto and either the run saves checkpoints or `run.dir` contains files of
+    a run.
     """
     run_dir = Path(config.run.dir)
     expected = config.run.checkpoint_every or has_records(run_dir)
@@ -131,7 +139,7 @@ def fresh_start_line(config: Config) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Print that the run is already complete, and return a summary."""
+    """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do."""
     resume_point.checkpoint.close()
     if world.rank == 0:
         print(
@@ -160,7 +168,7 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
 
 
 def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Open the requested checkpoint, or the newest of run.dir if this run started from that one. Collective."""
+    """Open the requested checkpoint, or the newest in `run.dir` if its run started from it. Collective."""
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:
@@ -217,7 +225,7 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
 
 
 def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
-    """Check that the checkpoint and the run have adapters of the same rank and alpha, or both none."""
+    """Check that checkpoint and run have adapters of equal rank and alpha, or that neither has adapters."""
     theirs, ours = resume_point.metadata.get("adapter"), model.adapter
     if (theirs is None) != (ours is None):
         kind, got = ("a full model", "lora.r") if theirs is None else ("adapters", "no lora.r")
@@ -234,7 +242,7 @@ def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Open the newest complete checkpoint; each rank checks some of its files. Collective."""
+    """Open the newest complete checkpoint. Each rank checks some of its files. Collective."""
     # The candidates of rank 0: a file system may show a new checkpoint to some ranks later than to others.
     candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
     problems: list[str] = []

@@ -1,9 +1,9 @@
-"""Lock of a run directory. Only rank 0 uses it.
+"""Lock of a run directory, which only rank 0 holds.
 
-Two runs in one directory would replace and prune each other's checkpoints. On one host, the second is refused: a run
-binds an abstract socket named after the directory, which the kernel releases when the process ends, however it ends. No
-file is locked, since that can hang on network file systems. A run on another host is not visible: the later run warns
-and writes its token into owner.json; the earlier one checks the token before each checkpoint, and stops saving.
+Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start:
+a run binds an abstract socket named after the directory, which the kernel releases when the process ends in any way. No
+file is locked, since that can hang on network file systems. Runs on different hosts are not excluded. The later run
+warns and writes its token into owner.json. The earlier run reads it before each checkpoint and stops saving.
 """
 
 import errno
@@ -21,15 +21,18 @@ from odc_mpi.files import make_directory, write_text_atomic
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
-#: A killed run may still be exiting when the next one starts.
+#: Longest wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """Lock of a run directory, released when it is left as a context.
+    """Lock of a run directory. The constructor acquires it; as a context manager, it is released on exit.
 
-    The other ranks wait for the lock, for at most `timeout_s`. Raises `UserError` before that if another run on this
-    host still has the lock, or if the directory cannot be written.
+    Args:
+        timeout_s: Time that the other ranks wait for rank 0, in seconds. At most half of it is spent on the lock.
+
+    Raises:
+        UserError: Another run on this host holds the lock, or the directory cannot be written.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -47,7 +50,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
                 raise
 
     def require_held(self) -> None:
-        """Raise OSError if another run has taken the directory over, or the lock file is missing. Thread-safe."""
+        """Raise `OSError` if another run has taken over the directory or the lock file is missing. Thread-safe."""
         if _read(self._path).get("token") != self._token:
             raise OSError(
                 f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
@@ -59,7 +62,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._path.unlink()
 
     def _acquire(self, timeout_s: float) -> socket.socket:
-        """Bind the abstract socket of the directory (unix(7)), which only one process of a host can."""
+        """Bind the abstract socket of the directory (unix(7)), which only one process of a host can do."""
         directory, ends = self._path.parent.stat(), time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
@@ -79,7 +82,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             )
 
     def _warn_about(self, other: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Warn of a run that may still be running: on another host, and not this job before it was requeued."""
+        """Warn if a run on another host may still be running, unless it is this job before it was requeued."""
         if other.get("host", record["host"]) == record["host"]:
             return
         if other.get("slurm_job_id", "") != record.get("slurm_job_id"):
@@ -91,7 +94,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 @contextmanager
 def convert_write_errors(run_dir: Path) -> Iterator[None]:
-    """Convert an OSError in the context to a UserError about `run.dir`."""
+    """Convert an `OSError` raised in the context to a `UserError` about the setting `run.dir`."""
     try:
         yield
     except OSError as error:
@@ -99,7 +102,7 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a lock file; empty if it is missing or invalid."""
+    """Return the content of a lock file, or an empty dictionary if it is missing or invalid."""
     try:
         record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
