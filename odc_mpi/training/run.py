@@ -6,7 +6,7 @@
 
 The hooks of the training loop are called on the callbacks in this order:
 
-    objective, Update, source                           of the training loop
+    Objective, Update, MinibatchSource                  of the training loop
     StepTimeMetrics, TrafficReport                      report times and bytes
     FitCostModel, or RewardEvaluator                    for sequences, or for GRPO
     ExponentCallback                                    only with fixed-point gradients
