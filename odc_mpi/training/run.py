@@ -8,7 +8,7 @@ The hooks of the training loop are called on the callbacks in this order:
 
     Objective, Update, MinibatchSource                  of the training loop
     StepTimeMetrics, TrafficReport                      report times and bytes
-    FitCostModel, or RewardEvaluator                    for sequences, or for GRPO
+    FitCostModel, or those for rewards                  fit costs of sequences, or evaluate rewards
     ExponentCallback                                    only with fixed-point gradients
     LossEvaluator                                       adds the evaluation to the metrics of the step
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete

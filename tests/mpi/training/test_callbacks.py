@@ -81,7 +81,7 @@ def test_forwards_between_steps_change_nothing(world, dataset_path):
 @pytest.mark.sizes(1)
 def test_callbacks_run_in_the_documented_order(world, dataset_path, shared_dir, monkeypatch):
     table = run.__doc__.partition("in this order:\n\n")[2]
-    documented = [name for line in table.splitlines() for name in re.findall(r"[A-Z]\w+", line[:36])]
+    documented = [name for line in table.splitlines() for name in re.findall(r"[A-Z]\w+", line.strip().split("  ")[0])]
     found = []
 
     def look(trainer, *rest):
