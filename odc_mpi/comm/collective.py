@@ -199,7 +199,7 @@ class _Communicators:
         return self._comms[index % len(self._comms)]
 
     def free(self) -> None:
-        """Free the communicators. Collective. Idempotent."""
+        """Free the communicators. Collective. Further calls do nothing."""
         while self._comms:
             self._comms.pop().Free()
 
