@@ -84,7 +84,7 @@ class Group(ABC):
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the report of every rank, `[k]` float64, and return them as `[size, k]`. Collective."""
+        """Gather the reports of all ranks, each `[k]` float64, and return them as `[size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items, each of which exactly one rank claims. It closes with its world. Construction is collective.
+    """Queue of items, each of which at most one rank claims. It closes with its world. Construction is collective.
 
     Args:
         max_count: Maximum number of items between two resets. It must be the same on all ranks.

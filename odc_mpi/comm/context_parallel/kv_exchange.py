@@ -132,7 +132,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Notify the ranks of earlier chunks that this rank reads no more of their keys and values. One-sided."""
+        """Notify the ranks of earlier chunks that this rank no longer reads their keys and values. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)

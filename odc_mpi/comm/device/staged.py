@@ -57,7 +57,7 @@ class PinnedMemory(ShardStorage):
 
 
 class StagedParameters(ParameterStore):
-    """Parameter store that fetches with a store in host memory, and copies the arrays to a device.
+    """Parameter store that fetches arrays to the host with the store `inner`, and copies them to a device.
 
     Args:
         inner: Store in host memory. Its buffer pool is replaced by the pool of `pinned`.

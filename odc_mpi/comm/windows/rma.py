@@ -246,7 +246,7 @@ def deferred_flush(
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
-    """Start to read elements of `itemsize` bytes of `target`, beginning at element `start`, into bytes. One-sided."""
+    """Start to read elements of `itemsize` bytes from element `start` of rank `target` on into `buffer`. One-sided."""
     for offset, part in _messages(buffer, itemsize):
         win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
@@ -259,7 +259,10 @@ def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]
 
 
 def open_epoch(win: MPI.Win, world: World) -> None:
-    """Begin the passive-target epoch of a window. Raises `UserError`, and frees it, if its memory is not unified."""
+    """Begin the passive-target epoch of a window.
+
+    If the memory model of the window is not unified, it is freed, which is collective, and `UserError` is raised.
+    """
     model = memory_model(win)
     if model != "unified":
         win.Free()
