@@ -1,8 +1,8 @@
 """Pool of reusable buffers.
 
 New memory costs a page fault per 4 KiB, which is slower than the copy that fills it. Autograd or a user may still
-reference a released buffer. It is not used again before the last reference is gone, so a late reader never sees the
-parameters of another unit.
+reference a buffer that was released. The pool does not reuse it until no reference is left, so a late reader never sees
+the parameters of another unit (parameters that are fetched and released together).
 """
 
 import threading
@@ -20,10 +20,10 @@ class BufferPool:
     """Pool of flat buffers. Thread-safe.
 
     Args:
-        allocate: Returns new memory of a number of bytes, as a uint8 tensor.
+        allocate: Function that allocates memory of a given number of bytes, and returns it as a uint8 tensor.
 
     Attributes:
-        peak_bytes: Peak memory of the pool in bytes, acquired and idle buffers together.
+        peak_bytes: Peak memory of the pool, acquired and idle buffers together, in bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = empty_host) -> None:
@@ -35,7 +35,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized buffer, `[numel]`."""
+        """Return an uninitialized buffer, `[numel]` of `dtype`, and reuse an idle one if possible."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -69,7 +69,7 @@ class BufferPool:
         return best
 
     def _free_unreferenced(self, num_bytes: int) -> None:
-        """Free idle buffers, all of them too small, until `num_bytes` are free; else units of many sizes pile up."""
+        """Free idle buffers, which are all too small, until `num_bytes` are freed. Otherwise the pool would grow."""
         for block in [block for block in self._idle if _is_unreferenced(block)]:
             if num_bytes <= 0:
                 return

@@ -1,21 +1,21 @@
-"""Transport over MPI collectives: fully sharded data parallel training as in FSDP and ZeRO-3, the baseline.
+"""Stores that use MPI collectives: the baseline, fully sharded data parallel training as in FSDP and ZeRO-3.
 
-    fetch     all-gather of the unit: before its forward, and again before its backward
-    push      reduce-scatter of the full gradient of the unit, added to the shard of this rank
-    A, N, B   as over windows
+    fetch     all-gather of a unit (parameters fetched together), before its forward and again before its backward
+    push      reduce-scatter of the full gradient of a unit, and addition of the result to the shard of this rank
+    A, N, B   synchronization points as with windows (`comm.transport`)
 
-All ranks must make the same calls in the same order, so ranks wait for each other at each unit. A rank with fewer
+All ranks must make the same calls in the same order, so they wait for each other at each unit. A rank with fewer
 microbatches than others runs dummy microbatches with a loss of zero.
 
 Note: the same order on all ranks
-    The sequence of fetches follows from the control flow of the model alone: no unit is prefetched, only the root
-    outlives its forward or backward, and each microbatch begins without unsharded units (`shard.units.unsharded`). A
-    push covers the full array, even if some of its parameters have no gradient. As with FSDP, control flow that depends
-    on data must not make a rank skip a unit. Each array has a communicator for gathers and one for reductions: if a
-    rank does something else, the others wait until the deadline and print its activity. With a single communicator,
-    arrays of the same size would silently be mistaken for each other.
+    The sequence of fetches depends only on the control flow of the model: no unit is prefetched, only the root unit
+    stays unsharded after its forward or backward, and no unit is unsharded when a microbatch begins
+    (`shard.units.unsharded`). A push covers the full array, even if some of its parameters have no gradient. As with
+    FSDP, control flow that depends on data must not make a rank skip a unit. Each array has a communicator for gathers
+    and one for reductions. If a rank fetches or pushes another array, the other ranks wait until the deadline and print
+    its activity. With a single communicator, arrays of the same size would silently be confused.
 
-`CollectiveCommunicator` has the blocking calls alone, for benchmarks.
+`CollectiveCommunicator` provides only blocking calls, for benchmarks.
 """
 
 import functools
@@ -33,17 +33,17 @@ from odc_mpi.comm.windows.rma import MPI_DTYPES
 from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 from odc_mpi.runtime.world import World
 
-#: Types of elements that are only copied, by size, since MPI has no bf16. Bytes would not do: the count of a shard
-#: beyond 2 GiB overflows the C int of many libraries.
+#: MPI datatypes for elements that are only copied, by element size, since MPI has no bf16. With MPI.BYTE, the count of
+#: a shard beyond 2 GiB would overflow the C int of many libraries.
 _BYTE_DTYPES = {2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
-#: Arrays beyond this number share communicators. MPICH has about 2000 in all.
+#: Maximum number of communicators of a store; more arrays share them. MPICH has about 2000 communicators in total.
 MAX_COMMUNICATORS = 400
 
 
 class CollectiveCommunicator:
-    """Blocking all-gather and reduce-scatter of equal shards. Construction is collective.
+    """Blocking all-gather and reduce-scatter of shards of equal size. Construction is collective.
 
-    Tensors must be contiguous, on the host. The calls spin within the library, which is fastest.
+    Tensors must be contiguous host tensors. The calls busy-wait within the library, which is fastest.
     """
 
     def __init__(self, world: World) -> None:
@@ -52,34 +52,39 @@ class CollectiveCommunicator:
             self._comm = world.comm.Dup()
 
     def barrier(self) -> None:
-        """Synchronize all ranks, so that they leave as close together as MPI allows. Collective."""
+        """Synchronize all ranks. They return as close in time as MPI allows. Collective."""
         # The first wait leaves the core to ranks that are still busy. The second is short.
         self._world.wait(self._comm.Ibarrier(), "waiting at a barrier")
         with self._world.deadline("waiting at a barrier"):
             self._comm.Barrier()
 
     def all_gather(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Concatenate the shards of all ranks, `[n]` of any dtype, to `gathered`, `[size * n]`. Collective."""
+        """Concatenate the shards of all ranks, `[n]` of any dtype, into `gathered`, `[size * n]`. Collective."""
         with self._world.deadline("gathering an array from all ranks"):
             self._comm.Allgather(_as_bytes(shard), _as_bytes(gathered))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient`, `[size * n]` float32 or float64, over all ranks; scatter it to `shard`, `[n]`. Collective."""
+        """Sum `gradient` over all ranks, and write the part of this rank into `shard`. Collective.
+
+        Args:
+            gradient: `[size * n]`, float32, float64 or int64.
+            shard: Output of the same dtype, `[n]`.
+        """
         element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
             self._comm.Reduce_scatter_block([gradient.numpy(), element], [shard.numpy(), element], MPI.SUM)
 
     def free(self) -> None:
-        """Free the communicator. Collective. Idempotent."""
+        """Free the communicator. Collective. Further calls do nothing."""
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
 
 
 class CollectiveParameters(ShardStorage, ParameterStore):
-    """Parameters in private memory, fetched with an all-gather.
+    """Parameters in private memory. Each fetch is an all-gather.
 
-    Fetches are collective, and so are all callers of them: forward, backward, `state_dict`. Only the main thread may
-    call the store, since two threads would have no fixed order.
+    Fetches are collective, and so is everything that fetches: forward, backward and `state_dict`. Only the main thread
+    may call the store, since the order of calls from two threads would differ between ranks.
     """
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
@@ -97,14 +102,14 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         return self._shards[index]
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to gather a full array. Collective."""
+        """Start to gather a full array from all ranks. Collective."""
         layout = self.layouts[index]
         # The last shards reach beyond the end of the array.
         buffer = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
         return FetchWork(buffer[: layout.numel], self.start_fetch(index, buffer))
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype_of(index)`. Collective."""
+        """Start to gather the shards of all ranks into `buffer`, `[size * shard_numel]`. Collective."""
         shard, element = self._shards[index], _BYTE_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
@@ -121,7 +126,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
 
 class CollectiveGradients(ShardStorage, GradientStore):
-    """Gradients in private memory, pushed with a reduce-scatter."""
+    """Gradients in private memory. Each push is a reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -140,9 +145,9 @@ class CollectiveGradients(ShardStorage, GradientStore):
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start to sum a gradient over all ranks and to add the sum to the shards of its owners. Collective.
+        """Start to sum a gradient over all ranks. Collective. On completion each owner adds the sum to its shard.
 
-        Elements of the array outside of `gradient` count as zero. `start` may differ between ranks.
+        Elements of the array that are not in `gradient` count as zero. `start` may differ between ranks.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
@@ -177,7 +182,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
 
 
 class _Communicators:
-    """Communicators for the collectives of each array, at most `MAX_COMMUNICATORS`."""
+    """Communicators for the collectives of arrays. If there are more than `MAX_COMMUNICATORS` arrays, they share."""
 
     def __init__(self, world: World, group: Group) -> None:
         self._world, self._group = world, group
@@ -194,7 +199,7 @@ class _Communicators:
         return self._comms[index % len(self._comms)]
 
     def free(self) -> None:
-        """Free the communicators. Collective. Idempotent."""
+        """Free the communicators. Collective. Further calls do nothing."""
         while self._comms:
             self._comms.pop().Free()
 

@@ -1,7 +1,8 @@
 """Factories of the transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
 
-They do not communicate; `Transport.allocate` is collective. All raise ValueError if MPI cannot transfer `param_dtype`,
-the type of the parameters, or cannot sum `reduce_dtype`, that of the gradients. A transport closes with its world.
+The factories do not communicate; `Transport.allocate` is collective. All raise ValueError if the dtype of the
+parameters, `param_dtype`, or the dtype of the gradients, `reduce_dtype`, is not supported. When a world closes, it
+closes its transports.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,19 @@ from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
-#: Creates the gradient store of a world, for gradients of a type.
+#: Function that creates the gradient store of a world, for gradients of a dtype.
 GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 
 
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return the factories of gradient stores by the value of `comm.reduction`, for windows on `device` or the host."""
+    """Map each value of the setting `comm.reduction` to a factory of gradient stores.
+
+    Args:
+        mailbox_bytes: Memory per rank for received gradients, if the value is "mailbox".
+        device: Device of the windows; None for the host.
+    """
     kind = HOST_WINDOW if device is None else device_windows(device)
     slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
@@ -52,12 +58,12 @@ def window_transport(
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
 ) -> Transport:
-    """Build the transport with shards in windows on the host.
+    """Build a transport with shards in windows on the host.
 
     Args:
-        zero_copy: True if ranks of a node read parameters of each other by direct load.
-        reduction: Factory of the gradient store, one of `gradient_store_factories`.
-        progress: True to run a progress thread (`comm.progress`).
+        zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load.
+        reduction: Factory of the gradient store, a value of `gradient_store_factories`.
+        progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """
     gradients = reduction(world, reduce_dtype)
     group = WorldGroup(world, progress=progress)
@@ -76,10 +82,12 @@ def device_transport(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
 ) -> Transport:
-    """Build the transport with shards in windows on devices; every rank needs one.
+    """Build a transport with shards in windows on devices. Every rank needs a device.
 
-    Arguments are as for `window_transport`, except `reduction`, a key of `gradient_store_factories`, and
-    `mailbox_bytes`, the device memory of a mailbox.
+    Args:
+        reduction: How gradients are added: a key of `gradient_store_factories`.
+        mailbox_bytes: Device memory per rank for received gradients, if `reduction` is "mailbox".
+        progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """
     gradients = gradient_store_factories(mailbox_bytes, device)[reduction](world, reduce_dtype)
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
@@ -99,7 +107,7 @@ def device_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Build the transport of a single rank, with shards in device memory and without transfers."""
+    """Build a transport for a world of one rank. Its shards are in device memory, and nothing is transferred."""
     assert world.size == 1
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
@@ -110,7 +118,7 @@ def single_rank_transport(
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
-    """Build the transport over MPI collectives, with shards in private memory: the baseline."""
+    """Build the baseline: a transport that uses MPI collectives, with shards in private memory."""
     group = WorldGroup(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
@@ -118,7 +126,10 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap a transport with windows on the host, not allocated yet, for a model on a device, with pinned memory."""
+    """Wrap a transport with shards on the host for a model on a device. Data is copied through pinned memory.
+
+    `inner` must not be allocated yet. Use only the returned transport afterwards.
+    """
     pinned = PinnedMemory(inner.storages, device)
     return Transport(
         inner.group,

@@ -1,4 +1,4 @@
-"""Group of all ranks of a world, over non-blocking MPI collectives, polled with sleeps.
+"""Group of all ranks of a world. It uses non-blocking MPI collectives, and sleeps between polls of their completion.
 
 gradients_complete, norm    all-gather of a few numbers
 parameters_published        barrier
@@ -17,12 +17,12 @@ from odc_mpi.comm.transport import Group
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 
-#: MPICH 5.0.2 crashed between 1600 and 3200 windows.
+#: Maximum number of windows with MPICH. MPICH 5.0.2 crashed at a number between 1600 and 3200.
 MAX_WINDOWS = 1600
 
 
 class WorldGroup(Group):
-    """All ranks of a world. If `progress` is true, a progress thread runs (`comm.progress`)."""
+    """Group of all ranks of a world. If `progress` is True, it runs a progress thread (`comm.progress`)."""
 
     def __init__(self, world: World, *, progress: bool = False) -> None:
         self.rank, self.size = world.rank, world.size

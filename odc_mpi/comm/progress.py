@@ -1,11 +1,11 @@
-"""Progress thread: processes one-sided operations of other ranks while this rank computes.
+"""Progress thread, which lets one-sided operations of other ranks complete while this rank computes.
 
 Where MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
-the target enters MPI. The progress thread probes for a message that never arrives, on a communicator of its own, which
+the target enters MPI. The progress thread probes for a message that never arrives, on a separate communicator, which
 drives the progress engine of MPI. It also adds the gradients that wait in the mailbox of this rank.
 
-It sleeps between polls: a thread that spins or blocks in a receive takes half of a core from the rank that computes
-(figures: docs/windows.md). Over TCP the kernel wakes it when data arrives (`comm.socket_waiter`).
+The thread sleeps between polls. A thread that spins or blocks in a receive takes half of a core from the rank that
+computes (figures: docs/windows.md). Over TCP the kernel wakes the thread when data arrives (`comm.socket_waiter`).
 """
 
 import sys
@@ -17,35 +17,36 @@ from typing import ClassVar
 from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
-#: Sleep between two polls without work: the longest delay of a small operation that no socket reports. 1 ms took 3 to
-#: 6 % of two busy ranks on two cores, 0.2 ms took 13 %.
+#: Sleep after a poll that found no work, in seconds. It delays a small operation that no socket reports. 1 ms took 3 to
+#: 6 % of the time of two busy ranks on two cores, 0.2 ms took 13 %.
 SLEEP_S = 1e-3
-#: Later sleeps are this share of the time without work, and at most `IDLE_SLEEP_S`.
+#: After a longer time without work, a sleep takes this share of that time, but at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
-#: A poll that took at least this much CPU time found work, and is repeated without a sleep. An idle poll takes 2 to
-#: 5 µs, up to 40 while the rank computes, and rarely more; so a single such poll proves nothing if sockets report data.
-#: Wall time would not do, since a poll may wait long for the GIL.
+#: A poll that takes more CPU time than this, in seconds, has found work and is repeated without a sleep. A poll without
+#: work takes 2 to 5 µs, up to 40 while the rank computes, and rarely more. Where sockets report data, a single long
+#: poll is therefore no evidence of work. Wall time is not used, since a poll may wait long for the GIL.
 BUSY_POLL_S = 40e-6
-#: Polls without a sleep. Bounded: where polling itself is slow, every poll would look like work.
+#: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like work.
 MAX_CONSECUTIVE_POLLS = 100
-#: Sleep for `EAGER_S` after work: an operation of many messages would wait for a longer sleep at each.
+#: Sleep between polls until `EAGER_S` after work. An operation of many messages would wait longer at each of them.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
-#: Switch interval of the GIL while the thread runs. The default of 5 ms would be added to every poll: a Get of 64 bytes
-#: took 7 instead of 3 ms, one of 16 MB 32 instead of 13 (MPICH).
+#: Switch interval of the GIL while the thread runs. The default of 5 ms would be added to every poll: with it, a Get of
+#: 64 bytes took 7 ms instead of 3, and a Get of 16 MB took 32 ms instead of 13 (MPICH).
 SWITCH_INTERVAL_S = 0.5e-3
 
 
 class ProgressThread:
     """Background thread that drives the progress of MPI. Construction is collective.
 
-    The switch interval of the interpreter is short while the thread runs. An exception in the thread ends the job.
+    The thread switch interval of the interpreter is shorter while the thread runs (`SWITCH_INTERVAL_S`). An exception
+    in the thread ends the job.
 
     Args:
         world: World with MPI_THREAD_MULTIPLE.
-        make_progress: Function called at every poll, which returns True if it did work. Its CPU time does not show
-            this: without work it takes 50 to 130 µs while the rank computes.
+        make_progress: Function that is called at every poll and returns True if it did work. (Its CPU time does not
+            show this: even without work it takes 50 to 130 µs while the rank computes.)
     """
 
     _num_running: ClassVar[int] = 0
@@ -65,7 +66,7 @@ class ProgressThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and free its communicator. Collective. Idempotent."""
+        """Stop the thread and free its communicator. Collective. Further calls do nothing."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,4 +1,4 @@
-"""Memory behind the shards of a store, and the layouts of the arrays in it."""
+"""Memory of the shards of a parameter or gradient store, and the layouts of their arrays."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import torch
 
 
 class Layout(Protocol):
-    """Layout of a flat array, as far as a transport needs it (`shard.layout.FlatLayout`)."""
+    """Properties of a flat array that a transport needs. `shard.layout.FlatLayout` implements them."""
 
     @property
     def name(self) -> str:
-        """Name of the unit, for messages."""
+        """Name of the unit (the parameters in the array), for messages."""
 
     @property
     def numel(self) -> int:
@@ -24,23 +24,23 @@ class Layout(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """True if the array has gradients."""
+        """True if gradients are computed for the array."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of the elements; None for that of the store."""
+        """Dtype of the elements, or None for the dtype of the store."""
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the range of elements that a rank owns."""
+        """Return start and stop of the elements of the array that are in the shard of `rank`."""
 
     def owners(self, start: int, stop: int) -> range:
-        """Return the owners of elements `start` to `stop`."""
+        """Return the ranks whose shards contain the elements from `start` to `stop`, exclusive."""
 
 
 def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield owner, start and stop of each part of the elements `start` to `stop` of an array.
+    """Split a range of elements of an array by owner, and yield `(owner, start, stop)` of each part.
 
-    The first owner is the one after `rank`, so that not all ranks access rank 0 first.
+    The owners follow each other cyclically from `rank + 1` to `rank`, so that not all ranks access rank 0 first.
     """
     for owner in sorted(layout.owners(start, stop), key=lambda owner: (owner <= rank, owner)):
         first, end = layout.owned(owner)
@@ -49,7 +49,7 @@ def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterato
 
 @dataclass(frozen=True)
 class Footprint:
-    """MPI windows and bytes of shared host memory that a storage needs."""
+    """Number of MPI windows and bytes of shared host memory that a storage needs."""
 
     num_windows: int = 0
     shared_bytes: int = 0
@@ -59,40 +59,40 @@ class Footprint:
 
 
 class ShardStorage:
-    """Owner of the memory of the shards of a store.
+    """Owner of the memory that contains the shards of a store.
 
-    A `Transport` calls `plan` and `allocate` once, `flush` and `complete` before and after the collective on complete
-    gradients, `sync` before and after the one on published parameters, and `free` at the end. By default, `plan` only
-    records the layouts, since private memory has an empty footprint, and the others have no effect.
+    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
+    `Group.gradients_complete`, and `sync` before and after `Group.parameters_published`. By default, `plan` records the
+    layouts and returns an empty footprint, as for private memory, and the other methods do nothing.
     """
 
     layouts: Sequence[Layout] = ()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Record the layouts; return the footprint of `allocate`. Raise `UserError` if a setting does not fit them."""
+        """Record the layouts, and return what `allocate` needs. Raises `UserError` if a setting does not fit them."""
         self.layouts = tuple(layouts)
         return Footprint()
 
     @property
     def trainable_numels(self) -> dict[int, int]:
-        """Number of elements of the shard of each trainable array, by index."""
+        """Number of elements of this rank's shard of each trainable array, by the index of the array."""
         return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
-        """Allocate the planned memory, filled with zeros. Collective; call once."""
+        """Allocate the planned memory, filled with zeros. Collective. Call it once."""
 
     def flush(self) -> None:
         """Complete all pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Add all received gradients to the shards."""
+        """Add all gradients that this rank has received, and not added yet, to its shards."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory of the shards and of all that fetches read directly, without duplicates."""
+        """Return the host memory of this rank's shards and of other shards that this rank maps, without duplicates."""
         return []
 
     def free(self) -> None:
-        """Free the memory. Tensors must not access it any more. Collective; call it within `World.collective`."""
+        """Free the memory. Collective. Call it within `World.collective`, and do not access the shards afterwards."""

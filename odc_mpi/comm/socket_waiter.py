@@ -1,7 +1,7 @@
 """Sleep that ends early if data arrives on a TCP connection of this process.
 
 MPI libraries do not report that a message has arrived. The kernel does: `poll(2)` on the TCP sockets of the process
-returns those with data to read. The data itself is left to the MPI library.
+returns the sockets with data to read. Only the MPI library reads the data.
 """
 
 import os
@@ -11,19 +11,19 @@ import stat
 import time
 from pathlib import Path
 
-#: Directory of the open file descriptors of this process.
+#: Directory that lists the open file descriptors of this process.
 OPEN_FILES = Path("/proc/self/fd")
-#: Time between two searches for new connections.
+#: Time between two searches for new connections, in seconds.
 RESCAN_S = 1.0
-#: Shortest time between two polls. The kernel waits in units of 1 ms, so shorter waits are plain sleeps.
+#: Shortest time between two polls, in seconds. `poll(2)` waits in units of `POLL_S`, so shorter waits are sleeps.
 MIN_WAIT_S = 50e-6
 POLL_S = 1e-3
-#: A socket that is readable more often in a row is not read, or slowly, and is ignored until its data was read.
+#: Maximum number of polls in a row that find the same socket readable. It is then ignored until its data was read.
 MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Waits for data on the TCP connections of this process. Not thread-safe."""
+    """Sleep that data on the TCP connections of this process ends early. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")
@@ -33,11 +33,11 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """True if the process has TCP connections."""
+        """True if the last search found TCP connections that are not ignored."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for at most `seconds`, less if data arrives."""
+        """Sleep for `seconds`, or until data arrives."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:

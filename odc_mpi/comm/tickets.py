@@ -1,9 +1,9 @@
-"""Dynamic distribution of microbatches: a shared counter from which an idle rank draws its next position.
+"""Dynamic distribution of microbatches by shared counters, from which an idle rank draws its next microbatch.
 
-A ticket is the right to one position in a list that all ranks know. The lowest rank of each node hosts a counter in an
-MPI window. One MPI_Fetch_and_op draws a ticket, without the host. Each node has its share of the positions, so ranks
-draw on their node until it has none left, and then from the other nodes. The ranks of a node share a second counter of
-the other nodes that are known to have none left, so that not each of them asks every node.
+A ticket is the right to process one item, given by its position in a list that all ranks know. The lowest rank of each
+node hosts a counter in an MPI window. A rank draws a ticket by one MPI_Fetch_and_op, in which the host takes no part.
+Each node has a share of the positions. Ranks draw from their node until its share is used up, and then from the other
+nodes. A second counter on each node counts the other nodes without tickets, so that not every rank asks all of them.
 
 `reset` cannot overlap with a draw: ranks draw tickets only within a minibatch, and reset the counters between the
 synchronization points at which gradients are complete and parameters are published.
@@ -21,7 +21,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Counters of drawn positions, which close with their world. Construction is collective."""
+    """Counters from which ranks draw positions. They close with their world. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -35,10 +35,10 @@ class Tickets:
         world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
     def draw(self, count: int) -> Iterator[int]:
-        """Yield positions that no other rank gets, until none is left. One-sided.
+        """Yield positions from 0 to `count - 1` that no other rank gets, until none is left. One-sided.
 
-        Each position is drawn when the caller asks for it, so a fast rank gets more of them. `count`, the number of
-        positions, must be the same on all ranks.
+        Each position is drawn when the iterator advances, so a fast rank gets more positions. `count` must be the same
+        on all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position
@@ -53,9 +53,9 @@ class Tickets:
                     self._window.atomic_store(host, _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
-        """Set this rank's counters to zero. One-sided; all ranks must call it.
+        """Set the counters that this rank hosts, if any, to zero. One-sided.
 
-        Call it after the gradients are complete and before the parameters are published.
+        All ranks must call it, after the gradients are complete and before the parameters are published.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:
@@ -65,7 +65,7 @@ class Tickets:
                 self._window.atomic_store(host, _EMPTY, 0)
 
     def close(self) -> None:
-        """Free the counters. Collective. Idempotent."""
+        """Free the counters. Collective. Further calls do nothing."""
         if self._offsets:
             self._offsets = []
             with self._world.collective("freeing the ticket counters"):

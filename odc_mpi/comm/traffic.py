@@ -1,6 +1,6 @@
-"""Counter of the bytes that this rank fetches and pushes, by node of the owner.
+"""Counter of the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
 
-Accesses of a rank to its own shard, zero-copy fetches and the headers of messages are not counted.
+Accesses to the shards of this rank, zero-copy fetches and message headers are not counted.
 """
 
 import functools
@@ -12,7 +12,7 @@ from odc_mpi.comm.transport import Access, Transport
 
 @dataclass
 class ByteCounts:
-    """Bytes from or to other ranks of this node, and ranks of other nodes."""
+    """Bytes exchanged with other ranks of this node (`same_node`) and with ranks of other nodes (`other_nodes`)."""
 
     same_node: int = 0
     other_nodes: int = 0
@@ -25,7 +25,12 @@ class ByteCounts:
 
 
 class TrafficCounter:
-    """Counter of the bytes that a transport has `fetched` and `pushed` since the start. For the computing thread."""
+    """Counter of the bytes that this rank fetches and pushes through a transport. Not thread-safe.
+
+    Attributes:
+        fetched: Bytes fetched since construction.
+        pushed: Bytes pushed since construction.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -36,18 +41,22 @@ class TrafficCounter:
         self._by_owner = functools.cache(self._by_location)
 
     def add_fetch(self, index: int) -> None:
-        """Count a fetch of an array."""
+        """Count the bytes of one fetch of an array."""
         parameters = self._transport.parameters
         if parameters.access is Access.COPY:
             numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
             self.fetched += self._by_owner(index, 0, numel, itemsize)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
-        """Count a push of elements `start` to `stop` of an array."""
+        """Count the bytes of one push of the elements from `start` to `stop`, exclusive, of an array."""
         self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> tuple[int, int, int, int]:
-        """Return bytes since the last call: fetched from this node and from others, then pushed to them."""
+        """Return the bytes counted since the last call.
+
+        Returns:
+            Bytes fetched from this node, fetched from other nodes, pushed to this node and pushed to other nodes.
+        """
         (fetched, pushed), self._last = self._last, (self.fetched, self.pushed)
         fetched, pushed = self.fetched - fetched, self.pushed - pushed
         return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes

@@ -2,7 +2,7 @@
 
     Group            the ranks, their collectives, and the status that they publish for time-out messages
     ParameterStore   this rank's shard of every flat array (`shard.layout.FlatLayout`); fetches and releases full arrays
-    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners
+    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners (the ranks with a shard)
 
 A `Transport` combines one of each and runs the synchronization points between two minibatches:
 
@@ -10,8 +10,8 @@ A `Transport` combines one of each and runs the synchronization points between t
     N  group.norm           only if gradients are clipped by their norm
     B  publish_parameters   all parameter shards are written, all gradient shards zero; fetches and pushes may start
 
-Within a minibatch, ranks communicate only by fetches and pushes, in which the owner takes no part. The transports that
-`comm.factory` builds:
+Within a minibatch, ranks communicate only by fetches and pushes, which the owner does not take part in. `comm.factory`
+builds these transports:
 
     transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
     window       windows on the host       host          any            yes               yes       yes
@@ -20,11 +20,11 @@ Within a minibatch, ranks communicate only by fetches and pushes, in which the o
     single_rank  memory of the device      device        KEEP           no                no        yes
     collective   private memory            host          COPY           yes               no        no
 
-With windows on the host, zero-copy and all ranks on one node, `access` is VIEW, or KEEP if torch allows it; else COPY.
-`thread_safe` requires MPI_THREAD_MULTIPLE.
+The transport `window` has VIEW access, or KEEP if torch allows it, when zero-copy is on and all ranks are on one node;
+otherwise COPY. Threads require MPI_THREAD_MULTIPLE.
 
-A `comm.shard_storage.ShardStorage` owns the memory of the shards; often a store is its own storage. A store can wrap
-another store, as in `comm.device.staged`, and leave the storage of the inner store unchanged.
+A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often a class is both the store and its storage. A
+store can wrap another store, as in `comm.device.staged`; the inner store then keeps its storage.
 """
 
 from abc import ABC, abstractmethod
@@ -39,15 +39,15 @@ from odc_mpi.comm.buffers import BufferPool, empty_host
 from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
-#: Parameters are transferred as bytes, so every floating-point type is possible.
+#: Dtypes of parameters. They are transferred as bytes, so MPI need not support them.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: Types that MPI can sum at the target; it has no bf16. Integers are fixed-point numbers
+#: Dtypes of gradients: those that MPI can sum at the target, which excludes bf16. int64 represents fixed-point numbers
 #: (`shard.gradient_format.fixed_point`), which a transport adds as integers.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Access(Enum):
-    """Kind of access that a fetch gives to an array."""
+    """Kind of memory in which a fetch returns an array."""
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
@@ -57,59 +57,65 @@ class Access(Enum):
 
 
 class Group(ABC):
-    """The ranks that share the arrays."""
+    """Ranks among which the arrays are sharded, and their collectives."""
 
     rank: int
     size: int
-    #: Number of collectives so far: at the synchronization points, and collective fetches and pushes.
+    #: Number of collectives so far, at synchronization points and for collective fetches and pushes.
     num_collectives: int = 0
 
     def is_on_this_node(self, rank: int) -> bool:
-        """Return True if a rank is on the node of this rank."""
+        """Return True if `rank` is on the same node as this rank."""
         return True
 
     @abstractmethod
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
-        """Call `plan` on every rank; raise on all ranks if it raises or plans too much on one. Collective."""
+        """Call `plan` on every rank and check that its windows and shared memory are available. Collective.
+
+        Raises `AllRanksUserError` on every rank if `plan` or the check fails on any rank.
+        """
 
     @abstractmethod
     def open(self, close: Callable[[], None]) -> None:
-        """Start the progress thread, if any; synchronize; and call `close` when the world closes. Collective."""
+        """Start the progress thread, if requested, and synchronize all ranks. Collective.
+
+        From then on the world calls `close` when it closes.
+        """
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, float64, `[k]` to `[size, k]`. Collective."""
+        """Gather the reports of all ranks, each `[k]` float64, and return them as `[size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum values over all ranks, `[k]` float64, bitwise identical on all ranks. Collective."""
+        """Sum `values`, `[k]` float64, over all ranks. Collective. The result is bitwise identical on all ranks."""
 
     @abstractmethod
     def parameters_published(self) -> None:
-        """Synchronize all ranks after they published their parameters. Collective."""
+        """Wait until all ranks have published their parameters. Collective."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor with that of rank 0. Collective."""
+        """Overwrite `tensor`, which must be contiguous, with its value on rank 0. Collective."""
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, as `World.set_status`."""
+        """Publish the activity of this rank, for time-out messages of other ranks. See `World.set_status`."""
 
     @abstractmethod
     def free(self, storages: Sequence["ShardStorage"]) -> None:
-        """Stop the progress thread, synchronize, and free the storages, the last one first. Collective."""
+        """Stop the progress thread, synchronize all ranks, and free the storages in reverse order. Collective."""
 
 
 class ParameterStore(ABC):
     """Parameter shards of this rank, and fetches of full arrays from the shards of all ranks.
 
     Args:
-        dtype: Type of the parameters in the shards and in transfers, unless a layout has its own.
-        buffers: Pool of the buffers of fetched arrays. Its peak is that of the parameter memory beyond the shards.
+        dtype: Default dtype of parameters in shards and transfers. The `dtype` of a layout takes precedence.
+        buffers: Pool of buffers for fetched arrays. Its peak size is the peak memory of parameters, without the shards.
     """
 
-    #: How a fetch gives access to an array.
+    #: Kind of memory in which a fetch returns an array.
     access: Access = Access.COPY
 
     def __init__(self, dtype: torch.dtype, buffers: BufferPool | None = None) -> None:
@@ -119,56 +125,59 @@ class ParameterStore(ABC):
     @property
     @abstractmethod
     def layouts(self) -> Sequence[Layout]:
-        """Layouts of the arrays, in the order of their indices."""
+        """Layouts of all arrays. The `index` of an array is its position in this sequence."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the type of the elements of an array."""
+        """Return the dtype of an array."""
         return self.layouts[index].dtype or self.dtype
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return the shard of this rank, `[shard_numel]` of `dtype_of(index)`: the memory that other ranks read."""
+        """Return this rank's shard of an array, `[shard_numel]` of `dtype_of(index)`.
+
+        The tensor is the memory that other ranks read, not a copy.
+        """
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to fetch a full array into a buffer, `[numel]` of `dtype_of(index)`. One-sided.
+        """Start to fetch a full array into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Only for stores with `Access.COPY`. Call `record_event(buffer)` first. Do not access the buffer before the
-        returned handle is complete.
+        Requires `Access.COPY`; other stores raise NotImplementedError. Call `record_event(buffer)` first, and do not
+        access the buffer before the returned handle is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream, for which the next `start_fetch` into `buffer` waits.
+        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
 
-        Call it from the computing thread after all kernels that use `buffer` were enqueued. `start_fetch` may then run
+        Call it from the computing thread, after enqueueing all kernels that use `buffer`. `start_fetch` may then run
         on another thread.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, with an event recorded. For the computing thread."""
+        """Return a buffer for `start_fetch`, and call `record_event` for it. Call it from the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to fetch a full array. One-sided."""
+        """Start to fetch a full array, and return a handle whose `wait` returns the array. One-sided."""
         buffer = self.acquire_buffer(index)
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Release a fetched array. Tensors that share its storage keep the memory allocated."""
+        """Release a fetched array. Its memory is not reused while other tensors share it."""
         self.buffers.release(fetched)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the shards of this rank."""
+        """Total size of the shards of this rank, in bytes."""
         return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes into the shards of all ranks, both with gradients of type `dtype`."""
+    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks, all of dtype `dtype`."""
 
-    #: False for a single rank: a push is then a local addition, and accumulating gradients before it saves nothing.
+    #: False if there is one rank. A push is then a local addition, and accumulating gradients before it saves nothing.
     pushes_to_peers: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -176,42 +185,43 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return the shard of this rank of a trainable array, `[shard_numel]` of `dtype`."""
+        """Return this rank's gradient shard of a trainable array, `[shard_numel]` of `dtype`, not a copy."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start to add a gradient to the shards of its owners. One-sided.
+        """Start to add a gradient to the shards of the ranks that own its elements. One-sided.
 
         Args:
             index: Index of a trainable array.
-            gradient: `[n]` of `dtype`, contiguous. Call `record_event(gradient)` first. Do not modify it before the
-                returned handle is complete.
-            start: Offset of `gradient[0]` in the array, in elements.
+            gradient: Contiguous gradient of `n` elements of the array, `[n]` of `dtype`. Call `record_event(gradient)`
+                first. Do not modify the tensor before the returned handle is complete.
+            start: Index of the first of these elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized buffer for gradients on the device of the model, `[num_bytes]` uint8."""
+        """Return an uninitialized buffer, `[num_bytes]` uint8, for gradients. It is on the device of the model."""
         return empty_host(num_bytes)
 
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream, for which the next `push` of `gradient` waits.
+        """Record an event on the current stream. The next `push` of `gradient` waits for it.
 
-        Call it from the computing thread after the kernels that compute `gradient` were enqueued.
+        Call it from the computing thread, after enqueueing the kernels that compute `gradient`.
         """
 
 
 @dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store and a gradient store, with their synchronization points.
+    """A group, a parameter store and a gradient store, with the synchronization points between minibatches.
 
-    Construction raises ValueError if MPI cannot transfer the type of the parameters, or sum that of the gradients.
+    Construction raises ValueError if the dtype of the parameters is not in `PARAMETER_DTYPES`, or the dtype of the
+    gradients is not in `REDUCE_DTYPES`.
 
     Attributes:
-        storages: Memory of the shards, in the order of allocation. Freed in the reverse order.
+        storages: Storages of the shards, in the order of allocation. They are freed in reverse order.
         device: Device of the model, of fetched arrays and of pushed gradients.
         thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
-        one_sided: True if a fetch or push completes without the other ranks. If False, each is a collective: all ranks
-            must issue the same ones in the same order, so the units to fetch must not depend on cached units.
+        one_sided: True if a fetch or push completes without calls by other ranks. If False, each fetch and push is
+            collective: all ranks must issue the same ones in the same order, so no rank may skip a unit that it caches.
     """
 
     group: Group
@@ -231,9 +241,9 @@ class Transport:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {dtype}")
 
     def allocate(self, layouts: Sequence[Layout], close: Callable[[], None] | None = None) -> None:
-        """Allocate zero-filled shards of the arrays, which then are identified by their index. Collective; call once.
+        """Allocate zero-filled shards of arrays with these layouts. Collective. Call it once.
 
-        If the world closes first, it calls `close`, which must call `self.close` (default: only that).
+        `close` is called if the world closes before the transport. It must call `self.close`, which is the default.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         self.group.reserve(len(layouts), lambda: sum((storage.plan(layouts) for storage in self.storages), Footprint()))
@@ -246,7 +256,7 @@ class Transport:
         self._is_open = True
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete all pushes of all ranks, and gather their reports, `[k]` float64 to `[size, k]`. Collective."""
+        """Complete the pushes of all ranks, and gather their reports, `[k]` float64, as `[size, k]`. Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()
@@ -256,13 +266,13 @@ class Transport:
         return reports
 
     def publish_parameters(self) -> None:
-        """Make the stores of all owners into their shards visible to all ranks. Collective."""
+        """Make the values that each rank has written into its shards visible to all ranks. Collective."""
         self._sync()
         self.group.parameters_published()  # B
         self._sync()
 
     def close(self) -> None:
-        """Free the shards. Collective. Idempotent."""
+        """Free the shards. Collective. Further calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,4 +1,4 @@
-"""Handles of asynchronous fetches and pushes, as `torch.distributed.Work`."""
+"""Handles of asynchronous fetches and pushes, similar to `torch.distributed.Work`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Work(Protocol):
     """Handle of a fetch or push in flight."""
 
     def wait(self) -> None:
-        """Block until the operation is complete at this rank: its buffers may be used. One-sided."""
+        """Block until the operation is complete at this rank. One-sided. Its buffers may be used afterwards."""
 
 
 class CompletedWork:
@@ -22,18 +22,22 @@ class CompletedWork:
 
 
 class DeferredWork:
-    """Handle of an operation that completes within `wait`. Until then it holds references to the buffers."""
+    """Handle of an operation that is completed by a function, which `wait` calls.
+
+    Args:
+        operation: Function that completes the operation. Until then, the handle references it and its buffers.
+    """
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation: Callable[[], None] | None = operation
 
     @property
     def is_done(self) -> bool:
-        """True after `wait`."""
+        """True if `wait` has been called."""
         return self._operation is None
 
     def wait(self) -> None:
-        """Complete the operation. One-sided. Idempotent."""
+        """Complete the operation. One-sided. Further calls do nothing."""
         operation, self._operation = self._operation, None
         if operation is not None:
             operation()
@@ -47,6 +51,6 @@ class FetchWork:
     work: Work
 
     def wait(self) -> torch.Tensor:
-        """Return the full array, `[numel]` of the `dtype` of the store, when the fetch is complete. One-sided."""
+        """Wait for the fetch, and return the full array, `[numel]` of the dtype of the array. One-sided."""
         self.work.wait()
         return self.buffer

@@ -1,20 +1,20 @@
-"""Work queue: finished items, which any idle rank can claim.
+"""Work queue: items that one rank has finished, such as generated groups, and any idle rank can claim.
 
-Items are numbered below a count that all ranks know. The state of an item is a 64-bit word in a window of rank 0, the
-*board*. Its content is in the window of the rank that finished it, the *store* of this rank, which is bounded. All
-accesses are one-sided: neither rank 0 nor the owner of an item takes part.
+Items are numbered from 0, and all ranks know their number. The state of an item is a 64-bit word in a window of rank 0,
+the *board*. Its content is in a window of the rank that finished it (the owner of the item), the *store* of that rank,
+which has a limited size. All accesses are one-sided: neither rank 0 nor the owner takes part.
 
     mark_started   this rank works on the item
-    publish        the item is finished, with its content in the store of this rank (first the store, then the board)
+    publish        the item can be claimed: its content is in the store of this rank (written before the board)
     mark_done      the item is finished, and no rank needs to claim it
     claim          take the largest published item (MPI_Compare_and_swap on its word)
-    reset          clear the board and the stores, between complete gradients and published parameters
+    reset          clear the board and the stores, after gradients are complete and before parameters are published
 
 Note: each item once
-    Only its owner changes a word, from NOT_STARTED to STARTED to PUBLISHED, until one compare-and-swap changes it to
-    CLAIMED, for a single rank. After that rank has read the content, the word is FETCHED, and the owner may reuse the
-    memory. Ranks synchronize on complete gradients only when no word is NOT_STARTED, STARTED or PUBLISHED. Then no rank
-    can claim an item, so no claim can overlap with `reset`.
+    The word of an item is changed only by its owner, from NOT_STARTED to STARTED to PUBLISHED, until a compare-and-swap
+    of a single rank changes it to CLAIMED. After this rank has read the content, it sets the word to FETCHED, and the
+    owner may reuse the memory. Ranks reach the synchronization point of complete gradients only when no word is
+    NOT_STARTED, STARTED or PUBLISHED. Then no rank can claim an item, so no claim can overlap with `reset`.
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ _RANK_SHIFT, _SIZE_SHIFT, _RANK_MASK = 3, 19, 0xFFFF
 
 
 class QueueState(NamedTuple):
-    """Snapshot of the board.
+    """Snapshot of the states of the items.
 
     Attributes:
-        in_progress: Started items, and the ranks that work on them.
+        in_progress: Rank that works on each started item, by item.
         num_not_started: Number of items that no rank has started.
-        published: Items that can be claimed, the largest first.
+        published: Items that can be claimed, in descending order of size.
         num_done: Number of items that are claimed or done.
     """
 
@@ -49,11 +49,11 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items, each for exactly one rank, which closes with its world. Construction is collective.
+    """Queue of items, each of which at most one rank claims. It closes with its world. Construction is collective.
 
     Args:
-        max_count: Largest number of items between two resets, the same on all ranks.
-        store_bytes: Memory of this rank for items that wait to be claimed.
+        max_count: Maximum number of items between two resets. It must be the same on all ranks.
+        store_bytes: Memory on this rank for the content of items that wait to be claimed, in bytes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
@@ -69,15 +69,15 @@ class WorkQueue:
         world.wait_collective(world.comm.Ibarrier(), "allocating the work queue")
 
     def mark_started(self, item: int) -> None:
-        """Publish that this rank works on an item. One-sided."""
+        """Record on the board that this rank works on an item. One-sided."""
         self._write(item, _word(_STARTED, self._world.rank))
 
     def mark_done(self, item: int) -> None:
-        """Publish that an item is finished and need not be claimed. One-sided."""
+        """Record on the board that an item is finished and need not be claimed. One-sided."""
         self._write(item, _word(_DONE, self._world.rank))
 
     def publish(self, item: int, content: bytes) -> bool:
-        """Copy a finished item into the store, for any idle rank to claim. Return False if it is full. One-sided."""
+        """Publish an item, which any idle rank can then claim. One-sided. Returns False if `content` does not fit."""
         start = self._find_space(len(content))
         if start is None:
             return False
@@ -105,9 +105,9 @@ class WorkQueue:
         )
 
     def claim(self, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """Claim published items below `count`, the largest first; yield item, rank that finished it and content.
+        """Claim published items below `count`, the largest first, until none is left. One-sided.
 
-        One-sided; ends when no published item is left.
+        Yields `(item, owner, content)` of each claimed item. The owner is the rank that published it.
         """
         while published := self.snapshot(count).published:
             for item in published:
@@ -116,7 +116,7 @@ class WorkQueue:
                     break
 
     def reset(self) -> None:
-        """Clear the board and the store. One-sided; all ranks must call it, when no item is left."""
+        """Clear the board and the store. One-sided. All ranks must call it, after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
             # With atomics, as a claim: where network cards do the swap, a plain store may stay in the CPU cache.
@@ -124,7 +124,7 @@ class WorkQueue:
                 self._board.atomic_store_all(0, np.zeros(2 * self._max_count, dtype=np.int64))
 
     def close(self) -> None:
-        """Free the board and the store. Collective. Idempotent."""
+        """Free the board and the store. Collective. Further calls do nothing."""
         if self._max_count:
             self._max_count = 0
             with self._world.collective("freeing the work queue"):

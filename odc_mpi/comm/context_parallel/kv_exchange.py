@@ -1,9 +1,10 @@
 """Exchange of keys, values and their gradients between the ranks of a split sequence (context parallelism).
 
-A split sequence has one chunk per rank. In every attention layer a rank writes the keys and values of its chunk into
-its window, and the ranks of later chunks read them. In the backward a rank writes its contributions to the gradients of
-earlier chunks' keys and values into its window, and the ranks of these chunks read them. A window is thus written only
-by its owner. Ranks of the same node read it by direct load, other ranks with MPI_Get. Four flags synchronize them:
+A split sequence is divided into chunks of tokens, one per rank. In every attention layer a rank writes the keys and
+values of its chunk into its window, and the ranks of later chunks read them. In the backward a rank writes its
+contributions to the gradients of earlier chunks' keys and values into its window, and the ranks of these chunks read
+them. A window is thus written only by its owner. Ranks of the same node read it by direct load, other ranks with
+MPI_Get. Four kinds of flags synchronize the ranks:
 
     KV_READY        to later chunks: keys and values of layers up to this one can be read
     GRAD_READY      to earlier chunks: gradients of layers down to this one can be read
@@ -11,8 +12,8 @@ by its owner. Ranks of the same node read it by direct load, other ranks with MP
     KV_RELEASED     to earlier chunks: this rank has finished its backward and reads no more keys and values
 
 A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
-integers that never decrease, also across sequences. They need no reset, and a torn read returns at most the new value
-(see `comm.reduce.mailbox`).
+integers that never decrease, even from one sequence to the next. They need no reset, and a torn read returns at most
+the new value (see `comm.reduce.mailbox`).
 
 Note: slots
     Keys and values have one slot per layer. It is free after KV_RELEASED from all later chunks. Gradients have two
@@ -43,12 +44,12 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """Exchange for the chunk of this rank of one sequence: a context that encloses its forward and backward.
+    """Context manager for one split sequence, which encloses the forward and backward of this rank's chunk.
 
     Args:
-        sequence_number: Number of the sequence among all split sequences so far, from 1; the same on all ranks.
-        bounds: Boundaries of the chunks in tokens, `[chunks + 1]`.
-        ranks: Rank of each chunk.
+        sequence_number: Number of the sequence among all split sequences so far, from 1. The same on all ranks.
+        bounds: Token offsets of the chunk boundaries, including 0 and the sequence length, `[chunks + 1]`.
+        ranks: Rank that processes each chunk, in the order of the chunks.
         sequence_name: Name of the sequence, for messages.
     """
 
@@ -70,9 +71,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
-        """Publish keys and values of a layer for later chunks. One-sided. Idempotent, for recomputation.
+        """Publish this chunk's keys and values in a layer to the ranks of later chunks. One-sided.
 
-        At the first layer it waits until no rank reads the previous chunk of this rank any more.
+        Call it for all layers in order. A second call for a layer, by activation recomputation, does nothing. At the
+        first layer it waits until no rank reads the chunk of this rank in the previous sequence any more.
         """
         if layer < self._num_published:
             return
@@ -91,14 +93,17 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Wait for the keys and values of each earlier chunk, in order, and yield them. One-sided."""
+        """Yield the keys and values of each earlier chunk in a layer, in order, as they arrive. One-sided."""
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
             yield self._read(chunk, self._windows.slot_offset(layer), layer, chunk)
 
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
-        """Publish contributions to the gradients of each earlier chunk, in order. Wait for a free slot. One-sided."""
+        """Publish this rank's contributions to the gradients of earlier chunks' keys and values. One-sided.
+
+        Waits for a free slot. `grads` has one pair per earlier chunk, in order.
+        """
         assert len(grads) == self._chunk
         if not grads:
             return
@@ -111,7 +116,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Wait for the contributions of all later chunks, and return `grads` plus these, added in order. One-sided."""
+        """Return the sum of `grads` and the contributions of all later chunks, added in order. One-sided.
+
+        Waits for the contributions. Sums are computed in float32, or in the dtype of `grads` if it is wider.
+        """
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)
         number = self._num_done_backward(layer)
@@ -124,7 +132,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Release the keys and values of earlier chunks. One-sided."""
+        """Notify the ranks of earlier chunks that this rank no longer reads their keys and values. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)

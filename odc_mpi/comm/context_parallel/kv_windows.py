@@ -1,4 +1,4 @@
-"""Windows and flags of context parallelism, for `comm.context_parallel.kv_exchange`."""
+"""Windows and flags with which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients."""
 
 import time
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Kinds of flags.
+#: Kinds of flags (see `comm.context_parallel.kv_exchange`).
 KV_READY, GRAD_READY, GRAD_CONSUMED, KV_RELEASED = range(4)
 _FLAG_NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
-#: The value of a flag is the number of the sequence times this, plus the number of layers done.
+#: Upper bound of the number of layers. A flag has the value `sequence number * MAX_LAYERS + number of layers done`.
 MAX_LAYERS = 1 << 20
-#: Gradient slots: a rank fills one while other ranks read the other.
+#: Number of slots for gradients. A rank fills one slot while other ranks read the other.
 _GRADIENT_SLOTS = 2
 
-#: Keys and values of a chunk in a layer, or their gradients: `[1, key_value_heads, tokens, head_dim]` each.
+#: Keys and values of a chunk in one layer, or their gradients, each `[1, key_value_heads, tokens, head_dim]`.
 KVPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KVSizes:
-    """Sizes of the memory of a rank.
+    """Sizes that determine the memory of `KVWindows` on each rank.
 
     Attributes:
-        num_layers: Number of layers with attention.
-        token_bytes: Bytes of the keys and values of a token in one layer.
-        max_chunk_tokens: Largest number of tokens of a chunk.
-        max_earlier_tokens: Largest number of tokens before a chunk.
+        num_layers: Number of attention layers.
+        token_bytes: Size of the keys and values of one token in one layer, in bytes.
+        max_chunk_tokens: Maximum number of tokens of a chunk.
+        max_earlier_tokens: Maximum number of tokens of all chunks before a chunk.
     """
 
     num_layers: int
@@ -43,31 +43,32 @@ class KVSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the keys and values of a layer."""
+        """Size of the slot for the keys and values of one layer, in bytes."""
         return align_up(self.max_chunk_tokens * self.token_bytes)
 
     @property
     def gradient_slot_bytes(self) -> int:
-        """Bytes of the gradients of a layer, for all earlier chunks."""
+        """Size of a slot for the gradients of all earlier chunks in one layer, in bytes."""
         return align_up(self.max_earlier_tokens * self.token_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Total size of all slots, in bytes."""
         return self.num_layers * self.slot_bytes + _GRADIENT_SLOTS * self.gradient_slot_bytes
 
 
 class KVWindows:
-    """Memory for the chunks of this rank, which other ranks read.
+    """Windows for keys, values and gradients of this rank's chunks, which other ranks read, and for flags.
 
-    Construction is collective. It raises AllRanksUserError if /dev/shm has too little free space.
+    The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
+    collective. It raises `AllRanksUserError` if /dev/shm has too little free space.
 
     Args:
-        sizes: Sizes of the memory, the same on all ranks.
-        shared: True if the ranks of a node read memory of each other by direct load.
+        sizes: Sizes of the memory. They must be the same on all ranks.
+        shared: If True, ranks of the same node read each other's memory by direct load.
 
     Attributes:
-        waited_s: Seconds that this rank has waited for flags so far.
+        waited_s: Total time that this rank has waited for flags, in seconds.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:
@@ -89,7 +90,7 @@ class KVWindows:
         world.wait_collective(world.comm.Ibarrier(), "clearing the flags of chunks")
 
     def close(self) -> None:
-        """Free the windows. Collective. Idempotent."""
+        """Free the windows. Collective. Further calls do nothing."""
         if self._open:
             self._open = False
             del self._flag_values
@@ -99,37 +100,37 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the offset of the keys and values of a layer, in bytes."""
+        """Return the offset in the window of the slot for keys and values of `layer`, in bytes."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the offset of the gradients of a layer, in bytes."""
+        """Return the offset in the window of the slot for gradients of `layer`, in bytes."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is free after these ranks have set a flag to `value`.
+        """Record that a slot is in use until each rank in `ranks` has set its flag of this kind to `value`.
 
-        A slot is identified by its offset; 0 represents the keys and values of all layers.
+        A slot is identified by its offset in the window. Offset 0 represents the slots of all keys and values.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait until no rank reads a slot any more. One-sided."""
+        """Wait for the flags that `mark_busy_until` recorded for a slot. One-sided. `what` is its name in messages."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into the window of this rank, at offset `start` in bytes, and return the end offset."""
+        """Copy a tensor into the window of this rank at byte offset `start`, and return the offset of its end."""
         stop = start + tensor.nbytes
         self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
-        """Return keys and values in the window of a rank, at offset `start` in bytes. One-sided.
+        """Read keys and values, or their gradients, from the window of a rank at byte offset `start`. One-sided.
 
-        The result is a view if the window is mapped and `template` is on the host. It has the device, type and shapes
-        of `template`, except for the number of tokens.
+        The result has the device, dtype and shapes of `template`, except for the number of tokens. It is a view if this
+        rank maps the window and `template` is on the host. `what` describes the operation in time-out messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -147,7 +148,7 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set a flag at other ranks, after all earlier reads and writes of this rank. One-sided."""
+        """Set this rank's flag of a kind at each of `ranks`, after all its earlier reads and writes. One-sided."""
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank
@@ -162,14 +163,14 @@ class KVWindows:
         self.world.comm.Iprobe()
 
     def flush(self, what: str) -> None:
-        """Complete the Puts of all flags. One-sided."""
+        """Complete the Puts of all flags at their targets. One-sided."""
         with self.world.deadline(what, self._unflushed):
             for rank in self._unflushed:
                 self._flags.flush(rank)
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait until a rank has set a flag to at least `value`, and make progress while waiting. One-sided."""
+        """Wait until a rank has set its flag of a kind to at least `value`, and make progress meanwhile. One-sided."""
 
         def is_set() -> bool:
             self._flags.sync()

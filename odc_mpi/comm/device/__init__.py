@@ -1,1 +1,1 @@
-"""GPUs: streams and copies, and stores with windows in device memory or copies to and from host memory."""
+"""Streams and copies of a GPU, and stores for models on a GPU with shards in device memory or in host memory."""

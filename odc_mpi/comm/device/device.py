@@ -1,14 +1,14 @@
-"""CUDA device of a rank. Does not use MPI.
+"""CUDA device of a rank. This module does not use MPI.
 
 Kernels run asynchronously, in the order of a stream. Another stream or MPI may access a buffer only after the kernels
-that use it have finished. An event is recorded after these kernels; waiting for it releases the GIL and does not spin.
-Copies between host and device run on one stream per direction, and each waits for the event passed to it. Nothing
-synchronizes the whole device.
+that use it have finished. For this, an event is recorded after these kernels. Waiting for it releases the GIL and does
+not spin. Copies between host and device run on one stream per direction, and each waits for the event passed to it.
+Nothing synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch by DLPack. The allocator of torch
 may use memory that cannot be exported to another process (`expandable_segments`, `cudaMallocAsync`).
 
-Tests replace `Device` by a class with host memory on both sides and delayed copies.
+Tests replace `Device` by a class that uses host memory instead of device memory and delays copies.
 """
 
 import mmap
@@ -27,7 +27,9 @@ class Device:
     """A GPU, identified by its index among those that are visible to this process.
 
     Attributes:
-        name: GPU model, number of visible GPUs and CUDA version: everything that may change its behavior.
+        torch_device: The device as a `torch.device`.
+        num_visible: Number of GPUs that are visible to this process.
+        name: GPU model, number of visible GPUs and CUDA version, on which the behavior of MPI may depend.
     """
 
     def __init__(self, index: int) -> None:
@@ -39,28 +41,28 @@ class Device:
         self._add_stream = torch.cuda.Stream(self.torch_device)
 
     def set_current(self) -> None:
-        """Make this the current device of the calling thread, also for the MPI library. Costs little."""
+        """Make this the current CUDA device of the calling thread, which MPI also uses."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Return the free bytes of device memory, including unused bytes in the cache of the torch allocator."""
+        """Return the amount of free device memory in bytes, including unused memory that the torch allocator caches."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized device memory: `[num_bytes]` uint8.
+        """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        The torch allocator assumes that only the computing stream uses this memory. Copy streams use it, too, but it is
-        not freed before a thread has waited for the copy.
+        The torch allocator assumes that only the computing stream uses this memory. Copy streams also use it, so a
+        thread must wait for a copy before it frees the memory.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized device memory that may be passed to MPI: `[num_bytes]` uint8.
+        """Return uninitialized device memory that may be passed to MPI, `[num_bytes]` uint8.
 
-        Slow, and may wait for all kernels on the device: not for use within a step. Raises `UserError` if CuPy is not
-        installed, or there is too little memory.
+        The call is slow and may wait for all kernels on the device. Do not call it in every step. Raises `UserError` if
+        CuPy cannot be imported or there is too little memory.
         """
         cupy = _cupy()
         with cupy.cuda.Device(self.torch_device.index):
@@ -85,10 +87,10 @@ class Device:
             return cupy.cuda.Memory(num_bytes)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned host memory, for asynchronous copies: `[num_bytes]` uint8.
+        """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
-        The system gets it back when no tensor references it. PyTorch pinned memory is not used, since its allocator
-        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver pins no more memory.
+        It is freed when no tensor references it. The pinned memory of PyTorch is not used, since its allocator rounds
+        sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin more memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -101,9 +103,9 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory; return False if the driver refuses. Slow: the driver pins every page.
+        """Pin existing host memory. The call is slow, since the driver pins every page.
 
-        If True, call `unregister` before the memory is freed.
+        Returns False if the driver refuses. If it returns True, call `unregister` before the memory is freed.
         """
         self.set_current()
         if memory.numel() == 0:
@@ -116,19 +118,19 @@ class Device:
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Unpin memory for which `register` returned True."""
+        """Unpin host memory for which `register` returned True."""
         if memory.numel():
             self._unregister(memory.data_ptr())
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the current stream of the calling thread."""
+        """Record an event on the current stream of the calling thread, and return it."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
 
-        The copy waits for an event. Do not access `destination` or modify `source`, which has the same shape and dtype,
-        before the returned event.
+        The copy waits for the event `wait_for`. Both tensors have the same shape and dtype. Do not access `destination`
+        or modify `source` before the returned event has occurred.
         """
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
         with torch.cuda.stream(stream), torch.no_grad():
@@ -137,11 +139,11 @@ class Device:
         return _record(stream)
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start to add slots to a shard, in order, on a separate stream. Thread-safe.
+        """Start to add slots (offsets in the shard, and tensors) to a shard, in order. Thread-safe.
 
-        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. Do not modify
-        the slots, which have the dtype of the shard, before the returned event. It is recorded after this addition and
-        all that were started before.
+        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. The slots have
+        the dtype of the shard. Do not modify them before the returned event has occurred. It is recorded after this
+        addition and all earlier ones.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -153,7 +155,7 @@ class Device:
 
 
 class BufferEvents:
-    """Events by the storage of the memory that they protect. Thread-safe."""
+    """Map from a buffer, identified by its storage, to the event that its next user must wait for. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: dict[int, torch.cuda.Event] = {}
@@ -163,7 +165,7 @@ class BufferEvents:
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
-        """Remove and return the event of `memory`; KeyError if none was recorded."""
+        """Remove and return the event of `memory`. Raises KeyError if no event was set."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
@@ -171,9 +173,10 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the device of a rank for "cuda", None for "cpu"; raise `UserError` if no GPU is available.
+    """Return the GPU of a rank and make it the current CUDA device, or return None if `kind` is "cpu".
 
-    GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs.
+    GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs. Raises
+    `UserError` if `kind` is "cuda" and no GPU is available.
     """
     if kind == "cpu":
         return None
@@ -187,7 +190,7 @@ def find_device(kind: str, host_rank: int) -> Device | None:
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero-filled device memory, `[numel]`."""
+    """Return zero-filled device memory, `[numel]` of `dtype`."""
     return device.empty(numel * dtype.itemsize).view(dtype).zero_()
 
 

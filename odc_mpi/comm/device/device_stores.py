@@ -1,12 +1,12 @@
-"""Stores for models on a GPU with shards in windows on device memory.
+"""Stores for models on a GPU with shards in windows in device memory.
 
-No data passes through the host: a fetch reads the devices of the owners into a buffer on this rank's device, and a push
-starts from there. MPI and CUDA do not synchronize with each other, so the stores do:
+No data passes through the host. A fetch reads from the devices of the owners into a buffer on the device of this rank,
+and a push sends from a buffer on it. MPI and CUDA do not synchronize with each other, so the stores do this:
 
     fetch                  wait for the kernels that read the old content of the buffer; MPI_Get from the other owners,
                            overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy
-    push                   wait for the kernels that compute the gradient; reduce it; then its buffer may be reused
-    gradients complete     as in host memory: flush all pushes, barrier; kernels enqueued later read the sums
+    push                   wait for the kernels that compute the gradient; push it to the owners
+    gradients complete     as with host memory: flush all pushes, barrier; kernels enqueued later read the sums
     parameters published   wait for the kernels that update parameters and clear gradients; barrier
 
 Each wait is for one event, never for the whole device. Fetches and pushes wait in the threads that run them, overlapped
@@ -27,7 +27,7 @@ from odc_mpi.comm.work import DeferredWork, Work
 
 
 class DeviceParameters(WindowParameters):
-    """Parameters in windows on device memory."""
+    """Parameters in windows in device memory, fetched into buffers on the device of this rank."""
 
     def __init__(self, windows: ParameterWindows, device: Device) -> None:
         # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
@@ -60,7 +60,7 @@ class DeviceParameters(WindowParameters):
 
 
 class DeviceGradients(GradientStore):
-    """Gradient store that waits for the kernels which compute a gradient, then pushes it through `inner`."""
+    """Gradient store that waits for the kernels that compute a gradient, and then pushes it with the store `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)
@@ -91,7 +91,7 @@ class DeviceGradients(GradientStore):
 
 
 class DeviceSynchronizer(ShardStorage):
-    """Waits for the enqueued kernels of this rank's device before other ranks read the windows on it."""
+    """Storage without memory. Its `sync` waits for the kernels that are enqueued on the current stream of a device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

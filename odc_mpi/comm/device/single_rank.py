@@ -1,7 +1,7 @@
-"""Stores of a single rank on a device. Shards are full arrays in private memory, and there is no communication.
+"""Stores for a single rank with a device. Shards are full arrays in device memory, and nothing is communicated.
 
 A fetch returns a view of the array. A push enqueues an addition on the current stream. The synchronization points need
-no action: the optimizer runs after the backward and before the next forward in stream order.
+no action, since in stream order the optimizer runs after the backward and before the next forward.
 """
 
 import torch
@@ -14,7 +14,7 @@ from odc_mpi.comm.work import CompletedWork, FetchWork, Work
 
 
 class SingleRankParameters(ShardStorage, ParameterStore):
-    """Full arrays of parameters in device memory."""
+    """Parameter store of a single rank, with full arrays in device memory."""
 
     access = Access.KEEP
 
@@ -45,7 +45,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
 
 class SingleRankGradients(ShardStorage, GradientStore):
-    """Full arrays of gradients in device memory."""
+    """Gradient store of a single rank, with full arrays in device memory."""
 
     pushes_to_peers = False
 

@@ -1,18 +1,18 @@
 """Stores for models on a GPU with shards in host memory.
 
-The shards belong to an inner store in host memory. Data passes through pinned memory:
+A store wraps an inner store, which has the shards in host memory. Data passes through pinned memory:
 
-    fetch   fetch of the inner store, into pinned memory or as a view of its windows; copy to the device
-    push    copy from the device into pinned memory; push of the inner store from there
+    fetch   the inner store fetches into pinned memory, or returns a view of a window; copy to the device
+    push    copy from the device into pinned memory; the inner store pushes from there
 
-The windows are registered with the CUDA driver, which then copies directly from them, for fetches and for an optimizer
-on the device. If the driver refuses, as it does for small arrays that share a page with another, the CPU copies into
-pinned memory first.
+The windows are registered with the CUDA driver, so that it can copy directly from them, for fetches and for an
+optimizer on the device. If the driver refuses, for example because small arrays share a page, the CPU first copies the
+array into pinned memory.
 
-Both run in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits for the event that
-the computing thread recorded for the memory: a buffer is not overwritten while kernels enqueued earlier still read it,
-and a gradient is not copied before the kernels that compute it have finished. After `wait()` a fetched
-array may be read on any stream.
+Fetches and pushes complete in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits
+for the event that the computing thread recorded for the buffer. Thus a buffer is not overwritten while kernels enqueued
+earlier still read it, and a gradient is not copied before the kernels that compute it have finished. After `wait()` a
+fetched array may be read on any stream.
 
 The device holds only the units in use, so the shards of a model may be larger than device memory.
 """
@@ -32,7 +32,7 @@ from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`, allocated before this one."""
+    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`, which must be allocated first."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -52,16 +52,16 @@ class PinnedMemory(ShardStorage):
         self.pool.clear()
 
     def is_pinned(self, array: torch.Tensor) -> bool:
-        """Return True if an array begins at the start of registered memory."""
+        """Return True if `array` begins at the start of a block of memory that was registered with the driver."""
         return array.data_ptr() in self._registered
 
 
 class StagedParameters(ParameterStore):
-    """Parameters of a store in host memory, fetched to a device.
+    """Parameter store that fetches arrays to the host with the store `inner`, and copies them to a device.
 
     Args:
-        inner: Store in host memory. From now on it fetches into buffers of `pinned`, or returns views.
-        pinned: Pinned memory that includes the storages of `inner`.
+        inner: Store in host memory. Its buffer pool is replaced by the pool of `pinned`.
+        pinned: Pinned memory, whose storages include the storage of `inner`.
     """
 
     def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
@@ -104,7 +104,7 @@ class StagedParameters(ParameterStore):
 
 
 class StagedGradients(DeviceGradients):
-    """Gradient store that copies gradients from a device to pinned memory, and pushes them from there by `inner`."""
+    """Gradient store that copies gradients from a device to pinned memory, and then pushes them with `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)

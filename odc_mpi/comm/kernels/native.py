@@ -1,18 +1,18 @@
-"""Calls of the CUDA kernels in `src/`, with torch operators as fallback. Does not use MPI.
+"""Calls of the CUDA kernels in `src/`, with torch operators as fallback. This module does not use MPI.
 
     flatten          copies gradients of several dtypes into one flat array and finds the largest magnitude
-    add_segments_    adds segments to a shard, in order
+    add_segments_    adds segments (parts of gradients) to a shard, in order
 
-Each runs as a kernel if the tensors are on an NVIDIA GPU and CuPy is installed, else as torch operators. The results
-are bitwise identical, except for the bits of a NaN. A kernel takes one pass where torch takes several. CuPy is imported
-when the first kernel is loaded, and compiles it with NVRTC. Later processes load it from the CuPy cache on disk,
-`~/.cupy/kernel_cache` or CUPY_CACHE_DIR.
+Each function launches a kernel if the tensors are on an NVIDIA GPU and CuPy is installed. Otherwise it calls torch
+operators. The results are bitwise identical, except for the bits of a NaN. A kernel makes one pass over the data where
+torch makes several. CuPy compiles a kernel with NVRTC when it is first used. Later processes load it from the cache of
+CuPy on disk, `~/.cupy/kernel_cache` or CUPY_CACHE_DIR.
 
 Note: streams
-    A kernel is launched on the current stream of torch for the device of the tensors, so it is ordered with torch
-    operators and follows their rules: the caller synchronizes with other streams, and the torch allocator may reuse
-    memory as after any operator. All other arguments are passed by value with the launch: nothing must be kept until
-    the kernel has run, nothing is copied, and the CPU does not wait.
+    A kernel is launched on the current stream of torch for the device of the tensors, so the rules of torch operators
+    apply: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any operator.
+    All other arguments are passed by value with the launch, so nothing must be kept until the kernel has run, nothing
+    is copied, and the CPU does not wait.
 """
 
 import functools
@@ -30,13 +30,13 @@ import torch
 import odc_mpi
 from odc_mpi.errors import one_line_message
 
-#: Offset of a tensor in a flat array, in elements, and the tensor.
+#: A tensor and, before it, its offset in a flat array, in elements: `(offset, tensor)`.
 Segment = tuple[int, torch.Tensor]
 
-#: Options for NVRTC, which nvcc accepts, too. CuPy adds -ftz=true; the sources are written so that it has no effect.
+#: Options for NVRTC, also valid for nvcc. CuPy adds -ftz=true, which does not change the results of these sources.
 COMPILE_OPTIONS = ("-std=c++17",)
 
-#: Type numbers, and the maximum number of segments of one launch, as in `src/segments.cuh`.
+#: Number of each dtype, and maximum number of segments per launch. Both must agree with `src/segments.cuh`.
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 MAX_SEGMENTS = 128
 _TABLE = np.dtype(
@@ -51,23 +51,24 @@ _TABLE = np.dtype(
 _TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 
 THREADS = 256
-#: Elements that a block processes at a time (a tile).
+#: Number of elements that a block processes at a time (a tile).
 BLOCK_NUMEL = 8 * THREADS
-#: Maximum number of blocks per multiprocessor, which runs 4 blocks of `flatten` at once. On an H100 32 beat 4 and 8.
+#: Maximum number of blocks per multiprocessor, which runs 4 blocks of `flatten` at once. On an H100, 32 was faster than
+#: 4 and 8.
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array, with zeros between them, and find the largest magnitude.
+    """Copy tensors into a flat array and find the largest magnitude. Elements outside of all tensors become zero.
 
-    Asynchronous on a GPU: the result is available in stream order.
+    Asynchronous on a GPU: kernels that are enqueued later on the same stream can use the results.
 
     Args:
-        segments: Tensors of any shape, dtype, strides and layout. They are sorted by offset and do not overlap.
-        flat: `[n]`, contiguous. All elements are overwritten.
+        segments: Offsets and tensors of any shape, dtype, strides and layout, in the order of offsets, without overlap.
+        flat: Output array, `[n]`, contiguous. All elements are overwritten.
 
     Returns:
-        The largest magnitude in `flat`, or NaN if `flat` contains one: a float64 scalar on the device of `flat`.
+        The largest magnitude in `flat`, or NaN if `flat` contains a NaN: a float64 scalar on the device of `flat`.
     """
     filled = 0
     for start, tensor in segments:
@@ -84,7 +85,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Compute `flatten` with torch operators."""
+    """Compute the same as `flatten` with torch operators."""
     filled = 0
     for start, tensor in segments:
         if filled < start:
@@ -98,7 +99,7 @@ def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch
 
 
 def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in an array, or NaN if it contains one: a float64 scalar on its device."""
+    """Return the largest magnitude in `flat`, or NaN if it contains a NaN, as a float64 scalar on the same device."""
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     low, high = torch.aminmax(flat)
@@ -106,16 +107,16 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
 
 
 def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add segments to a shard in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
+    """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
-    Segments are cast to the dtype of the shard before they are added, and every sum is rounded to it, so the result
-    depends only on their order. Elements outside of all segments are not accessed. Asynchronous on a GPU: segments must
-    not change before the kernels enqueued so far have finished.
+    Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
+    result depends only on the order. Elements outside of all segments are not accessed. Asynchronous on a GPU: do not
+    modify the segments before the kernels enqueued so far have finished.
 
     Args:
-        shard: `[n]`, contiguous.
-        segments: Tensors of any shape, layout and floating-point dtype, on the device of the shard. They may overlap
-            each other, but not the memory of the shard.
+        shard: Array to update in place, `[n]`, contiguous.
+        segments: Offsets in the shard and tensors of any shape, layout and floating-point dtype, on the device of the
+            shard. Their ranges may overlap, but they must not share memory with the shard.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()
@@ -133,7 +134,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Compute `add_segments_` with torch operators, in one pass per segment."""
+    """Compute the same as `add_segments_` with torch operators, in one pass per segment."""
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition casts narrower types itself, without a copy.
@@ -143,9 +144,9 @@ def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -
 
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
-    """Return the reason why a device runs torch operators instead of kernels; None if it runs kernels.
+    """Return the reason why torch operators replace the kernels on a device, or None if the kernels are used.
 
-    Raises RuntimeError if CuPy is installed, but cannot be imported.
+    Raises RuntimeError if CuPy is installed but cannot be imported.
     """
     if device.type != "cuda":
         return f"they are for NVIDIA GPUs, not for the torch device {device.type}"
@@ -159,7 +160,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the sources: in the installed package, or next to it in a checkout."""
+    """Return the directory of the CUDA sources, in the installed package or next to it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():
@@ -168,7 +169,7 @@ def source_dir() -> Path:
 
 
 def read_source(name: str) -> str:
-    """Return the source of `src/NAME.cu` with its header in one text: the cache key of CuPy ignores included files."""
+    """Return the source `src/NAME.cu` with its header inlined, because CuPy's cache key ignores included files."""
     directory = source_dir()
     header = (directory / "segments.cuh").read_text().replace("#pragma once\n", "")
     return (directory / f"{name}.cu").read_text().replace('#include "segments.cuh"\n', header)

@@ -1,10 +1,10 @@
 """Gradient stores over windows: the base class, and the store that uses MPI_Accumulate.
 
-    push       during a minibatch: start to add a gradient to the shards of its owners. One-sided
-    flush      before the gradients are complete: all pushes of this rank have completed at their targets. One-sided
-    complete   after the gradients are complete on all ranks: the shards contain the sums
+    push       start to add a gradient to the shards of its owners, during a minibatch. One-sided
+    flush      complete all pushes of this rank at their targets, before ranks synchronize. One-sided
+    complete   make the sums available in the shards, after all ranks have flushed and synchronized
 
-In `comm.reduce.mailbox` the owners add.
+With the store in `comm.reduce.mailbox`, the owners add the gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +19,15 @@ from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferre
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
-#: Maximum number of ranks of a node that add to an array concurrently. Larger values were not measured.
+#: Maximum number of windows per array, and of ranks of a node that add to it concurrently. More were not measured.
 MAX_WINDOWS_PER_ARRAY = 4
-#: Maximum number of windows of all arrays together, unless there are more arrays: a library may limit the number of
-#: windows (`comm.group`), and parameters need windows, too.
+#: Maximum number of windows of all arrays together, unless there are more arrays than this. A library may limit the
+#: number of windows (`comm.group`), and parameters also need windows.
 MAX_WINDOWS = 800
 
 
 class WindowGradientStore(GradientStore, ShardStorage):
-    """Base class of gradient stores that use windows."""
+    """Base class of gradient stores that transfer gradients through MPI windows."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -38,18 +38,21 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
-        """Yield the owners of elements `start` to `stop`, the offset in each one's shard, and the part to add there."""
+        """Split the elements from `start` to `stop`, exclusive, of an array by owner.
+
+        Yields `(owner, offset, part)`: offset of the part in the shard of the owner, and its slice relative to `start`.
+        """
         layout = self.layouts[index]
         for owner, begin, end in ranges_by_owner(layout, self.world.rank, start, stop):
             yield owner, begin - layout.owned(owner)[0], slice(begin - start, end - start)
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """MPI_Accumulate(MPI_SUM) into the gradient windows of the owners, without action by the owners.
+    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows of the owners, which take no part.
 
-    MPICH serializes all MPI_Accumulate operations on a window within a node, also those to different owners. With MPICH
-    an array therefore has several windows, and each rank has its shard in one of them: two ranks that push 16 MB
-    concurrently then take half of the time.
+    MPICH serializes all MPI_Accumulate operations on a window within a node, even to different owners. With MPICH an
+    array therefore has several windows, and each rank has its shard in one of them. Two ranks that push 16 MB
+    concurrently then need half of the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
@@ -123,7 +126,12 @@ class AccumulateGradientStore(WindowGradientStore):
 
 
 def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
-    """Return the number of windows per array, so that ranks can add concurrently with `World.mpi_library`."""
+    """Return the number of windows per array that allows concurrent accumulates to different owners.
+
+    Args:
+        library: Name and version of the MPI library, as in `World.mpi_library`. Only MPICH needs several windows.
+        num_arrays: Number of trainable arrays.
+    """
     if not library.startswith("MPICH"):
         return 1  # Open MPI has one lock per target
     return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))

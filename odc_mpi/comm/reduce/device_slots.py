@@ -1,11 +1,11 @@
-"""Shards and slots of a mailbox on a device: elements in device memory, headers in host memory.
+"""Shards and mailbox slots on a device. Elements are in device memory, headers in host memory.
 
-    put     Put of the header into the inbox, and of the elements into the window on the owner's device
-    flush   complete both at the owner
-    add     the owner reads counters and headers on the CPU, its device adds the elements in the order of the headers
+    put     Put the header into the owner's inbox, and the elements into the window on the owner's device
+    flush   complete both Puts at the owner
+    add     on the owner, the CPU reads the headers, and the device adds the elements in the order of the headers
 
 `add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
-has waited for the kernels that compute the elements.
+must have waited for the kernels that compute the elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceSlots(HostSlots):
-    """Shards and the elements of slots in device memory."""
+    """Shards of this rank and elements of slots in device memory, and headers of slots in the inbox."""
 
-    #: One header per 4096 bytes of a ring: headers take 1/128 of its size, in host memory.
+    #: Slots begin at multiples of 4096 bytes in a ring, so the headers take 1/128 of its size, in host memory.
     alignment = 4096
     values_offset = 0
     num_windows = 1

@@ -1,18 +1,19 @@
-"""Gradient store for networks without a fast MPI_Accumulate: origins Put into ring buffers, owners add.
+"""Gradient store for networks without a fast MPI_Accumulate. Owners add gradients that others Put into ring buffers.
 
-Every rank has an inbox with one ring buffer for each other rank, its origin. A ring contains slots. A slot is a header
-followed by gradient elements; its length varies. An origin splits a gradient that exceeds a quarter of the ring.
+Every rank has an inbox with one ring buffer for each other rank, the origin of its content. A ring contains slots. A
+slot is a header followed by gradient elements. Its length varies. An origin splits gradients larger than a quarter of a
+ring.
 
 Each ring has two 64-bit byte counters, which never decrease:
 
     head   in the owner's memory, written by the origin: slots before this position are complete
     tail   in the origin's memory, written by the owner: slots before this position were added and may be overwritten
 
-    push            if the ring has room: Put of header and elements, Flush, Put of `head`
-    make_progress   the owner compares `head` with its own position, adds the new slots, and Puts `tail`
-    flush           the origin reads `head` back from every owner until it has the last value, since Flush does not
-                    guarantee this on every network
-    complete        `make_progress` once more; all heads arrived before the ranks synchronized
+    push            the origin Puts header and elements if the ring has room, flushes, and Puts `head`
+    make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
+    flush           the origin reads `head` back from every owner until it is the last value that it has sent, since
+                    Flush does not guarantee this on every network
+    complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Each side polls only its own memory. An origin that waits for room adds the slots in its own inbox, so two ranks with
 full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private memory. One pass
@@ -46,23 +47,23 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Creates the shards and slots of a mailbox, for elements of a type.
+#: Function that creates the shards and slots of a mailbox, for elements of a dtype.
 SlotsFactory = Callable[[World, torch.dtype], HostSlots]
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
-#: A slot is at most a ring divided by this, so that the owner adds one while the origin fills the next.
+#: Minimum number of slots that fit into a ring, so that the owner adds one while the origin fills the next.
 SLOTS_PER_RING = 4
 COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """MPI_Put into slots of the owners, which add them whenever one of their threads calls `make_progress`.
+    """Gradient store that pushes with MPI_Put into slots of the owners. Owners add them when they call `make_progress`.
 
-    One thread at a time may call `push`, its wait and `flush`. `make_progress` is thread-safe.
+    Only one thread at a time may call `push`, `flush` and the `wait` of a push. `make_progress` is thread-safe.
 
     Args:
-        mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet.
-        slots: Creates the shards and slots: in host memory, or on a device (`comm.reduce.device_slots`).
+        mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet, in bytes.
+        slots: Factory of the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Divide `mailbox_bytes` among the other ranks; raise `UserError` if one element of each does not fit."""
+        """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if it is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment
@@ -152,9 +153,9 @@ class MailboxGradientStore(WindowGradientStore):
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add all received slots and Put the new tails; return True if there was anything to do.
+        """Add all received slots to the shards, and Put the new tails. One-sided. Thread-safe.
 
-        If not, the call takes a few microseconds. One-sided; thread-safe.
+        Returns True if there was work to do. Otherwise the call takes a few microseconds.
         """
         self._inbox.sync()
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
@@ -196,7 +197,7 @@ class MailboxGradientStore(WindowGradientStore):
         self.world.progress.poke()
 
     def _fill_rings(self) -> bool:
-        """Put queued elements into the rings as far as there is room; return True if any were."""
+        """Put queued elements into rings that have room. Return True if any were put. One-sided."""
         self._credit_window.sync()
         filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
         for ring, _ in filled:
@@ -216,7 +217,7 @@ class MailboxGradientStore(WindowGradientStore):
             late = [owner for owner in late if self._confirmed[owner] != self._outgoing_heads[owner]]
 
     def _fill(self, ring: "_Ring") -> list[np.ndarray]:
-        """Start to Put slots into a ring; return their headers, which must be kept until the flush."""
+        """Start to Put slots into a ring. One-sided. Returns their headers, which must be kept until the flush."""
         end = int(self._credits[ring.owner]) + self._ring_bytes
         headers = []
         while ring.queue:
@@ -274,7 +275,7 @@ class MailboxGradientStore(WindowGradientStore):
 
 @dataclass
 class _PendingPush:
-    """A gradient of which `numel` elements are not in the rings yet; referenced until they are."""
+    """Gradient of which `numel` elements are not in the rings yet. It is referenced until all are."""
 
     name: str
     gradient: torch.Tensor
@@ -283,7 +284,7 @@ class _PendingPush:
 
 @dataclass
 class _PendingPut:
-    """Elements for one owner, from `start` of its shard on, that are not in its ring yet."""
+    """Elements for one owner that are not in its ring yet. The first one belongs to element `start` of its shard."""
 
     push: _PendingPush
     index: int
@@ -293,7 +294,7 @@ class _PendingPut:
 
 @dataclass
 class _Ring:
-    """This rank's ring in the inbox of an owner: its head, and the queue of elements to Put."""
+    """Ring of this rank in the inbox of an owner, with its head and the queue of elements to Put."""
 
     owner: int
     head: int = 0

@@ -1,11 +1,11 @@
 """MPI windows over device memory (`Win.Create`).
 
-MPI does not allocate device memory. `Device.empty_for_windows` allocates it with the driver: memory of a pool may have
-no handle for other processes, and MPI libraries then copy through the host or fail.
+MPI does not allocate device memory. `Device.empty_for_windows` allocates it with the driver, because memory from a pool
+may have no handle for other processes. MPI libraries then copy through the host or fail.
 
-The MPI library decides which operations on such a window work, and whether they wait for their target. They are used
-where `odc-mpi doctor` found them to work (`probe.device_probe`), or where the settings demand it. A window orders only
-MPI operations; `comm.device.device_stores` orders the streams of the device.
+The MPI library determines which operations work on such a window, and whether they wait for their target. Device
+windows are used where `odc-mpi doctor` found that they work (`probe.device_probe`), or where the settings require them.
+A window orders only MPI operations. `comm.device.device_stores` synchronizes them with the streams of the device.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", t
 class DeviceWindow(Window):
     """A `Window` in device memory. Construction is collective.
 
-    The shard is zero once the kernels that were enqueued on the current stream have finished. Construction raises
-    AllRanksUserError if a rank has too little device memory.
+    The shard is filled with zeros by a kernel on the current stream. Construction raises `AllRanksUserError` on every
+    rank if any rank has too little device memory.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:
@@ -35,7 +35,7 @@ class DeviceWindow(Window):
         super().__init__(world, numel, dtype, same_size=same_size)
 
     def free(self) -> None:
-        """Free the window. Collective. Tensors that share its memory keep it allocated."""
+        """Free the window. Collective. Its memory stays allocated while other tensors share it."""
         self.tensor = torch.empty(0)
         super().free()
         self._memory = torch.empty(0)
@@ -47,14 +47,14 @@ class DeviceWindow(Window):
 
 
 def device_windows(device: Device) -> WindowFactory:
-    """Return the factory of windows on a device."""
+    """Return a factory of windows in the memory of a device."""
     return WindowFactory(partial(DeviceWindow, device=device), as_mpi_buffer, on_host=False)
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return a view of a tensor on any device, `[n]`, for MPI alone: reading device memory on the host would crash.
+    """Return a view of a contiguous tensor `[n]`, on any device, that can be passed to MPI.
 
-    The view holds no reference to the tensor.
+    Only MPI may access the view: reading device memory from Python would crash. It does not keep the tensor alive.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous()
     view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
-"""Parameters in MPI windows: one window per array, so that a flush waits for this array alone.
+"""Parameters in MPI windows. Each array has its own window, so a flush waits for the fetch of one array only.
 
-A fetch returns a view if this rank maps the contiguous shards of all ranks. Otherwise it copies the mapped shards of
-its node, and issues a Get to each other owner and a flush.
+A fetch returns a view if this rank maps the shards of all ranks contiguously. Otherwise it copies the shards that this
+rank maps, issues an MPI_Get for each other shard, and flushes the window.
 
-`ParameterWindows` owns the shards, on the host or on a device. `WindowParameters` fetches them to the host, and
-`comm.device.device_stores` to a device.
+`ParameterWindows` owns the shards, on the host or on a device. `WindowParameters` fetches arrays from them to the host.
+`comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from odc_mpi.runtime.world import World
 
 
 class ParameterWindows(ShardStorage):
-    """Storage with one window per array.
+    """Storage of parameter shards, with one window per array.
 
     Attributes:
-        dtype: Type of the shards, unless a layout has its own.
-        all_shards_mapped: True if this rank maps the contiguous shards of all ranks, in every window.
+        dtype: Default dtype of the shards. The `dtype` of a layout takes precedence.
+        all_shards_mapped: True if, in every window, this rank maps the shards of all ranks contiguously.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
@@ -52,13 +52,13 @@ class ParameterWindows(ShardStorage):
         self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
 
     def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
-        """Return start and stop of the elements of an array by owner."""
+        """Map each owner of a part of an array to the range of elements, start and stop, that it owns."""
         layout = self.layouts[index]
         ranges = ranges_by_owner(layout, self.world.rank, 0, layout.numel)
         return {owner: (start, stop) for owner, start, stop in ranges}
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
-        """Start to read the shards of these owners into a buffer of the full array. One-sided."""
+        """Start to read the shards of `owners` into their ranges of `buffer`, the full array. One-sided."""
         layout, window, memory = (
             self.layouts[index],
             self._windows[index],
@@ -87,7 +87,7 @@ class ParameterWindows(ShardStorage):
 
 
 class WindowParameters(ParameterStore):
-    """Parameters in windows on host memory, fetched without copies if all shards are mapped."""
+    """Parameters in windows in host memory. Fetches do not copy if this rank maps all shards."""
 
     def __init__(self, windows: ParameterWindows, buffers: BufferPool | None = None) -> None:
         super().__init__(windows.dtype, buffers)
@@ -95,7 +95,7 @@ class WindowParameters(ParameterStore):
 
     @property
     def access(self) -> Access:  # type: ignore[override]
-        """Kind of access: COPY unless all shards are mapped."""
+        """Kind of access: COPY, or VIEW or KEEP if this rank maps all shards (KEEP if `CAN_DETACH_STORAGE`)."""
         if not self._windows.all_shards_mapped:
             return Access.COPY
         return Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW

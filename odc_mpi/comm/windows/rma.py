@@ -1,13 +1,14 @@
 """MPI windows: memory of every rank that other ranks access by RMA operations.
 
     Window         `Win.Allocate`
-    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): the ranks of a node map the memory of each
-                   other; ranks of other nodes read it with MPI_Get
+    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): ranks of the same node map each other's
+                   memory; ranks of other nodes read it with MPI_Get
     DeviceWindow   device memory (`comm.windows.device_window`)
 
-A window has one passive epoch, Lock_all(NOCHECK), from its creation to its end (MPI-4.1, 12.5.3). The memory model must
-be unified, so owners access their memory by load and store. With `Win.Create` on host memory, in MPICH and Open MPI, a
-Get from the same node waits until its target calls MPI. So only ranks of other nodes use it, in `SharedWindow`.
+A window has one passive-target epoch, Lock_all(NOCHECK), from its creation until it is freed (MPI-4.1, 12.5.3). Its
+memory model must be unified, since each rank accesses its own memory by load and store. On windows that `Win.Create`
+makes of host memory, a Get from the same node waits in MPICH and Open MPI until the target calls MPI. `SharedWindow`
+therefore uses `Win.Create` only for Gets between nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,51 +27,54 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
-#: Flat buffer of an RMA operation: an array on the host, or a view of device memory that only MPI may read. Both have a
-#: length in elements and can be sliced.
+#: Flat buffer of an RMA operation: a host array, or a view of device memory that only MPI may access. Both support
+#: `len` (number of elements) and slicing.
 Memory: TypeAlias = np.ndarray | memoryview
-#: Types that MPI can sum. bf16 would be added as bytes.
+#: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
-#: Largest number of elements of a message: counts are C ints in many MPI libraries.
+#: Maximum number of elements per message, since counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
-#: Alignment of data in a window in bytes: a cache line.
+#: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
-#: True if torch can move tensors over the memory of a window to other memory when it is freed; older versions cannot.
+#: True if this version of torch can replace the memory of a tensor. Tensors that view a window then survive its end.
 CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class ReadableWindow(Protocol):
-    """Common interface of all windows: a shard on every rank, which other ranks read.
+    """Common interface of all windows: one shard per rank, which other ranks can read.
 
     Attributes:
         tensor: Shard of this rank.
-        all_shards: Shards of all ranks as one array, if this rank maps them contiguously; else None.
+        all_shards: Shards of all ranks as one array, or None if this rank does not map them contiguously.
     """
 
     tensor: torch.Tensor
     all_shards: torch.Tensor | None
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return the shard of a rank if this rank can load it directly, else None."""
+        """Return a view of the shard of rank `target`, or None if this rank does not map its memory."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return all shards that this rank can load directly, as one tensor if they are contiguous."""
+        """Return the shards that this rank maps, as a single tensor if `all_shards` is available."""
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to read elements of a remote shard, from `start` on, into bytes. One-sided; completed by `flush`."""
+        """Start to read elements of another rank's shard, beginning at element `start`, into `buffer`, given as bytes.
+
+        One-sided. The buffer is complete after `flush`.
+        """
 
     def flush(self) -> None:
-        """Complete all operations of this rank at their targets. One-sided."""
+        """Complete all operations of this rank on the window at their targets. One-sided."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the window (`MPI_Win_sync`). Does not communicate."""
 
     def free(self) -> None:
-        """Free the window. Tensors over its memory get a copy, if `CAN_DETACH_STORAGE`. Collective."""
+        """Free the window. Collective. If `CAN_DETACH_STORAGE`, tensors that view its memory keep a copy of it."""
 
 
 class Window(ReadableWindow):
-    """A shard of `[numel]` on every rank, zero at first. Construction is collective.
+    """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
 
     Args:
         numel: Number of elements of the shard of this rank.
@@ -106,34 +110,41 @@ class Window(ReadableWindow):
         read_shard(self._win, target, buffer, self.tensor.itemsize, start)
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of a shard with the bytes in `values`, from element `start` on.
+        """Start to overwrite elements of a shard, beginning at element `start`, with `values`, given as bytes.
 
-        One-sided. Completed by `flush`; do not modify `values` before.
+        One-sided. Do not modify `values` before `flush` has completed the operation.
         """
         for offset, part in _messages(values, self.tensor.itemsize):
             self._win.Put([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
     def accumulate(self, target: int, start: int, values: Memory) -> None:
-        """Start to add values to elements of a shard. One-sided; do not modify `values` before `flush_local`."""
+        """Start to add `values` to elements of a shard, beginning at element `start`.
+
+        One-sided. `values` has the dtype of the shard. Do not modify it before `flush_local`.
+        """
         assert self._element != MPI.BYTE, "MPI cannot add this type"
         for offset, part in _messages(values):
             target_range = (start + offset, len(part), self._element)
             self._win.Accumulate([part, self._element], target, target_range, MPI.SUM)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add to an int64 element of a shard, and return its value before. One-sided."""
+        """Atomically add `value` to the int64 element at `offset`, and return its previous value. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
-        """Return an int64 element of a shard, atomically. One-sided."""
+        """Atomically read the int64 element at `offset` of a shard. One-sided."""
         return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
     def atomic_store(self, target: int, offset: int, value: int) -> None:
-        """Overwrite an int64 element of a shard, atomically. One-sided."""
+        """Atomically overwrite the int64 element at `offset` of a shard. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Overwrite an int64 element of a shard if it equals `expected`, and return its value before. One-sided."""
+        """Atomically overwrite the int64 element at `offset` of a shard if it equals `expected`. One-sided.
+
+        Returns:
+            The previous value of the element, which equals `expected` if it was overwritten.
+        """
         assert self.tensor.dtype == torch.int64, "counters are int64"
         new, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
         self._win.Compare_and_swap(new, compared, before, target, offset)
@@ -141,11 +152,11 @@ class Window(ReadableWindow):
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Return the first elements of a shard, int64 [count], each atomically. One-sided."""
+        """Read the first `count` int64 elements of a shard. One-sided. Each element is read atomically."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a shard, int64 [count], each atomically. One-sided."""
+        """Overwrite the first elements of a shard with `values`, int64. One-sided. Each is written atomically."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
@@ -164,14 +175,14 @@ class Window(ReadableWindow):
 
     @override
     def flush(self, target: int | None = None) -> None:
-        """Complete the operations of this rank at one target, or at all. One-sided."""
+        """Complete the operations of this rank at `target`, or at all targets if it is None. One-sided."""
         if target is None:
             self._win.Flush_all()
         else:
             self._win.Flush(target)
 
     def flush_local(self) -> None:
-        """Complete the operations of this rank locally: their buffers may be modified. One-sided."""
+        """Complete the operations of this rank locally. One-sided. Their buffers may be modified afterwards."""
         self._win.Flush_local_all()
 
     @override
@@ -193,13 +204,13 @@ class Window(ReadableWindow):
 
 @dataclass(frozen=True)
 class WindowFactory:
-    """Factory of the windows of a store.
+    """Factory of windows of one kind.
 
     Attributes:
-        create: Creates a window of `(world, numel, dtype)`.
-        as_buffer: Returns the MPI buffer of a flat tensor on the same device as the windows.
+        create: Function that creates a window from `(world, numel, dtype)`. Collective.
+        as_buffer: Function that returns a flat tensor, on the device of the windows, as a buffer for MPI.
         on_host: True if the windows are in host memory.
-        shared: True if the ranks of a node map the shards of each other.
+        shared: True if ranks of the same node map each other's shards.
     """
 
     create: Callable[..., Any]
@@ -212,17 +223,19 @@ HOST_WINDOW = WindowFactory(Window)
 
 
 def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return the next multiple of the alignment."""
+    """Round a number of bytes up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment
 
 
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> DeferredWork:
-    """Return a handle of operations at `owners` that calls `flush`, within a deadline that mentions `what`.
+    """Return a handle of started operations, whose `wait` completes them by calling `flush`.
 
-    The handle holds a reference to `memory`, the buffer of the operations, since MPI does not: a buffer that is freed
-    before the wait could be reused before it is transferred.
+    Args:
+        what: Description of the operations. If the deadline expires, the message contains it and `owners`.
+        owners: Target ranks of the operations.
+        memory: Buffer of the operations. The handle references it until it is complete, since MPI does not.
     """
 
     def complete(_memory: torch.Tensor) -> None:
@@ -233,7 +246,7 @@ def deferred_flush(
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
-    """Start to read elements of `itemsize` bytes, from `start` on, into bytes. One-sided."""
+    """Start to read elements of `itemsize` bytes from element `start` of rank `target` on into `buffer`. One-sided."""
     for offset, part in _messages(buffer, itemsize):
         win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
@@ -246,7 +259,10 @@ def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]
 
 
 def open_epoch(win: MPI.Win, world: World) -> None:
-    """Begin the epoch of a window. If its memory model is not unified, free it, collectively, and raise `UserError`."""
+    """Begin the passive-target epoch of a window.
+
+    If the memory model of the window is not unified, it is freed, which is collective, and `UserError` is raised.
+    """
     model = memory_model(win)
     if model != "unified":
         win.Free()
@@ -260,7 +276,7 @@ def open_epoch(win: MPI.Win, world: World) -> None:
 def free_window(win: MPI.Win, views: Iterable[StorageWeakRef] = ()) -> None:
     """Free a window. Collective.
 
-    Storages over its memory that tensors still use get a copy, since an access to freed memory would crash.
+    Storages in `views` that tensors still use are moved to a copy, because an access to freed memory would crash.
     """
     for reference in views:
         storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

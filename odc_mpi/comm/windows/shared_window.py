@@ -1,4 +1,4 @@
-"""MPI window over memory that the ranks of a node share, and that ranks of other nodes read with MPI_Get."""
+"""MPI window whose memory is shared by the ranks of a node. Ranks of other nodes read it with MPI_Get."""
 
 import torch
 from mpi4py import MPI
@@ -10,10 +10,10 @@ from odc_mpi.runtime.world import World
 
 
 class SharedWindow(ReadableWindow):
-    """A shard of `[numel]` on every rank, zero at first, which the ranks of its node map. Construction is collective.
+    """Window with one zero-filled shard, `[numel]`, per rank. Ranks of the same node map each other's shards.
 
-    `numel` must be the same on all ranks. `all_shards` is None also if the library leaves gaps between shards, which
-    MPICH and Open MPI do not.
+    Construction is collective. `numel` must be the same on all ranks. `all_shards` is None if there are several nodes,
+    or if the library leaves gaps between the shards, which MPICH and Open MPI do not.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
