@@ -11,8 +11,8 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: Function that calls `generate` of the model. Arguments: tokens and attention mask, int64 `[rows, tokens]`; a dict of
-#: `GenerationConfig` settings; a `Cache` or None; other arguments of `generate`. Returns the tokens of prompts and completions.
+#: Function that calls `generate` of the model and returns the tokens of prompts and completions. Arguments: tokens and
+#: attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; further arguments.
 DecodeFn = Callable[..., torch.Tensor]
 
 
