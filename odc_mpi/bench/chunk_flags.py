@@ -56,7 +56,7 @@ class ChunkFlags:
                     time.sleep(POLL_S)
 
     def next_minibatch(self, num_splits: int) -> None:
-        """Prepare for the next minibatch; call on every rank. `num_splits`: split sequences of the last minibatch."""
+        """Prepare for the next minibatch, after one with `num_splits` split sequences. Call it on every rank."""
         self._num_splits_before += num_splits
 
     def close(self) -> None:

@@ -26,9 +26,9 @@ def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str
 
 
 def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at once, and return the seconds of the slowest rank. Collective.
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
 
-    Error messages call the work `what`.
+    `what` names the work in error messages.
     """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()

@@ -128,7 +128,7 @@ def measure(
 
     Args:
         world: Ranks that train, all on one node.
-        config: Configuration of the run. Each contender replaces the balancing strategy by its own.
+        config: Configuration of the run. Each contender sets its own balancing strategy.
         steps: Number of minibatches per round.
         repeats: Number of rounds after the warm-up.
         report: Function that is called with a line of text about the next measurement.

@@ -1,4 +1,4 @@
-"""Simulation of the time at which ranks end a minibatch, for each way of synchronizing. Its input are durations.
+"""Simulation of the time at which ranks end a minibatch, for each way of synchronizing. Uses no plans.
 
     collective         all ranks synchronize at every unit of every microbatch
     static             windows: each rank runs its own microbatches

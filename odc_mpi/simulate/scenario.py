@@ -183,7 +183,7 @@ class Scenario:
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch with windows, and that filling them costs once per rank."""
+        """Seconds that caches save in each microbatch with windows, and cost in the first microbatch of a rank."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
