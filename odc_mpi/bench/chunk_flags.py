@@ -1,10 +1,10 @@
-"""Flags that synchronize the chunks of split sequences, without keys and values: for the benchmark of schedules.
+"""Flags that synchronize the chunks of split sequences in the benchmark of schedules, without moving keys and values.
 
     forward     a chunk sets its flag before a unit, and waits until all earlier chunks have reached that unit
     backward    a chunk sets its flag after a unit, and waits until all later chunks are done with that unit
 
-Each rank writes its own flag, and the others poll it one-sided. A flag never decreases, also across minibatches, so it
-needs no reset, and a delayed read only waits longer.
+Each rank writes its own flag, and the other ranks poll it with one-sided reads. A flag never decreases, even between
+minibatches. So it needs no reset, and a rank that reads an old value only waits longer.
 """
 
 import time
@@ -20,11 +20,11 @@ POLL_S = 5e-4
 
 
 class ChunkFlags:
-    """One flag per rank. Construction is collective.
+    """One flag per rank that counts the steps of its chunks. Construction is collective.
 
     Args:
-        world: Ranks that share sequences. Closing it frees the flags.
-        num_units: Units of the model.
+        world: Ranks that share sequences. Closing the world frees the flags.
+        num_units: Number of units of the model.
     """
 
     def __init__(self, world: World, num_units: int) -> None:
@@ -35,15 +35,15 @@ class ChunkFlags:
         world.wait_collective(world.comm.Ibarrier(), "setting chunk flags to zero")
 
     def synchronize(self, position: int, split: SequenceSplit, index: int, step: int) -> None:
-        """Publish a step of this rank's chunk; wait for earlier chunks in forward, for later ones in backward.
+        """Publish that this rank's chunk has reached a step, and wait until other chunks have reached it. One-sided.
 
-        One-sided.
+        In the forward the chunk waits for all earlier chunks of the sequence, in the backward for all later ones.
 
         Args:
-            position: Index of the sequence among the minibatch's split sequences.
+            position: Index of the sequence among the split sequences of the minibatch.
             split: Split sequence.
-            index: Index of this rank's chunk.
-            step: Units reached in forward plus units completed in backward, from 0.
+            index: Index of this rank's chunk in the sequence.
+            step: Number of units reached in the forward plus units completed in the backward, from 0.
         """
         reached = (self._num_splits_before + position) * self._num_steps + step + 1
         with self._world.deadline("setting a chunk flag", [self._world.rank]):
@@ -56,7 +56,7 @@ class ChunkFlags:
                     time.sleep(POLL_S)
 
     def next_minibatch(self, num_splits: int) -> None:
-        """Continue with the next minibatch, on every rank, after one with `num_splits` split sequences."""
+        """Prepare for the next minibatch, after one with `num_splits` split sequences. Call it on every rank."""
         self._num_splits_before += num_splits
 
     def close(self) -> None:

@@ -1,11 +1,10 @@
 """Comparison of ways to train on the same minibatches, for `bench.train` and the studies in `benchmarks/`.
 
-    one round      all contenders train on the same next minibatches, one contender after the other, in an order that
-                   rotates each round; ranks begin together, and the slowest rank's time is used; the first round is a
-                   warm-up
+In each round, all contenders train on the same minibatches, one contender after the other. The order rotates from round
+to round. All ranks begin together, and the time of the slowest rank counts. The first round is a warm-up.
 
-All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step, so that
-a contender cannot be fast because it trains something else.
+All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step.
+Otherwise a contender could be fast because it trains something else.
 """
 
 import json
@@ -24,18 +23,18 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import Config
 
-#: Losses below it are compared as if they were it: rounding errors of a cross entropy do not shrink with the loss.
+#: Smallest divisor of relative differences: the rounding errors of a cross entropy do not shrink with the loss.
 MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
-    """A way to train."""
+    """A way to train that is compared with others."""
 
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective. The device may still run the end of the step on return.
+        """Train on the next minibatch. Collective. May return before the device has finished the step.
 
         Returns:
-            This rank's part of the loss, and the input tokens of all ranks.
+            This rank's share of the loss, and the number of input tokens on all ranks.
         """
 
 
@@ -43,8 +42,8 @@ class OdcContender(Contender):
     """The trainer of `odc-mpi train`.
 
     Args:
-        trainer: Trainer, whose metrics are of all ranks.
-        rank: This rank. Rank 0 returns the whole loss, the others 0.
+        trainer: Trainer, whose metrics cover all ranks.
+        rank: This rank. `step` returns the whole loss on rank 0, and 0 on the other ranks.
     """
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
@@ -58,11 +57,11 @@ class OdcContender(Contender):
 
 @dataclass(frozen=True)
 class Round:
-    """Consecutive minibatches of one contender.
+    """Measurement of one contender on the minibatches of one round.
 
     Attributes:
-        seconds: Time of the slowest rank.
-        num_tokens: Input tokens of all ranks.
+        seconds: Time of the slowest rank for all minibatches, in seconds.
+        num_tokens: Number of input tokens on all ranks.
         losses: Loss of each minibatch.
     """
 
@@ -82,13 +81,14 @@ def run_rounds(
     """Train with all contenders, round after round. Collective.
 
     Args:
-        steps: Minibatches per round.
+        contenders: Contenders by name.
+        steps: Number of minibatches per round.
         repeats: Number of rounds after the warm-up.
-        report: Called with a line about the next measurement.
-        synchronize: Waits for the device, if there is one.
+        report: Function that is called with a line of text about the next measurement.
+        synchronize: Function that waits for the device, if there is one.
 
     Returns:
-        Rounds of each contender, beginning with the warm-up; the same on every rank.
+        Rounds by contender, beginning with the warm-up. The result is the same on every rank.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
     titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
@@ -111,11 +111,12 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return the largest relative difference of each contender's losses from the reference's.
+    """Return the largest relative difference between the losses of each contender and of the contender `reference`.
+
+    All ranks must pass the same rounds, so that all of them raise or none.
 
     Raises:
-        AllRanksUserError: A difference exceeds `tolerance`, or a loss is not finite. All ranks must pass the same
-            rounds.
+        AllRanksUserError: A difference exceeds `tolerance`, or a loss is not finite.
     """
     deviations = {
         name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
@@ -135,7 +136,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return the largest relative difference of losses from the reference's; infinite if a loss is not finite."""
+    """Return the largest relative difference between losses and reference losses, or infinity if one is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -143,14 +144,14 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Check that all contenders do the same work with a configuration.
+    """Check that a configuration has only settings with which all contenders do the same work.
 
     Args:
-        comparable: Allowed values by name of the setting.
-        command: Command line, for the message.
+        comparable: Allowed values of each setting, by its name, such as `optim.device`.
+        command: Name of the benchmark, for the error message.
 
     Raises:
-        UserError: A setting has another value.
+        UserError: A setting has a value that is not allowed.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

@@ -1,8 +1,8 @@
-"""Variants of `odc-mpi bench transport`: ways to move a unit, over memory that is allocated once per size.
+"""Variants of `odc-mpi bench transport`: ways to move a unit between ranks. Memory is allocated once per size.
 
-A size has several units, which are moved one after another as those of a model: a single unit would stay in the cache
-of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and parameters are published
-before the next sequence (`proceed`). All values are small integers, so that every sum can be checked exactly.
+For each size there are several units, which are moved one after another like the units of a model. A single unit would
+stay in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
+parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 #: Factories of gradient stores, by value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()
 
-#: Bytes of all units of a size, more than the cache of a core ...
+#: Total bytes of all units of one size, more than the cache of a core ...
 UNITS_BYTES = 16 << 20
-#: ... unless that takes more than this number of units: each has a window per transport.
+#: ... but at most this number of units, since each unit has a window per transport.
 MAX_UNITS = 64
 
 
@@ -37,14 +37,14 @@ class Variant:
     """One way to move a unit.
 
     Attributes:
-        operations: One function per unit, which moves the unit once.
-        is_right: Returns True if all units arrive correctly, and did so in earlier operations. Collective.
-        gloo: Variant of gloo to compare with.
-        moves: True if an operation moves bytes.
+        operations: One function per unit. A call moves the unit once.
+        is_right: Function that returns True if all units, moved now or earlier, have arrived correctly. Collective.
+        gloo: Name of the gloo variant to compare with, or None.
+        moves: True if an operation copies bytes.
         one_sided: True if a rank can run the operations while the others do not take part.
-        complete: Completes the operations of this rank at their targets. One-sided.
-        finish: Ends a sequence of operations; its time is included. Collective.
-        proceed: Prepares the next sequence; its time is not included. Collective.
+        complete: Function that completes the operations of this rank at their target ranks. One-sided.
+        finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
+        proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
     """
 
     operations: Sequence[Callable[[], object]]
@@ -58,10 +58,10 @@ class Variant:
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Check the data that all variants move, and have moved. Collective.
+    """Check that all variants move data correctly, and have done so in earlier operations. Collective.
 
     Raises:
-        RuntimeError: Data is wrong on some rank. Raised on every rank.
+        RuntimeError: A rank has received wrong data. Raised on every rank.
     """
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
@@ -70,7 +70,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return the fetches through a transport, whose shards hold the values that `is_whole` checks."""
+    """Return a variant that fetches units through a transport, and checks them with `is_whole`."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -86,25 +86,25 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attribut
 
 
 def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
-    """Return True if every owner's shard contains the owner's rank plus 1."""
+    """Return True if, in a fetched unit, all elements that a rank owns equal that rank plus 1."""
     owned = ((owner, *layout.owned(owner)) for owner in range(layout.num_owners))
     return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
 def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatLayout:
-    """Return the layout of a unit of one parameter."""
+    """Return the layout of a unit that consists of one parameter with `numel` elements."""
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return the pushes of gradients through a transport.
+    """Return a variant that pushes gradients through a transport.
 
     Args:
         transport: Transport with `num_units` allocated units.
-        push: Pushes a gradient of ones for the unit with this index.
-        numel: Elements of each unit that this rank owns.
+        push: Function that pushes a gradient of ones for the unit with the given index.
+        numel: Number of elements of each unit that this rank owns.
         attributes: Further attributes of the variant.
     """
     num_pushes = np.zeros(num_units)
@@ -130,18 +130,20 @@ def pushes(
 
 
 class Units:
-    """Units of one size, with the memory of all variants. Construction is collective.
+    """Units of one size, and all variants that move them. Construction allocates the memory, and is collective.
 
     Args:
-        num_bytes: Size of each unit, a multiple of 4.
-        gloo: Process group, or None to omit its variants.
+        num_bytes: Size of each unit in bytes, a multiple of 4.
+        collectives: Communicator for the variants over MPI collectives.
+        gloo: Process group, or None to omit the variants over gloo.
 
     Attributes:
         variants: Variants by name.
-        crossing_bytes: Bytes of a unit that other ranks own.
+        num_units: Number of units.
+        crossing_bytes: Number of bytes of a unit that other ranks own.
 
     Raises:
-        UserError: Too little memory. Raised on every rank.
+        UserError: A node has too little memory available. Raised on every rank.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -176,7 +178,7 @@ class Units:
             self.variants["gloo_reduce_scatter"] = self._reduce(gloo.reduce_scatter)
 
     def free(self) -> None:
-        """Free all memory. Collective."""
+        """Free the memory of all units and variants. Collective."""
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
@@ -246,14 +248,14 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Check the available memory of each node. Collective.
+    """Check that each node has enough memory available. Collective.
 
     Args:
-        required: Bytes for all ranks of this node together.
-        option: Option to decrease, for the message.
+        required: Bytes that all ranks of this node need together.
+        option: Option that the error message advises to lower.
 
     Raises:
-        UserError: Too little memory. Raised on every rank.
+        UserError: A node has too little memory available. Raised on every rank.
     """
 
     def check_available() -> None:

@@ -25,13 +25,15 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """Call all variants once per round, so that a slow period of the machine affects all of them.
 
-    Each round begins with another variant, since the first call of a round may find another state of disk and caches.
+    Each round begins with a different variant, since disk and caches may be in another state at its first call.
 
     Args:
-        on_call: Called with the index of the round and the name before each call.
+        variants: Functions to call, by name.
+        repeats: Number of rounds.
+        on_call: Function that is called before each variant with the index of the round and the variant's name.
 
     Returns:
-        Results of each variant, in the order of rounds.
+        Results of each variant, in the order of the rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -42,13 +44,13 @@ def interleaved(
 
 
 def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names rotated by `turn`, so that each round begins with another one."""
+    """Rotate a list of names to the left by `turn` places."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
-    """Call `times` operations, cycling through `operations`, then `finish` once; return mean seconds per operation."""
+    """Return the mean seconds per operation. Calls `times` operations, cycling through them, then `finish` once."""
     row = list(islice(cycle(operations), times))
     start = perf_counter()
     for operation in row:
@@ -60,16 +62,16 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries of variants in the JSON object.
+    """Return the entries of all variants in the JSON object of a benchmark.
 
     Args:
         times: Seconds of an operation in each round, by variant.
-        num_bytes: Bytes that an operation moves.
-        references: For each key of a relative speed, a function from a variant to its reference variant.
+        num_bytes: Number of bytes that an operation moves.
+        references: Keys for relative speeds. The value is a function that maps a variant to its reference variant.
 
     Returns:
-        For each variant `seconds` and `gb_per_s`, quartiles over its rounds, and its speed relative to each reference,
-        the median over rounds; None if the reference was not measured.
+        By variant: `seconds` and `gb_per_s`, as quartiles over the rounds, and for each key of `references` the speed
+        relative to the reference, as the median over the rounds, or None if the reference was not measured.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -86,7 +88,7 @@ def entries(
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return the speed relative to a reference: the median over rounds of reference time by time."""
+    """Return the speed relative to a reference, as the median over rounds of reference time divided by time."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
@@ -99,8 +101,8 @@ class Goal:
 
     Attributes:
         name: Name of the figure in the JSON object.
-        bound: ">=", "<=" or "<".
-        expected: Value that bounds the figure.
+        bound: Comparison of the figure with `expected`: ">=", "<=" or "<".
+        expected: Value to compare with.
     """
 
     name: str
@@ -108,13 +110,13 @@ class Goal:
     expected: float
 
     def evaluate(self, figure: float, **fields: Any) -> dict[str, Any]:
-        """Return an entry of the JSON object's `goals` for a measured figure, with further keys `fields`."""
+        """Compare a figure with the goal, and return an entry of `goals` in the JSON object, with further `fields`."""
         reached = _BOUNDS[self.bound](figure, self.expected)
         return {"goal": self.name, **fields, "figure": figure, "expected": self.expected, "reached": reached}
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark's JSON object, as one line of JSON or as tables. For rank 0."""
+    """Print a benchmark result as one line of JSON or as tables. Call it on rank 0 only."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
@@ -127,7 +129,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line about the next measurement to standard error, on rank 0 only."""
+    """Return a function that prints a line about the next measurement to standard error. It prints on rank 0 only."""
 
     def print_line(line: str) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""Measurements on all ranks: header of a result, and times of the slowest rank."""
+"""Measurements on all ranks: common keys of a result, and times of the slowest rank."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str
     """Return the first keys of a benchmark's JSON object.
 
     Args:
-        load: Load average of the node over a minute, before the benchmark began.
-        fields: Further keys, before `load_average`.
+        load: Load average of the node over one minute, read before the benchmark began.
+        fields: Further keys, inserted before `load_average`.
     """
     return {
         "benchmark": benchmark,
@@ -26,7 +26,10 @@ def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str
 
 
 def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
-    """Return the slowest rank's seconds of `work`, begun together; `what` names it in messages. Collective."""
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
+
+    `what` names the work in error messages.
+    """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -36,6 +39,6 @@ def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: World, times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the slowest rank's time of each variant and round. Collective."""
+    """Return the time of the slowest rank for each variant and round. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}

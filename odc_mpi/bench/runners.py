@@ -1,4 +1,4 @@
-"""Execution of a scenario's minibatches on the runtime, with sleeps in place of computation (`bench.schedule`)."""
+"""Runners of simulated minibatches for `bench.schedule`: real communication, with sleeps in place of computation."""
 
 import time
 from abc import ABC, abstractmethod
@@ -32,9 +32,9 @@ class MeasuredTiming:
     """Times of one rank for one minibatch under one schedule.
 
     Attributes:
-        end_s: Seconds from the common beginning until parameters are published.
-        busy_s: Requested sleep in it, without dummy microbatches.
-        slept: Intervals of sleep since the common beginning, unscaled and without dummy microbatches.
+        end_s: Time from the common beginning until parameters are published, in seconds.
+        busy_s: Total sleep requested in this time, in seconds, without dummy microbatches.
+        slept: Intervals of sleep since the common beginning, divided by the scale, without dummy microbatches.
     """
 
     end_s: float
@@ -46,10 +46,10 @@ class TimedMicrobatch(NamedTuple):
     """A microbatch, or a chunk of a split sequence, on one rank.
 
     Attributes:
-        seconds: Unscaled time of all units together.
+        seconds: Modeled time of all units together, before scaling, in seconds.
         is_dummy: True for a dummy microbatch.
-        on_step: Called before the forward of each unit, and after its backward before the push, with the number of
-            units reached in forward plus units completed in backward, from 0.
+        on_step: Function that is called before the forward of each unit, and between its backward and its push. The
+            argument is the number of units reached in the forward plus units completed in the backward, from 0.
     """
 
     seconds: float
@@ -58,10 +58,11 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """A transport, and the execution of plans on it. Construction is collective.
+    """Base of classes that run plans on a transport. Construction is collective.
 
     Args:
-        transport: Transport, not allocated yet.
+        transport: Transport on which nothing has been allocated yet.
+        num_units: Number of units of the model.
     """
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
@@ -71,7 +72,7 @@ class Runner(ABC):
         self._gradient = torch.ones(UNIT_NUMEL)
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
-        """Run a minibatch on all ranks, begun together. Collective."""
+        """Run a minibatch on all ranks, which begin together. Collective. Modeled times are multiplied by `scale`."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
@@ -91,10 +92,10 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches and chunks, each when the one before it has ended. At most one-sided."""
+        """Yield this rank's microbatches and chunks, each after the previous one has run. One-sided."""
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - optional
-        """Reset state for the next minibatch, after gradients are complete and before parameters are published."""
+        """Reset the state for the next minibatch. Called between completing gradients and publishing parameters."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -120,7 +121,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Windows: a rank runs its chunks and microbatches, then claims microbatches of the pool. No dummy microbatches."""
+    """Runs plans on windows. A rank runs its chunks and microbatches, then claims more microbatches from the pool."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -154,7 +155,7 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """Collectives: all ranks run the same number of microbatches. A rank with fewer adds dummy microbatches."""
+    """Runs plans on collectives. A rank with fewer microbatches than others adds dummy microbatches."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
@@ -169,10 +170,10 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps with the correct total: each sleep is shortened by the delay of the previous one.
+    """Sleeps with an exact total. If a sleep takes too long, the next one is shortened by the excess.
 
     Attributes:
-        slept: Begin and end of each sleep, in seconds of `time.perf_counter`.
+        slept: Beginning and end of each sleep, in seconds of `time.perf_counter`.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class Sleeper:
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for `seconds`, less the delay of the previous sleep."""
+        """Sleep for `seconds`, minus the excess of the previous sleep."""
         due = seconds - self._late_s
         began = time.perf_counter()
         if due > 0:

@@ -1,17 +1,17 @@
-"""Step times of all transports and balances on the runtime, with more ranks than cores.
+"""Benchmark of the step times of all transports and balancing strategies, with more ranks than cores.
 
 Windows, collectives, tickets, plans and synchronization points are those of a training run. Only the computation of a
-unit is replaced by a sleep of its modeled time, scaled down, so that ranks need no core of their own for correct times.
-Units are small for the same reason: the benchmark measures how ranks wait for each other, not bandwidth.
+unit is replaced by a sleep of its modeled time, scaled down. A sleeping rank does not need a core of its own.
+Units are small for the same reason. The benchmark measures how ranks wait for each other, not bandwidth.
 
     one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
                        gradient
-    one chunk          the same; before each sleep in forward it waits for earlier chunks, after each in backward for
-                       later ones (`bench.chunk_flags`)
-    one minibatch      ranks begin together; the slowest rank's time until parameters are published is used
+    one chunk          like a microbatch, but it waits for earlier chunks before each sleep of the forward, and for
+                       later chunks after each sleep of the backward (`bench.chunk_flags`)
+    one minibatch      ranks begin together; the time of the slowest rank until parameters are published counts
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-Results have the simulator's type, `SimulationResult`, with unscaled times.
+Results have the type of the simulator, `SimulationResult`. Their times are divided by the scale.
 """
 
 import os
@@ -32,19 +32,20 @@ from odc_mpi.simulate.simulate import SCHEDULES, SimulationResult, floor_s, plan
 def measure(
     world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Run every schedule on the same minibatches, and simulate them. Collective.
+    """Run all schedules on the same minibatches, and also simulate them. Collective.
 
     Args:
-        world: Ranks; their number is that of the scenario.
+        world: Ranks that run the schedules, as many as the scenario has.
         scenario: Lengths, speeds and limits of the minibatches.
-        step_s: Average seconds that an even share of a minibatch sleeps. All times are scaled to it.
-        report: Called with a line about the next measurement.
+        step_s: Average sleep for an even share of a minibatch, in seconds. It determines the scale of all times.
+        report: Function that is called with a line of text about the next measurement.
 
     Returns:
-        Header, measured figures of `SimulationResult`, and on rank 0 the simulator's speed-ups as `simulated`.
+        JSON object with the keys of `header`, the measured `SimulationResult`, and `simulated`, the speed-ups of the
+        simulator. `simulated` is None on ranks other than 0.
 
     Raises:
-        AllRanksUserError: There are several nodes.
+        AllRanksUserError: The ranks run on several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(

@@ -1,11 +1,12 @@
-"""Training speed on the same minibatches: FSDP2, the runtime over collectives and windows, and no communication.
+"""Benchmark of training speed: FSDP2, the runtime over collectives and over windows, and no communication.
 
-    ceiling    rank 0 trains on all sequences in plain torch while the others sleep; its speed times the number of ranks
-    apart      all ranks train at once in plain torch, each on its own microbatches, without communication: the
-               difference to it is the cost of communication on cores that share a machine
+    ceiling    rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the
+               number of ranks
+    apart      all ranks train at once in plain torch, each on its own microbatches, without communication; what another
+               contender needs longer is the cost of communication on cores that share a machine
 
-Contenders train in rounds (`bench.contenders`). All losses must agree, except those of `apart`, where each rank
-optimizes with its own gradients.
+All contenders train on the same minibatches in rounds (`bench.contenders`). All losses must agree, except those of
+`apart`, where each rank optimizes with its own gradients.
 """
 
 import math
@@ -36,17 +37,17 @@ from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfi
 BASELINE = "fsdp2"
 CEILING = "ceiling"
 INDEPENDENT = "apart"
-#: Balance of the contender that is `dynamic` with the longest sequences split over ranks (context parallelism).
+#: Balance of the contender that uses `dynamic` and splits the longest sequences over ranks (context parallelism).
 SPLIT = "split"
-#: transport/balance, all on the runtime.
+#: Contenders on the runtime, as TRANSPORT/BALANCE.
 COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
-#: The same with `run.exact`, on request.
+#: Contenders over windows with `run.exact`, on request.
 EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
-#: Largest relative difference of losses: fp32 sums in another order, propagated through the steps; 4e-7 was observed.
+#: Largest allowed relative difference of losses. fp32 sums in another order cause differences; 4e-7 was observed.
 TOLERANCE = 1e-5
-#: Values of settings that all contenders support, those in plain torch included.
+#: Values of settings that all contenders support, including those in plain torch.
 COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
@@ -84,14 +85,14 @@ def configuration(
     """Load the configuration to train. Collective.
 
     Args:
-        path: Configuration of `odc-mpi train`; None for a model of `MODELS` on the built-in data set, which is prepared
-            if it does not exist.
-        report: Called with a line before the data set is prepared.
+        path: Configuration file of `odc-mpi train`. None: a model of `MODELS` on the data set of the quick start, which
+            is prepared if it does not exist.
+        report: Function that is called with a line of text before the data set is prepared.
         model: Name of a model in `MODELS`.
         caches: False to set both cache sizes to 0, so that each microbatch fetches and pushes all units.
 
     Raises:
-        UserError: As for a run. Raised on every rank.
+        UserError: The configuration is invalid, or the data set cannot be prepared. Raised on every rank.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
@@ -105,7 +106,7 @@ def configuration(
 
 
 def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
-    """Return the configuration that is used without `--config`."""
+    """Return the configuration that `bench train` uses if the option `--config` is not given."""
     return Config(
         model=ModelConfig(config=MODELS[model]),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -123,23 +124,23 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Train with all contenders. Collective.
+    """Measure the training speed of all contenders. Collective.
 
     Args:
         world: Ranks that train, all on one node.
-        config: Model, data, optimizer and communication settings. Each contender sets its balance.
-        steps: Minibatches per round.
+        config: Configuration of the run. Each contender sets its own balancing strategy.
+        steps: Number of minibatches per round.
         repeats: Number of rounds after the warm-up.
-        report: Called with a line about the next measurement.
+        report: Function that is called with a line of text about the next measurement.
         exact: True to include contenders with `run.exact`.
 
     Returns:
-        JSON object, the same on every rank. By contender: `tokens_per_s` and `quartiles` of it; `ratio_to_fsdp2`,
-        `ratio_to_ceiling` and `ratio_to_apart`, medians over rounds; `loss_deviation`, the largest relative difference
-        from the losses of FSDP2, which are in `losses`, except for `apart`. Also the environment and the model.
+        JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median
+        relative speeds `ratio_to_fsdp2`, `ratio_to_ceiling` and `ratio_to_apart`, and, except for `apart`,
+        `loss_deviation` from FSDP2. `losses` are those of FSDP2. Further keys describe environment and model.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not fit together, or losses differ.
+        AllRanksUserError: There are several nodes, settings, data and model do not fit together, or losses differ.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
@@ -186,7 +187,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the size of the model and the communication settings of the contenders over windows."""
+        """Return the model's number of parameters, and the communication settings of the contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -227,7 +228,7 @@ class _Contenders:
 
 
 class IdleContender(Contender):
-    """Contender that does nothing: the ceiling on all ranks but rank 0."""
+    """Contender that does nothing. All ranks but rank 0 use it while rank 0 measures the ceiling."""
 
     @override
     def step(self) -> tuple[float, int]:

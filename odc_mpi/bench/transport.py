@@ -1,31 +1,31 @@
-"""Speed of fetches and pushes, compared with memcpy, MPI collectives and gloo in one run.
+"""Benchmark of the speed of fetches and pushes, compared with memcpy, MPI collectives and gloo.
 
-Sizes of units are measured one after another. For each size the memory is allocated, touched and checked first. A size
-has several units, which are moved one after another as those of a model, so that none stays in the cache of a core.
+Sizes of units are measured one after another. For each size, memory is allocated, touched and checked first. Several
+units of the size are moved one after another, like the units of a model, so that none stays in the cache of a core.
 
     all at once   all ranks run the same variant at the same time; the variants alternate, round after round. A sample
-                  is a sequence of operations that all ranks begin together; the slowest rank's time is used
-    one alone     rank 0 fetches and pushes while the others wait for it inside MPI (idle), and while they compute and
-                  do not enter MPI (busy)
+                  is a sequence of operations that all ranks begin together; the time of the slowest rank counts
+    one alone     rank 0 fetches and pushes while the other ranks wait inside MPI (idle), and again while they compute
+                  without entering MPI (busy)
 
 Variants, all with units in fp32:
 
     memcpy                   copy of the unit in private memory, by one core per rank
     fetch_zero_copy          a view of the unit if all ranks are on one node: no bytes move
-    fetch_copy               the unit into a buffer: this rank's shard is copied, the others are got from their owners
-    push_NAME                the unit's gradient, added to its owners' shards with this `comm.reduction`; a sample
+    fetch_copy               a copy of the unit in a buffer: this rank's shard is copied, the others are fetched
+    push_NAME                the unit's gradient, added to the shards of its owners with `comm.reduction` NAME; a sample
                              includes the synchronization after which all gradients are complete
     mpi_allgather, gloo_all_gather            the unit from all shards, as FSDP fetches
     mpi_reduce_scatter, gloo_reduce_scatter   the unit's gradient into a shard of sums, as FSDP reduces
 
-GB/s are 10^9 bytes of the *full unit* per rank and second: the result of a rank's waiting time. A rank's own shard,
-1/`ranks` of the unit, stays in its process; `crossing_bytes` is the rest.
+GB/s are 10^9 bytes of the *full unit* per second that a rank waits. A rank's own shard, 1/`ranks` of the unit, stays in
+its process; `crossing_bytes` is the rest.
 
 `measure` returns, and `--json` prints, one object:
 
     benchmark        "transport"
     library, ranks, nodes, cores_per_rank, repeats, dtype
-    load_average     [before, after], the node's over a minute: above `ranks`, another process was computing
+    load_average     [before, after], of the node over one minute; above `ranks`, other processes were computing
     left_out         {variant: reason}
     sizes            a list, in the requested order, of
         size_bytes, num_units, crossing_bytes
@@ -58,13 +58,13 @@ from odc_mpi.formatting import format_size
 from odc_mpi.probe.trial import repeat_for
 from odc_mpi.runtime.world import World
 
-#: Minimum bytes of a sample, so that its synchronizations, of up to 0.4 ms, are negligible ...
+#: Minimum bytes that a sample moves, so that its synchronizations, of up to 0.4 ms, are negligible ...
 SAMPLE_BYTES = 64 << 20
-#: ... within this number of operations, which is also the number for variants that move no bytes.
+#: ... but at most this number of operations. Variants that move no bytes run this number.
 MAX_OPERATIONS = 256
 #: Minimum seconds for which a single rank fetches or pushes; longer if needed to move each unit four times.
 ALONE_S = 0.1
-#: Seconds between the last barrier and its first operation, so that the others are computing by then.
+#: Seconds between the barrier and the first operation of a single rank. By then, the other ranks are computing.
 SETTLE_S = 0.01
 #: Goals for every size on one node: goal, variant, and the figure in the variant's entry of `all_at_once`.
 GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
@@ -79,19 +79,19 @@ GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...]
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for units of these sizes. Collective.
+    """Measure all variants for several sizes of units. Collective.
 
     Args:
         sizes: Sizes of units in bytes, multiples of 4.
         repeats: Number of rounds.
-        report: Called with a line about the next measurement.
+        report: Function that is called with a line of text about the next measurement.
 
     Returns:
-        JSON object that the module's docstring describes, the same on every rank.
+        JSON object, the same on every rank. The docstring of the module describes it.
 
     Raises:
-        UserError: Too little memory for a size. Raised on every rank.
-        RuntimeError: Fetched parameters or sums of gradients are wrong.
+        UserError: A node has too little memory for a size. Raised on every rank.
+        RuntimeError: Fetched parameters or sums of gradients are wrong. Raised on every rank.
     """
     load = os.getloadavg()[0]
     cores = world.cores_per_rank()
@@ -116,7 +116,7 @@ def measure(
 
 
 def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`."""
+    """Compare the figures of an entry of `sizes` with the goals, and return the entries of `goals` for this size."""
     return [
         goal.evaluate(figure, size_bytes=result["size_bytes"], variant=variant)
         for goal, variant, figure_of in GOALS

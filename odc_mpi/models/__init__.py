@@ -1,1 +1,1 @@
-"""Models of transformers: built from a configuration or a directory; each rank reads only its slices of the weights."""
+"""Models of transformers, built from a configuration or a directory. Each rank reads only its slices of the weights."""

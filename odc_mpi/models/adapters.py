@@ -1,13 +1,13 @@
-"""LoRA adapters: peft adds small trainable matrices to linear layers of a frozen base model.
+"""LoRA adapters, small trainable matrices that peft adds to linear layers of a frozen base model.
 
-peft changes the model on the meta device, so no parameter memory is allocated here. The model is still the same
-transformers model, but with the parameter names of peft:
+peft changes the model on the meta device, so no memory for parameters is allocated here. The result is the model of
+transformers with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
-    ...q_proj.lora_A.default.weight           adapter, initialized kaiming-uniform from the seed and this name
+    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform, seeded by the seed and this name
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
-    lm_head.original_module.weight            base weight of a module of `modules_to_save`, frozen
-    lm_head.modules_to_save.default.weight    its trainable copy
+    lm_head.original_module.weight            weight of a module in `modules_to_save`, frozen
+    lm_head.modules_to_save.default.weight    trainable copy of this weight
 """
 
 import hashlib
@@ -32,7 +32,7 @@ ADAPTER = "default"
 _WRAPPERS = {"base_layer", "original_module", "modules_to_save", ADAPTER}
 #: Prefix of the parameter names in adapter_model.safetensors.
 _PREFIX = "base_model.model."
-#: The supported settings of peft's `LoraConfig`.
+#: Supported settings of `LoraConfig` of peft.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 
 
@@ -40,14 +40,14 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     """Add LoRA adapters to a model on the meta device, and freeze all other parameters.
 
     Args:
-        meta_model: The base model. Its module is changed in place.
-        settings: The entries of peft's `LoraConfig` that are in `SETTINGS`. Other entries are ignored, so a complete
+        meta_model: Base model. Its module is changed in place.
+        settings: Settings of `LoraConfig` of peft. Only those in `SETTINGS` are used, so the content of
             adapter_config.json may be passed.
         seed: Seed of the initial adapter weights.
-        dtype: Type of the base and, as in peft, of the copies of `modules_to_save`. Adapters are float32.
+        dtype: Type of the base parameters and, as in peft, of the copies of `modules_to_save`. Adapters are float32.
 
     Raises:
-        UserError: peft is not installed, a name matches no module, or a layer cannot be adapted.
+        UserError: peft is not installed, a name in `settings` matches no module, or a layer cannot be adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -69,9 +69,9 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 class AdapterWeights(WeightSource):
-    """Initial weights of a model with adapters.
+    """Source of the initial weights of a model with adapters.
 
-    Each adapter matrix is seeded by `seed` and its name, so its values do not depend on the number of ranks.
+    `seed` and the name of an adapter matrix determine its values, so they do not depend on the number of ranks.
     """
 
     def __init__(self, base: WeightSource, module: nn.Module, seed: int) -> None:
@@ -92,22 +92,22 @@ class AdapterWeights(WeightSource):
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter, given by its dotted name, is an adapter matrix."""
+    """Return True if the parameter with a dotted name is an adapter matrix."""
     return ".lora_" in name
 
 
 def is_trained(name: str) -> bool:
-    """Return True if a parameter is an adapter matrix or belongs to the trainable copy of a module."""
+    """Return True if the parameter with a dotted name is an adapter matrix, or part of a trainable copy of a module."""
     return is_adapter(name) or ".modules_to_save." in name
 
 
 def peft_name(name: str) -> str:
-    """Return the name of a trainable parameter in adapter_model.safetensors."""
+    """Return the name that a trainable parameter has in adapter_model.safetensors."""
     return _PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else base_name(name))
 
 
 def base_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
+    """Return the name that a base parameter has in the model without adapters."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

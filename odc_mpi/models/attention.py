@@ -1,7 +1,7 @@
-"""Attention within each of several packed sequences: the cost grows with the square of each length, not of their sum.
+"""Attention within packed sequences. The cost grows with the square of each length, not with the square of their sum.
 
-A microbatch is one row of concatenated sequences. With padding-free inputs Hugging Face models pass the boundaries
-(`cu_seq_lens_q`) to the attention function; `packed_attention` attends within each sequence separately.
+A microbatch is one row of concatenated sequences without padding. Hugging Face models pass the boundaries of sequences
+(`cu_seq_lens_q`) to the attention function, and `packed_attention` attends within each sequence separately.
 
 Some models pass the sliding window to the layer, others only apply it to the attention mask. Therefore
 `_window_as_mask` replaces a mask with a window by a tensor that holds only the size of the window.
@@ -30,18 +30,18 @@ _UNSUPPORTED = ("s_aux", "position_bias")
 
 
 class PackingUnsupportedError(ValueError):
-    """The model needs attention that is not supported for packed sequences."""
+    """Raised if a model needs attention that is not supported for packed sequences."""
 
 
 class ContextParallelUnsupportedError(ValueError):
-    """The model needs an operation that is not supported for a chunk of a sequence."""
+    """Raised if a model needs an operation that is not supported for a chunk of a sequence."""
 
 
 class SequenceChunk(Protocol):
-    """The chunk of a sequence that a microbatch consists of, with the attention across chunks.
+    """Chunk of a split sequence, which is a microbatch of its own. Implements the attention across chunks.
 
     Attributes:
-        num_tokens: Length of the full sequence.
+        num_tokens: Number of tokens of the full sequence.
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend causally from the tokens of this chunk to the full sequence. One-sided; waits for earlier chunks."""
+        """Compute causal attention of this chunk to itself and earlier chunks. One-sided; waits for earlier chunks."""
 
 
 def packed_attention(
@@ -67,25 +67,26 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each packed sequence, with the signature of an attention function of transformers.
+    """Compute causal attention within each packed sequence. Has the signature of attention functions of transformers.
 
     Args:
-        module: The attention layer.
-        query: `[batch, heads, tokens, head_dim]`.
-        key: `[batch, key_value_heads, tokens, head_dim]`, as `value`.
-        attention_mask: None, or the result of `_window_as_mask`. Inputs have no padding.
-        scaling: Factor of the scores; None for `head_dim ** -0.5`.
-        sliding_window: Number of latest tokens that a token attends to, itself included; None for all.
+        module: Attention layer.
+        query: Queries, `[batch, heads, tokens, head_dim]`.
+        key: Keys, `[batch, key_value_heads, tokens, head_dim]`.
+        value: Values, shaped like `key`.
+        attention_mask: None, or the size of the sliding window as a tensor. Inputs have no padding.
+        scaling: Factor on the scores. None means `head_dim ** -0.5`.
+        sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
-        softcap: Limit of the scores, applied by a tanh; requires `eager`.
-        eager: Compute the scores explicitly instead of calling a PyTorch kernel.
-        chunk: The chunk if the tokens are one chunk of a split sequence: they attend to the earlier chunks, too.
+        softcap: Limit on the scores, applied by a tanh. Requires `eager`.
+        eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
+        chunk: Chunk of a split sequence to which the tokens belong. They also attend to earlier chunks. None: no chunk.
 
     Returns:
-        The output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
+        Output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
 
     Raises:
-        PackingUnsupportedError: The layer needs more than causal attention, or the model passes no boundaries.
+        PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.
         ContextParallelUnsupportedError: The layer needs attention that is not supported for a chunk.
     """
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
@@ -195,7 +196,7 @@ def _causal_mask(num_tokens: int, window: int | None, device: torch.device) -> t
 
 
 def register() -> None:
-    """Register the attention functions with transformers. Idempotent."""
+    """Register the attention functions of this module with transformers. Idempotent."""
     for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
         if IMPLEMENTATIONS[name] not in AttentionInterface():  # `compile_layers` may have replaced the function
             AttentionInterface.register(IMPLEMENTATIONS[name], attend)

@@ -1,8 +1,8 @@
-"""transformers models on the meta device, each with a source of its weights.
+"""Construction of transformers models on the meta device, each with a source of its weights.
 
-A model comes from a configuration (`model.config`; random weights) or from a local directory with safetensors files
-(`model.path`). Each rank later reads only its slices of the parameters from the `shard.local_shards.WeightSource`, so
-no rank holds the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
+A model is built from a configuration with random weights (`model.config`), or from a local directory with safetensors
+files (`model.path`). Each rank later reads only its slices of the parameters from the `WeightSource`, so no rank holds
+the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,21 +22,23 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
 _CONFIG = "config.json"
-#: Configurations that passed `_require_packing`, a trial that takes longer than building the model.
+#: Configurations that have passed `_require_packing`. This trial takes longer than building the model.
 _TRIED: set[str] = set()
 
 
 @dataclass
 class MetaModel:
-    """A causal language model with parameters on the meta device, and the source of its weights.
+    """Causal language model with parameters on the meta device, and the source of its weights.
 
     Attributes:
-        module: The model. Its buffers are in host memory.
-        vocab_size: Rows of the embedding.
-        num_matmul_params: Number of parameters in matrix multiplications: all except an embedding that is not tied.
-        attention_dim: Number of attention heads times their dimension.
-        adapter: The content of adapter_config.json; None for a model without adapters.
-        base: Source of the weights of the base model; None for a model without adapters.
+        module: Model. Its buffers are in host memory.
+        weights: Source of the parameter values.
+        vocab_size: Number of rows of the embedding.
+        num_matmul_params: Number of parameters, without those of an embedding that is not tied to the output layer.
+        num_layers: Number of hidden layers.
+        attention_dim: Number of attention heads, multiplied by their dimension.
+        adapter: Content of adapter_config.json, or None for a model without adapters.
+        base: Source of the weights of the base model, or None for a model without adapters.
     """
 
     module: transformers.PreTrainedModel
@@ -50,19 +52,19 @@ class MetaModel:
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build a model with random weights that depend on the seed but not on the number of ranks.
+    """Build a model with random weights, which depend on the seed but not on the number of ranks.
 
     Raises:
-        UserError: `model_type` or a setting is unknown, or the model does not support packed sequences.
+        UserError: `settings` has an unknown `model_type` or key, or the model does not support packed sequences.
     """
     return _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
 
 
 def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model of a checkpoint from its saved `full_configuration`; the caller replaces the weights.
+    """Build a model from the `full_configuration` in a checkpoint. The caller must replace the random weights.
 
     Raises:
-        UserError: The installed version of transformers does not accept the configuration.
+        UserError: The installed version of transformers cannot use the configuration.
     """
     settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
     with _user_errors("the checkpoint's configuration is not usable"):
@@ -71,15 +73,15 @@ def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sd
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return True if a path is a Hugging Face model directory."""
+    """Return True if a path is a Hugging Face model directory, which has config.json."""
     return (path / _CONFIG).is_file()
 
 
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build a model with the weights of a Hugging Face directory.
+    """Build the model in a Hugging Face directory, with its weights.
 
     Raises:
-        UserError: A file or parameter is missing, or the shape of a parameter differs from the configuration.
+        UserError: A file or parameter is missing or cannot be used, or a shape differs from the configuration.
     """
     if not is_model_directory(path):
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")

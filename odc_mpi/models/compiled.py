@@ -1,9 +1,9 @@
-"""Layers compiled by torch.compile: all layers of a class share their graphs, which get the parameters as inputs.
+"""Compilation of layers by torch.compile. All layers of a class share graphs, which have the parameters as inputs.
 
-A layer of a sharded model fetches its parameters on demand, which Dynamo cannot trace. So each layer has a twin:
-copies of its modules that share everything with the originals except the parameters. Before each forward, outside of
-the graph, the parameters are fetched and put into the twin. In the graph they are inputs, like the hidden states,
-whose number of tokens may change.
+A layer of a sharded model fetches its parameters on demand, which Dynamo cannot trace. So each layer has a twin, copies
+of its modules that share everything with the originals except the parameters. Before each forward, the parameters are
+fetched outside of the graph and put into the twin. They are inputs of the graph, like the hidden states, whose number
+of tokens may change.
 
 Attention over packed sequences reads their boundaries from a tensor, which a graph cannot do. Dynamo excludes it, so a
 layer has four graphs: before and after attention, and before and after the module that calls it.
@@ -30,13 +30,13 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the forward of the layers of a transformers model, as listed in its `_no_split_modules`.
+    """Compile the forward of each layer of a transformers model whose class is listed in `_no_split_modules`.
 
     Call it before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward take
     a minute or more.
 
     Raises:
-        UserError: The model has no such layers, or there is no C++ compiler.
+        UserError: The model has no such layers, or no C++ compiler is installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
@@ -53,7 +53,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """The compiled forward of a layer, whose parameters may be replaced later in the same modules."""
+    """Compiled forward of a layer. The parameters of the layer's modules may be replaced later."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
@@ -67,7 +67,7 @@ class CompiledForward:
         self._compiled = torch.compile(type(layer).forward, backend=BACKEND)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the layer on hidden states `[batch, tokens, hidden_size]`. One-sided if it is sharded."""
+        """Run the forward of the layer on `[batch, tokens, hidden_size]`. One-sided if the model is sharded."""
         # A key/value cache grows with every token and differs by layer, so each call would be compiled again.
         if any(isinstance(value, Cache) for value in kwargs.values()):
             return self._plain(hidden_states, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""transformers configurations as JSON, and their comparison between a model and a checkpoint."""
+"""Configurations of transformers as JSON, and their comparison between a model and a checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _INCIDENTAL = {
 
 
 def full_configuration(module: Any) -> dict[str, Any]:
-    """Return all settings of a transformers model, defaults included, as in JSON."""
+    """Return all settings of a transformers model, including defaults, as a JSON object."""
     content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
     return content
 
@@ -23,11 +23,11 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """Return the first setting that makes a model compute something different from the model of a checkpoint.
 
     Args:
-        metadata: The metadata in the manifest of the checkpoint.
-        config: The `full_configuration` of the model.
+        metadata: Metadata in the manifest of the checkpoint.
+        config: Configuration of the model, from `full_configuration`.
 
     Returns:
-        The setting, its value in the checkpoint and its value in `config`; None if there is no difference.
+        Name of the setting, value in the checkpoint and value in `config`, or None if there is no difference.
     """
     theirs, ours = _significant_settings(metadata["transformers_config"]), _significant_settings(config)
     keys = theirs.keys() | ours.keys()
@@ -38,7 +38,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their dotted names."""
+    """Flatten nested settings to one mapping by dotted name. Each name begins with `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -28,23 +28,23 @@ KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """Transfers of keys, values and their gradients between one chunk and the others of its sequence."""
+    """Transfers of keys, values and their gradients between a chunk and the other chunks of its sequence."""
 
     def publish_kv(self, layer: int, kv: KeyValue) -> None:
-        """Let later chunks read the keys and values of a layer. One-sided. Idempotent for each layer."""
+        """Publish this chunk's keys and values in a layer, for later chunks. One-sided. Idempotent per layer."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of each earlier chunk, in order. One-sided; waits until they are published."""
+        """Yield the keys and values of each earlier chunk in a layer, in order. One-sided; waits for publication."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
-        """Send each earlier chunk, in order, its gradients. One-sided; may wait for memory."""
+        """Send gradients to all earlier chunks, one item of `grads` each, in order. One-sided; may wait for memory."""
 
     def accumulate_kv_grads(self, layer: int, grads: KeyValue) -> KeyValue:
-        """Return the gradients of this chunk plus those that all later chunks send. One-sided; waits for them."""
+        """Return the sum of `grads` and the gradients that all later chunks send. One-sided; waits for later chunks."""
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Causal attention of one chunk over the sequence up to its last token."""
+    """Causal attention of one chunk to the whole sequence up to the last token of the chunk."""
 
     @staticmethod
     def forward(
@@ -56,9 +56,9 @@ class ContextParallelAttention(torch.autograd.Function):
         layer: int,
         exchange: KVExchange,
     ) -> torch.Tensor:
-        """Return the output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
+        """Compute the output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
-        The tensors and `scaling` are those of `attention.packed_attention`, in one row. `layer` counts from 0.
+        For the tensors and `scaling`, see `attention.packed_attention`; the batch size is 1. `layer` counts from 0.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)
@@ -75,7 +75,7 @@ class ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of query, key and value. One-sided; waits for later chunks."""
+        """Compute the gradients of query, key and value. One-sided; waits for later chunks."""
         query, key, value, output, lse, *earlier = ctx.saved_tensors
         upstream = upstream.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)

@@ -1,4 +1,4 @@
-"""Check of a model for context parallelism, which also finds the size of its keys and values.
+"""Check whether a model supports context parallelism. The check also finds the size of its keys and values.
 
 The results for a chunk must be the same as in the unsplit sequence. Therefore every layer must attend causally to the
 full sequence through `packed_attention`; the loss must be a sum over tokens, with labels that were shifted before the
@@ -24,11 +24,11 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a model that supports context parallelism.
+    """Size of the attention in a model that supports context parallelism.
 
     Attributes:
-        num_layers: Layers with attention.
-        token_numel: Elements of the keys and values of a token in one layer.
+        num_layers: Number of layers with attention.
+        token_numel: Number of elements of the keys and values of one token in one layer.
     """
 
     num_layers: int
@@ -36,10 +36,10 @@ class AttentionShape:
 
 
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
-    """Run a chunk through a model without adapters on the meta device, which computes only shapes.
+    """Check that a model supports context parallelism, and return the shape of its attention.
 
-    `num_tokens` is the length of the longest sequence. The message of a `ContextParallelUnsupportedError` gives the
-    reason why the model does not support context parallelism.
+    Runs a chunk through the model, which must be on the meta device and have no adapters. `num_tokens` is the length
+    of the longest sequence. Raises a `ContextParallelUnsupportedError` with the reason if the model is not supported.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):

@@ -1,4 +1,4 @@
-"""Decoding with a model that may be in training, which is restored afterwards; shared by `generate` and `sample`."""
+"""Decoding with a model that may be in training. The state of the model is restored at the end."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +11,17 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: Calls `generate` of the model. Arguments: tokens and their attention mask, int64 `[rows, tokens]`; a dict of
-#: `GenerationConfig` settings; a `Cache` or None; and other arguments of `generate`. Returns all tokens, old and new.
+#: Function that calls `generate` of the model and returns the tokens of prompts and completions. Arguments: tokens and
+#: attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; further arguments.
 DecodeFn = Callable[..., torch.Tensor]
 
 
 class Prompt(NamedTuple):
-    """A tokenized prompt.
+    """Tokenized prompt.
 
     Attributes:
-        number: Index of the prompt, which seeds its sampling.
-        tokens: At least one token.
+        number: Index of the prompt. It seeds the sampling of its completions.
+        tokens: Tokens of the prompt, at least one.
         stop: Tokens that end a completion.
     """
 
@@ -34,14 +34,14 @@ class Prompt(NamedTuple):
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Put a model into evaluation mode with a key/value cache. Restore the model and the random state at the end.
 
-    `packed_attention` supports no cache, so the model uses an attention implementation of transformers.
+    The model uses an attention implementation of transformers, since `packed_attention` does not support a cache.
 
     Args:
-        module: A causal language model of transformers, or the `module` of a sharded model.
-        seed: Seed of the random numbers of PyTorch in the enclosed code; None: unchanged.
+        module: Causal language model of transformers, or the `module` of a sharded model.
+        seed: Seed for the random numbers of PyTorch in the `with` block. None keeps the random state.
 
     Yields:
-        The function that decodes. It is one-sided if the model is sharded.
+        Function that decodes. It is one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -95,6 +95,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Unshard the full model for decoding, if it fits into the parameter cache of this rank. One-sided."""
+    """Return a context in which the full model is unsharded if it fits into this rank's parameter cache. One-sided."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

@@ -1,6 +1,6 @@
-"""Export of an adapter checkpoint by `odc-mpi checkpoint export`: the adapters for peft, or the merged model.
+"""Export of an adapter checkpoint by `odc-mpi checkpoint export`, as adapters for peft or as a merged model.
 
-Tensors of the base are read one at a time. The tensors of one output file are in memory until it is written.
+Tensors of the base model are read one at a time. All tensors of an output file are in memory until it is written.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ class AdapterExporter(Exporter):
     """Exports adapters to a directory that `PeftModel.from_pretrained(base, out)` can load.
 
     Args:
-        checkpoint: An adapter checkpoint.
-        base: Directory of the base model, for the exported configuration; None: as in the run.
+        checkpoint: Adapter checkpoint.
+        base: Directory of the base model, which the exported configuration names. None: as in the checkpoint.
 
     Raises:
-        UserError: There is no base model in `base`, or it is a different one.
+        UserError: `base` has no model, or its model is not the base of the adapters.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -52,9 +52,9 @@ class AdapterExporter(Exporter):
 
 
 class MergedExporter(Exporter):
-    """Exports the base model with its adapters merged: W + B A alpha / r, computed in float32.
+    """Exports a model whose adapters are merged into the base weights: W + B A alpha / r, computed in float32.
 
-    Arguments and errors are those of `AdapterExporter`, but the base is always read.
+    For arguments and errors, see `AdapterExporter`. The base model is read even if `base` is None.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:

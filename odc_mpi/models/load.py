@@ -1,6 +1,6 @@
-"""Models from a Hugging Face directory, a peft directory, a run or a checkpoint, for any number of ranks.
+"""Loading of models from a Hugging Face directory, a peft directory, a run or a checkpoint, on any number of ranks.
 
-Parameters stay on the meta device, and each rank reads its slices of their values when the model is sharded:
+Parameters stay on the meta device. Each rank reads its slices of the values when the model is sharded:
 
     meta_model = load_model(path, world.rank, world.size)
     model = shard_model(meta_model.module, world, weights=meta_model.weights)
@@ -27,21 +27,21 @@ from odc_mpi.models.weights import HashedWeights, check_base, describe_base
 def load_model(
     path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
 ) -> build.MetaModel:
-    """Build a model on the meta device.
+    """Build a model on the meta device, with a source of its weights.
 
     Args:
-        path: A Hugging Face directory, a peft directory, a checkpoint, or a run directory with its newest checkpoint.
-        rank: This rank. If the model has adapters, each of `size` ranks verifies a share of their base.
+        path: Hugging Face directory, peft directory, checkpoint, or run directory, whose newest checkpoint is used.
+        rank: This rank. If a checkpoint has adapters, each of `size` ranks verifies a share of their base model.
         size: Number of ranks that load the model.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager"; None: as in the run, else sdpa.
-        base: Hugging Face directory of the base of adapters; None: the directory at the time of saving.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None: as in the run, or "sdpa".
+        base: Hugging Face directory of the base model of adapters. None: the directory that was saved with them.
 
     Returns:
-        The model. Parameters of a checkpoint have the type in which the run computed. Adapters of peft are float32,
-        with a base of the type in its config.json. A checkpoint stays open until the weights are garbage collected.
+        Model. Parameters of a checkpoint have the type in which the run computed. For a peft directory, adapters are
+        float32; for the base, see `stored_dtype`. A checkpoint is open until the weights are garbage collected.
 
     Raises:
-        UserError: There is no model, it is damaged, or the base of its adapters is missing or a different one.
+        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or a different one.
     """
     if is_peft_directory(path):  # first, as in transformers, if the directory also has config.json
         return from_peft_directory(path, attn_implementation or "sdpa", base)
@@ -58,7 +58,7 @@ def load_checkpoint(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint. The arguments are those of `load_model`."""
+    """Build the model of a checkpoint. For arguments and errors, see `load_model`."""
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
@@ -85,7 +85,7 @@ def load_base(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build and verify the base model of an adapter checkpoint. The arguments and errors are those of `load_model`."""
+    """Build the base model of an adapter checkpoint, and verify it. For arguments and errors, see `load_model`."""
     record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
     attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
     if record["path"] is None:

@@ -1,6 +1,6 @@
-"""Adapters in a peft directory: adapter_config.json and adapter_model.safetensors, without the base model.
+"""Models from peft directories, which have adapter_config.json and adapter_model.safetensors, but no base model.
 
-The base is read slice by slice. Every rank reads all adapters and trained copies of modules.
+Each rank reads only its slices of the base model, but all adapters and trained copies of modules.
 """
 
 import json
@@ -21,7 +21,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Entries of adapter_config.json that may have any value: those in `SETTINGS`, and those without effect after training.
+#: Entries of adapter_config.json that may have any value: `SETTINGS`, and entries without effect after training.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -32,15 +32,15 @@ _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (T
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Return True if a path is a peft directory."""
+    """Return True if a path is a peft directory, which has adapter_config.json."""
     return (path / _CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
-    """Return the directory of the base model of a peft directory: `base`, else as in adapter_config.json.
+    """Return the directory of the base model: `base` if given, otherwise the directory in adapter_config.json.
 
     Raises:
-        UserError: adapter_config.json cannot be read, or the base directory has no model.
+        UserError: adapter_config.json cannot be read or names no base model, or the directory has no model.
     """
     name = base or _read_config(path).get("base_model_name_or_path")
     if not name:
@@ -59,14 +59,15 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
     """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does.
 
-    Base parameters have the type of `stored_dtype`; adapters are float32. peft stores no digests to verify the base.
+    Base parameters have the type that `stored_dtype` returns, and adapters are float32. The base model is not verified,
+    since peft does not store digests.
 
     Args:
-        path: The peft directory.
-        base: Directory of the base model; None: as in adapter_config.json.
+        path: Peft directory.
+        base: Directory of the base model. None: the directory in adapter_config.json.
 
     Raises:
-        UserError: The base or a file is missing or damaged, the adapters do not fit the base, or are not plain LoRA.
+        UserError: A file is missing or damaged, or the adapters are not plain LoRA or do not fit the base model.
     """
     base = base_model_path(path, base)
     config = _read_config(path)
@@ -77,7 +78,7 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the type in the config.json of a model directory if it is bfloat16, else float32."""
+    """Return bfloat16 if the config.json of a model directory names this type, otherwise float32."""
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32

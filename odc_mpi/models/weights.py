@@ -1,10 +1,10 @@
-"""Initial weights of a transformers model: random initialization, or safetensors files.
+"""Sources of the initial weights of transformers models: random initialization, and safetensors files.
 
-Both return slices of parameters and never hold the full model. Both can also be verified as the base of adapters,
-because a checkpoint of adapters does not contain their base. It contains the origin of the base (a directory, or a
-configuration and a seed) and SHA-256 digests of its parts: of each 256 MiB of the safetensors files, or of each
-randomly initialized parameter. The parts are distributed over the ranks: each rank reads its share to compute the
-digests, and again to verify them.
+Both sources return slices of parameters and never hold the full model. Both can also be verified as the base model of
+adapters, because an adapter checkpoint does not contain the base model. It contains the origin of the base (a
+directory, or a configuration and a seed), and a SHA-256 digest of each part. A part is a block of 256 MiB of a
+safetensors file, or a randomly initialized parameter. The parts are distributed over the ranks. Each rank reads its
+share to compute the digests, and reads it again to verify them.
 """
 
 import copy
@@ -28,12 +28,12 @@ from odc_mpi.shard.local_shards import WeightSource
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Supported types of stored parameters, by their names in safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-#: Bytes of a file in one digest, and bytes of one read.
+#: Bytes of a file per digest, and bytes per read.
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 
 
 class HashedWeights(WeightSource, Protocol):
-    """Weights that consist of named parts with digests."""
+    """Source of weights that consist of named parts, each with a digest."""
 
     def parts(self) -> list[str]:
         """Return the names of the parts."""
@@ -43,14 +43,14 @@ class HashedWeights(WeightSource, Protocol):
 
 
 class RandomInitWeights(HashedWeights):
-    """Parameters as the `_init_weights` of the model initializes them, module by module.
+    """Source of randomly initialized parameters. It calls `_init_weights` of the model for each module separately.
 
-    Adjustments that `_init_weights` makes to submodules of the module that it is called for are not applied: GPT-2
-    scales its residual projections by depth.
+    So changes that `_init_weights` makes to submodules of its argument are lost, such as the scaling of residual
+    projections by depth in GPT-2.
 
-    Each module is seeded by its name, so values depend neither on the number of ranks nor on the order of reading. The
-    module that was initialized last is cached, since its parameters are read consecutively. The model must be on the
-    meta device.
+    `seed` and the name of a module determine its values, so they depend neither on the number of ranks nor on the order
+    of reading. The module that was initialized last is cached, since its parameters are read consecutively. The model
+    must be on the meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -82,7 +82,7 @@ class RandomInitWeights(HashedWeights):
         return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
 
     def init_buffers(self) -> None:
-        """Allocate and initialize the buffers of the model, such as rotary frequencies, in host memory."""
+        """Allocate and initialize the buffers of the model in host memory, for example rotary frequencies."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
                 initialized = self._init_module(name)
@@ -106,7 +106,7 @@ class RandomInitWeights(HashedWeights):
 
 
 class SafetensorsWeights(HashedWeights):
-    """Parameters in the safetensors files of a Hugging Face directory; only the requested slices are read.
+    """Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices.
 
     Raises:
         UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
@@ -168,7 +168,7 @@ class SafetensorsWeights(HashedWeights):
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Copy the persistent buffers that are in the files into the module."""
+        """Load the buffers of a module that are stored in the files."""
         for name, buffer in module.named_buffers():
             if name in self._file_of:
                 buffer.copy_(self._slice(name)[...])
@@ -222,15 +222,15 @@ def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Read this rank's share of the parts, and return their SHA-256 digests by part. Does not communicate."""
+    """Read this rank's share of the parts, and return their SHA-256 digests by name. Does not communicate."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Raise a UserError if this rank's share of the base model of adapters, of `size` shares, differs from `record`.
+    """Verify one of `size` shares of the base model of adapters. Does not communicate.
 
-    `record` is the base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part. Does
-    not communicate.
+    `record` describes the base model in the checkpoint: `path`, or `config` and `seed`, and `sha256` by part. Raises a
+    `UserError` if the share of this rank differs from it.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
@@ -244,7 +244,7 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Return the origin of a base model as text for messages."""
+    """Return a text for error messages about the origin of a base model. For `record`, see `check_base`."""
     if record["path"] is not None:
         return f"from {Path(record['path'])}"
     return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"

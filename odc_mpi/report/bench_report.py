@@ -1,4 +1,4 @@
-"""Reports on benchmarks, from the JSON object that a benchmark prints with ``--json``."""
+"""Reports on benchmarks, created from the JSON object that a benchmark prints with `--json`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 
-#: The schedule that is compared with the baseline.
+#: Schedule that is compared with the baseline.
 ON_DEMAND = "window/dynamic"
-#: The schedule below it, shown if it saves at least this fraction of the time.
+#: Schedule that is shown below `ON_DEMAND` if it saves at least this fraction of the time.
 SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
-#: `ON_DEMAND` for a workload with generation.
+#: Schedule that takes the place of `ON_DEMAND` for a workload with generation.
 RL_ON_DEMAND = "window/on_demand"
-#: Headings of charts; the fraction of time in which ranks wait follows.
+#: Headings of charts. The fraction of time in which ranks wait is appended.
 HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
@@ -67,10 +67,10 @@ _LINES = (
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
-    """Create the report of a benchmark.
+    """Create the report of a benchmark from its JSON object.
 
     Raises:
-        LookupError, TypeError, ValueError: The object is not the output of a benchmark.
+        LookupError, TypeError, ValueError: `result` is not the output of a benchmark.
     """
     return KINDS[result["benchmark"]](result)
 

@@ -1,4 +1,4 @@
-"""Comparison of the variants of a benchmark: as a bar plot for pages, and as a table for terminals."""
+"""Comparisons of the variants of a benchmark, as bar plots for pages and as tables for terminals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """One quantity of all variants.
+    """Values of one quantity for all variants, a panel of the plot and a column of the table.
 
     Attributes:
-        heading: The quantity with its unit.
-        figures: Numbers, or mappings with `low`, `median` and `high`, by variant.
-        number_format: Number format.
-        line: Value at which the plot has a line.
+        heading: Name of the quantity, with its unit.
+        figures: Values by variant: numbers, or mappings with `low`, `median` and `high`.
+        number_format: Format specification of the values.
+        line: Value at which the plot has a vertical line, or None.
         references: Values of the same quantity from other sources, by source and variant.
-        in_plot: If False, the column is only in the table.
+        in_plot: False to show the column only in the table.
     """
 
     heading: str
@@ -38,7 +38,7 @@ class BarColumn:
     in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
-        """Return a bar for each named variant that has a value."""
+        """Return a bar for each variant in `names` that has a value."""
         bars = []
         for name in names:
             if name in self.figures:
@@ -51,7 +51,7 @@ class BarColumn:
 
 
 def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
-    """Create a bar plot and a table that compare the named variants."""
+    """Create a figure with a bar plot and a table that compare the variants in `names`."""
     panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
@@ -86,7 +86,7 @@ def benchmark_report(
     figures: Sequence[Figure],
     tables: Sequence[Table] = (),
 ) -> ReportPage:
-    """Create a report, and add the entries that any benchmark may have: node load, skipped variants, goals."""
+    """Create a report on a benchmark. Adds its node load, skipped variants and goals to the given content."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

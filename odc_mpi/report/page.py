@@ -30,11 +30,12 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transpar
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """Table of texts.
 
     Attributes:
+        heading: Heading above the table.
         columns: Column headings. The first column has the names of the rows.
-        rows: Rows of cells, one cell per column.
+        rows: Rows of cells, with one cell per column.
     """
 
     heading: str
@@ -44,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with a caption.
+    """Plot with a caption.
 
     Attributes:
         tables: Tables that a terminal shows instead of the plot.
@@ -57,12 +58,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The content of a page, from top to bottom.
+    """Content of a page, from top to bottom.
 
     Attributes:
-        subtitle: Lines that describe the run or benchmark.
-        notes: Missing data and other remarks.
-        collapsed: Long texts by heading, initially hidden.
+        subtitle: Lines of text that describe the run or benchmark.
+        notes: Remarks, for example about missing data.
+        collapsed: Long texts by heading, which are hidden until a reader opens them.
     """
 
     title: str
@@ -74,7 +75,7 @@ class ReportPage:
 
 
 def html(report: ReportPage) -> str:
-    """Render a page as HTML."""
+    """Render a report as an HTML document."""
     light = "; ".join(f"{name}: {color}" for color, name in _VARIABLES.items())
     dark = "; ".join(f"{name}: {color}" for name, color in _DARK.items())
     variables = f":root {{ color-scheme: light dark; {light} }}\n"

@@ -1,4 +1,4 @@
-"""Plain data of plots, with colors and hatches; `report.plots` draws them."""
+"""Data types of plots, with colors and hatches. `report.plots` draws them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ class Style(NamedTuple):
     """Style of a bar or a line.
 
     Attributes:
-        color: Color of the face; "none" for hatching only.
-        hatch: Hatch of a bar, or line style of a line, in the notation of matplotlib.
+        color: Color of the bar or line. "none" draws only the hatch of a bar.
+        hatch: Hatch of a bar, or style of a line, in the notation of matplotlib.
     """
 
     color: str
@@ -29,13 +29,13 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot that is drawn on first access.
+    """Plot that is drawn when `svg` is first read.
 
     Attributes:
-        kind: Name of the function of `report.plots` that draws it.
-        name: Identifier on the command line, which also determines the ids in the document.
-        title: Heading in the plot: its main result.
-        parts: Arguments of the function.
+        kind: Name of the function in `report.plots` that draws the plot.
+        name: Name of the plot on the command line. It also determines the ids in the document.
+        title: Heading in the plot, which states the main result.
+        parts: Positional arguments of the function.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Plot:
 
     @cached_property
     def svg(self) -> str:
-        """The SVG document."""
+        """SVG document."""
         from odc_mpi.report import plots  # Imported late: matplotlib takes a second, and terminal output needs none.
 
         return plots.draw(self.kind, self.name, self.title, self.parts)
@@ -53,11 +53,12 @@ class Plot:
 
 @dataclass(frozen=True)
 class GanttRow:
-    """The timeline of one rank.
+    """Timeline of one rank.
 
     Attributes:
-        spans: Start and end times in seconds, by kind.
-        notes: Start and end times with a text, which is drawn if it fits. A line marks each start.
+        label: Text at the left of the row.
+        spans: Start and end times of spans, in seconds, by kind of span.
+        notes: Start and end times with a text, which is drawn if it fits between them. A line marks each start.
     """
 
     label: str
@@ -70,8 +71,9 @@ class GanttChart:
     """Timelines of several ranks.
 
     Attributes:
-        marks: Times in seconds with a text.
-        saved_s: Time by which this chart ends earlier than the one above it.
+        end_s: Time at which the chart ends, in seconds.
+        marks: Times in seconds, each with a text.
+        saved_s: Seconds by which this chart ends earlier than the chart above it.
     """
 
     heading: str
@@ -83,10 +85,10 @@ class GanttChart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A labeled value.
+    """Bar for one value.
 
     Attributes:
-        spread: Lower and upper quartile, if measured.
+        spread: Lower and upper quartile of the value, or None if they are unknown.
         references: Values of the same quantity from other sources, by source.
     """
 
@@ -99,12 +101,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve.
+    """Curve in a panel.
 
     Attributes:
-        label: Text at the right end; "" for none.
-        y: Values; NaN where there is none.
-        marker: matplotlib marker of each point.
+        label: Text at the right end of the curve, or "".
+        y: Value at each `x`, NaN for a missing value.
+        marker: Marker of each point, in the notation of matplotlib.
     """
 
     label: str
@@ -119,8 +121,8 @@ class Panel:
     """Curves in one pair of axes.
 
     Attributes:
-        form: Number format of the y axis; "log" for a logarithmic axis.
-        height: Height in inches.
+        form: Format specification of the numbers on the y axis, or "log" for a logarithmic axis.
+        height: Height of the panel in inches.
     """
 
     heading: str
@@ -131,11 +133,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram of token counts.
+    """Histogram of token counts.
 
     Attributes:
         edges: Edges of the bins, in tokens.
-        marks: Positions in tokens with a text.
+        marks: Positions on the x axis, in tokens, each with a text.
     """
 
     heading: str
@@ -145,7 +147,7 @@ class Histogram:
     marks: Sequence[tuple[float, str]]
 
 
-#: Limit on the lines of a plot that remain distinguishable.
+#: Maximum number of rows in a plot that a reader can distinguish.
 MAX_RANKS = 32
 
 

@@ -42,7 +42,7 @@ _STYLE: dict[str, Any] = {
 
 
 def draw(kind: str, name: str, title: str, parts: Sequence[Any]) -> str:
-    """Draw a `Plot` with these attributes as an SVG document."""
+    """Draw a plot as an SVG document. The arguments are the attributes of `Plot`."""
     settings: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the matplotlib configuration of the user
@@ -56,7 +56,7 @@ def draw(kind: str, name: str, title: str, parts: Sequence[Any]) -> str:
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Figure:
-    """Draw Gantt charts below each other. `styles` has the kinds of spans in drawing order."""
+    """Draw Gantt charts, one below the other. `styles` maps each kind of span to its style, in drawing order."""
     heights = [0.24 * len(chart.rows) + 0.1 for chart in charts]
     figure = _figure(sum(heights) + 0.5 * len(charts) + 1.1)
     all_axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -110,7 +110,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Figure:
-    """Draw horizontal bars in panels side by side; `form` and `reference` have a number format and a line per panel."""
+    """Draw panels of horizontal bars side by side. `form`: number format per panel; `reference`: line per panel."""
     rows = next(iter(panels.values()))
     figure = _figure(0.36 * len(rows) + 1.6)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -156,7 +156,7 @@ def _draw_references(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
-    """Draw panels of curves below each other with a common x axis, which is logarithmic if `x_form` is given."""
+    """Draw panels of curves, one below the other, on a common x axis. It is logarithmic if `x_form` is given."""
     heights = [panel.height for panel in panels]
     figure = _figure(sum(heights) + 0.4 * len(panels) + 0.6)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -212,7 +212,7 @@ def _spread_labels(heights: Sequence[float], min_distance: float) -> list[float]
 
 
 def histograms(panels: Sequence[Histogram]) -> Figure:
-    """Draw histograms of tokens side by side."""
+    """Draw histograms of token counts side by side."""
     figure = _figure(3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set_title(panel.heading)
@@ -234,7 +234,7 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, points: Panel
 ) -> Figure:
-    """Draw stacked bars of fractions, below a panel of curves with the same x axis."""
+    """Draw stacked bars of the fractions `parts` below the curves of `points`, on the same x axis."""
     figure = _figure(5.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.4])
     above.set_title(points.heading)

@@ -1,4 +1,4 @@
-"""`odc-mpi report`: writes an HTML page with plots of a run or a benchmark, or a single plot."""
+"""Implementation of `odc-mpi report`, which writes an HTML page about a run or a benchmark, or a single plot."""
 
 import json
 from pathlib import Path
@@ -7,24 +7,24 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import write_text_atomic
 from odc_mpi.report import bench_report, page, run_report
 
-#: Suffixes that are refused if they do not match the format of the output.
+#: Suffixes of output files that are refused if they differ from the format of the output.
 _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
 def write(source: Path, out: Path | None = None, plot_name: str | None = None) -> Path:
-    """Write a report.
+    """Write a report on a run or a benchmark.
 
     Args:
-        source: A run directory, or a file with the output of a benchmark or of `odc-mpi simulate` with --json.
-        out: The output file; None: report.html in the run directory, or the name of the source with a new suffix.
-        plot_name: Write only this plot, as SVG.
+        source: Run directory, or file with the output of a benchmark or of `odc-mpi simulate` with --json.
+        out: Output file. None: report.html or report.PLOT.svg in the run directory, or next to the file `source`.
+        plot_name: Name of a plot, which is written as SVG. None: the whole report, as HTML.
 
     Returns:
-        The path of the output file.
+        Path of the output file.
 
     Raises:
-        UserError: The source is neither, or damaged; the plot does not exist; the output has the suffix of another
-            format or cannot be written.
+        UserError: The source is invalid or damaged, the plot does not exist, or the output file cannot be written or
+            has the suffix of another format.
     """
     ending = ".html" if plot_name is None else f".{plot_name}.svg"
     form = ending[ending.rindex(".") :]

@@ -1,4 +1,4 @@
-"""Reports on runs, from the files in a run directory, some of which are missing after a run was killed."""
+"""Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
 
 import json
 import math
@@ -38,17 +38,17 @@ _STYLES = {
     PUSHES: Style(GREEN, "---"),
     WAITS: Style("none", "////"),
 }
-#: Limit on the bars of a plot; above it, steps are averaged in groups.
+#: Maximum number of bars in a plot. If there are more steps, they are averaged in groups.
 _MAX_BARS = 80
 _NUM_BINS = 40
 
 
 def describe(run_dir: Path) -> ReportPage:
-    """Create the report of a run.
+    """Create the report of a run from its run directory.
 
     Raises:
-        UserError: The path is not a run directory.
-        LookupError, TypeError, ValueError: A file in it is damaged.
+        UserError: `run_dir` is not a run directory.
+        LookupError, TypeError, ValueError: A file in the run directory is damaged.
     """
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):

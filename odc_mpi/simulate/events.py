@@ -1,4 +1,4 @@
-"""Time at which ranks end a minibatch, for each way of synchronizing. Knows durations only, no plans.
+"""Simulation of the time at which ranks end a minibatch, for each way of synchronizing. Uses no plans.
 
     collective         all ranks synchronize at every unit of every microbatch
     static             windows: each rank runs its own microbatches
@@ -14,30 +14,30 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
-#: Forward's fraction of the time of a unit. The backward needs twice as long (Kaplan et al. 2020, arXiv 2001.08361).
+#: Forward's fraction of the time of a unit. The backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
 FORWARD = 1 / 3
 
-#: Beginnings and ends of intervals, in order.
+#: Beginning and end of each interval in seconds, in ascending order.
 Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """Simulated minibatch: the end of the slowest rank, and for each rank its microbatches without dummies."""
+    """Result for one minibatch: end of the slowest rank, and the intervals of each rank without dummy microbatches."""
 
     end_s: float
     timeline: list[Intervals]
 
 
 def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[float]) -> SimulatedTiming:
-    """Simulate ranks that synchronize in each microbatch.
+    """Simulate ranks that synchronize at every unit of every microbatch.
 
-    They synchronize at every unit. A unit is the same fraction of a microbatch on all ranks, so the slowest rank of a
-    microbatch is the slowest at each of its units: synchronizing once per microbatch takes the same time.
+    A unit takes the same fraction of a microbatch on all ranks, so one rank is the slowest at all units of a
+    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time.
 
     Args:
-        durations: Duration of each microbatch of each rank; 0 for an empty one.
-        dummy_s: Duration of a dummy microbatch on each rank, which runs instead of an empty one.
+        durations: For each rank, the duration of each microbatch in seconds. 0 means an empty microbatch.
+        dummy_s: For each rank, the duration of the dummy microbatch that it runs in place of an empty one.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -50,25 +50,25 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that run their own microbatches and skip empty ones; `durations` as in `simulate_collective`."""
+    """Simulate ranks that run their own microbatches without waiting. For `durations`, see `simulate_collective`."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
 
 
 def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
-    """Simulate the chunks of one sequence, first to last, each on its own rank.
+    """Simulate the chunks of one sequence, from first to last, each on its own rank.
 
-    In the forward of a unit, a chunk publishes its keys and values at the beginning, and waits for those of all earlier
-    chunks. In the backward, units in reverse order, it leaves a unit when all later chunks have added to its gradients.
+    When a chunk begins the forward of a unit, it publishes its keys and values, and waits for those of all earlier
+    chunks. In the backward, it ends a unit when all later chunks have added to the gradients of its keys and values.
 
     Args:
-        began: Time at which the rank of each chunk begins with it.
+        began: Time at which each chunk begins on its rank, in seconds.
         seconds: Duration of each chunk without waiting.
-        units: Number of units of the model, which have equal durations.
+        units: Number of units of the model. All units take equally long.
 
     Returns:
-        For each chunk one interval per unit of the forward, then of the backward.
+        For each chunk, one interval per unit of the forward, followed by one interval per unit of the backward.
     """
     at = list(began)
     timeline: list[Intervals] = [[] for _ in at]
@@ -90,13 +90,13 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 def simulate_dynamic(
     ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
 ) -> SimulatedTiming:
-    """Simulate ranks that claim microbatches, in order, when they are idle. Of two idle ranks, the lower one is first.
+    """Simulate ranks that claim the next microbatch when they are idle. Of two idle ranks, the lower rank is first.
 
     Args:
         ready: Earliest time at which each microbatch can run.
-        available_at: Time at which each rank begins to claim.
-        duration: Function that returns the duration of a microbatch, called with rank and index.
-        ticket_s: Time to claim a ticket. A rank claims one more than it has microbatches, to learn that none is left.
+        available_at: Time at which each rank begins to claim microbatches.
+        duration: Function of a rank and the index of a microbatch that returns the duration of the microbatch.
+        ticket_s: Time to claim a microbatch. Each rank makes one further claim, which finds that none is left.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
@@ -111,13 +111,13 @@ def simulate_dynamic(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the quartiles as `low`, `median` and `high`."""
+    """Return the quartiles of values as `low`, `median` and `high`."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return {"low": low, "median": median, "high": high}
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
-    """Merge intervals, given in order, whose gaps are shorter than `gap_s`."""
+    """Merge successive intervals if the gap between them is shorter than `gap_s`. `intervals` must be in order."""
     merged: Intervals = []
     for began, ended in intervals:
         if merged and began - merged[-1][1] < gap_s:

@@ -1,7 +1,7 @@
-"""Distributions of sequence lengths: of known data sets, or of a prepared data set.
+"""Distributions of sequence lengths: those of known data sets, or the lengths in a prepared data set.
 
-The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets; for LongAlign the range is known, too. Lengths
-are usually about log-normal, truncated at the longest. Their spread, sigma, is assumed: see `KNOWN_DISTRIBUTIONS`.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign the range is also known. Lengths
+are usually about log-normal up to a maximum. Their spread, sigma, is an assumption; see `KNOWN_DISTRIBUTIONS`.
 """
 
 import math
@@ -22,12 +22,12 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal lengths, truncated to `max_tokens`.
+    """Log-normal distribution of lengths. Longer sequences are truncated to `max_tokens`.
 
     Attributes:
-        mean_tokens: Mean after truncation.
-        max_tokens: Length of the longest sequence.
-        sigma: Standard deviation of the logarithm before truncation.
+        mean_tokens: Mean length after truncation, in tokens.
+        max_tokens: Maximum length, in tokens.
+        sigma: Standard deviation of the logarithm of the length before truncation.
     """
 
     mean_tokens: float
@@ -35,7 +35,7 @@ class LogNormal:
     sigma: float
 
     def location(self) -> float:
-        """Return the mean of the logarithm for which the mean is `mean_tokens`, by bisection."""
+        """Return the mean logarithm before truncation that results in `mean_tokens`. It is found by bisection."""
         low, high = math.log(self.mean_tokens) - self.sigma**2, math.log(self.max_tokens) + 8 * self.sigma
         for _ in range(80):
             middle = (low + high) / 2
@@ -43,7 +43,7 @@ class LogNormal:
         return low
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return `n` lengths from 1 to `max_tokens`, int64 [n]."""
+        """Sample `n` lengths from 1 to `max_tokens`, int64 [n]."""
         lengths = np.exp(self.location() + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
@@ -61,7 +61,7 @@ def _normal(x: float) -> float:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Lengths of existing sequences, int64 [sequences], sampled with replacement."""
+    """Distribution of the lengths of existing sequences, int64 [sequences]. Samples are drawn with replacement."""
 
     lengths: Tokens
 
@@ -71,7 +71,7 @@ class EmpiricalLengths:
         return int(self.lengths.max())
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return `n` lengths, int64 [n]."""
+        """Sample `n` lengths, int64 [n]."""
         return rng.choice(self.lengths, n)
 
 
@@ -91,10 +91,10 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the distribution of a name in `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote.
+    """Return a distribution by its name in `KNOWN_DISTRIBUTIONS`, or by the path of a prepared data set.
 
     Raises:
-        UserError: The name is unknown and there is no such data set.
+        UserError: `name` is neither a known name nor the path of a valid data set.
     """
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]

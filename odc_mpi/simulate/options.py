@@ -1,4 +1,4 @@
-"""Options of a scenario: defaults, bounds and help, for the command line and for code.
+"""Options of scenarios with their defaults, bounds and help texts, used by the command line and by the classes.
 
 Keys are the fields of `simulate.scenario.Scenario` and `simulate.rollouts.RolloutScenario`. This module imports nothing
 slow, because every command imports it for the help.
@@ -14,7 +14,7 @@ MAX_S = MAX_GB_PER_S = 10**6
 
 
 class Option(NamedTuple):
-    """An option of the command line with inclusive bounds. Its values have the type of the default."""
+    """Option of the command line. The bounds are inclusive, and values have the type of the default."""
 
     name: str
     default: Any
@@ -24,7 +24,7 @@ class Option(NamedTuple):
 
 
 def validate_options(options: Mapping[str, Option], values: Any) -> None:
-    """Check that the fields of `values` are within the bounds of the options.
+    """Check that the attributes of `values` are within the bounds of the options, which are given by attribute name.
 
     Raises:
         UserError: A value is out of bounds. The message names the option.

@@ -1,4 +1,4 @@
-"""Recommended number of sequences per rank, with a table of alternatives."""
+"""Recommendation of a number of sequences per rank, with a table of alternatives."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,13 +8,13 @@ from odc_mpi.simulate.simulate import simulate
 
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)
-#: Limit of simulated sequences for each, unless a single minibatch has more: a few seconds for all.
+#: Maximum number of sequences to simulate for each of these numbers, but at least one minibatch. Takes a few seconds.
 MAX_SIMULATED_SEQUENCES = 8_192
 RECOMMENDED_SCHEDULE = "window/dynamic"
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Return a table of speed-ups by the number of sequences per rank, and a recommendation."""
+    """Simulate several numbers of sequences per rank, and return a table of the results with a recommendation."""
     results = {}
     for per_rank in PER_RANK:
         max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))

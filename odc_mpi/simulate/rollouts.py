@@ -1,12 +1,12 @@
-"""Simulation of GRPO schedules: each minibatch generates completions, then trains on them.
+"""Simulation of GRPO schedules. In each minibatch, ranks generate completions, then train on them.
 
     collective/barrier     ranks generate, wait for each other, then train with collectives on balanced microbatches
-    window/barrier         the same, but ranks claim microbatches
+    window/barrier         ranks generate, wait for each other, then claim microbatches to train on
     window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they are finished
-    bound                  lower bound of schedules with this generation: all work without any waiting, and the training
-                           of the completion that is generated last
+    bound                  lower bound: the larger of the time of all work without any waiting, and the time at which a
+                           completion of the group that is generated last can have been trained
 
 The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together: a step adds a
 token to each, and needs a constant time plus a time for each unfinished completion. A group can be trained when its
@@ -37,19 +37,19 @@ BASELINE = "collective/barrier"
 #: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
 SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
 BOUND = "bound"
-#: Shares of about equal cost of a prompt group, each for any idle rank. Their number must be fixed before lengths are
-#: known. With fewer, ranks wait at the end; with more, the constant cost of a microbatch is paid more often.
+#: Number of shares of a prompt group, of about equal cost, which idle ranks claim. It must be fixed before lengths are
+#: known. With fewer, ranks wait at the end; with more, the constant cost of a microbatch occurs more often.
 SHARES = 4
 
 
 @dataclass(frozen=True)
 class RolloutScenario(Scenario):
-    """A GRPO run: a scenario whose `per_rank` counts prompts, and whose `lengths` are those of completions.
+    """Scenario of a GRPO run. `per_rank` is a number of prompts, and `lengths` are those of completions.
 
     Attributes:
         completions: Number of completions per prompt.
         decode_step_s: Constant seconds of a decode step on a rank of speed 1.
-        decode_sequence_s: Seconds per sequence in a decode step.
+        decode_sequence_s: Additional seconds of a decode step per unfinished sequence on a rank of speed 1.
     """
 
     lengths: str = "aime"
@@ -74,13 +74,13 @@ class RolloutScenario(Scenario):
 
 @dataclass(frozen=True)
 class SimulatedRollouts:
-    """A minibatch of completions. Completion `i` belongs to prompt group `i // completions`."""
+    """Minibatch of completions. Completion `i` belongs to prompt group `i // scenario.completions`."""
 
     scenario: RolloutScenario
     minibatch: SimulatedMinibatch
 
     def assigned_groups(self, rank: int) -> list[int]:
-        """Return the prompt groups of a rank; they are assigned round-robin."""
+        """Return the indices of the prompt groups that a rank generates. Groups are assigned round-robin."""
         return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
 
     def positions(self, group: int) -> range:
@@ -89,7 +89,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return end and index of prompt groups that a rank decodes together, sorted."""
+        """Return end time and index of each prompt group, sorted, if a rank decodes `groups` together."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -103,7 +103,7 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """`decode_ends_s` of each rank and its assigned prompt groups."""
+        """Results of `decode_ends_s` for each rank and the prompt groups assigned to the rank."""
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
@@ -118,12 +118,12 @@ class SimulatedRollouts:
         return [self.pack(share) for share in shares]
 
     def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack completions into few microbatches."""
+        """Pack completions, given by index, into few microbatches."""
         bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
         return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the plan of training. `window/on_demand` has none: it depends on the order of generation."""
+        """Return the training plan of a schedule other than `window/on_demand`, which has no fixed plan."""
         scenario = self.scenario
         if name == "window/on_demand_own":
             positions_of_ranks = (
@@ -135,11 +135,11 @@ class SimulatedRollouts:
         return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
     def bounds_s(self) -> tuple[float, float]:
-        """Return two lower bounds of the time of a schedule, in seconds.
+        """Return two lower bounds of the time that any schedule needs, in seconds.
 
         Returns:
-            Time at which the fastest rank has trained the completion that is generated last, and the time of all work
-            on ranks that never wait.
+            Time at which the fastest rank could have trained a completion of the prompt group that is generated last,
+            and the time of all work on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -154,13 +154,13 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules. The result is deterministic.
+    """Simulate all schedules of a GRPO run. The result is deterministic.
 
     Returns:
-        JSON object: `scenario`; by schedule and for the bound `speedup` over collective/barrier, `idle_fraction` of the
-        time, including dummy microbatches, and `step_s`, mean seconds of a minibatch; `generation_fraction` of the
-        baseline's busy time; by schedule `timeline`, intervals in which each rank generates or trains, in the first
-        minibatch.
+        JSON object. `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches)
+        and `step_s` (mean seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the
+        intervals in which each rank generates or trains in the first minibatch. `generation_fraction` is the part of
+        generation in the busy time of collective/barrier. `scenario` has the attributes of `rollouts`.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

@@ -1,7 +1,7 @@
-"""Scenario of a simulation: minibatches with the costs that ranks plan with, and with their true durations.
+"""Scenarios of simulations: minibatches with the costs that ranks use for planning, and with true durations.
 
-A scenario is independent of transports and balancing strategies. The simulator computes with its durations, and
-`bench.schedule` sleeps for them: both see the same minibatches, which are determined by the seed.
+A scenario is independent of transports and balancing strategies. The simulator computes with the true durations, and
+`bench.schedule` sleeps for them. Both use the same minibatches, which the seed determines.
 """
 
 import math
@@ -25,9 +25,9 @@ Floats = npt.NDArray[np.float64]
 #: `REFERENCE_OVERHEAD_S`, which the reference omits when it plans, as does the default here.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 REFERENCE_OVERHEAD_S = 0.666759
-#: Size of the parameters of that model in bf16.
+#: Size of the parameters of that model in bf16, in bytes.
 MODEL_BYTES = 2 * 1_500_000_000
-#: Size of the keys and values of a token in such a model in bf16: 28 layers, two key-value heads of 128.
+#: Size of the keys and values of a token in such a model in bf16, in bytes: 28 layers, two key-value heads of 128.
 KV_BYTES = 28 * 2 * 2 * 128 * 2
 #: Number of times that a chunk moves the keys and values of earlier chunks: read in the forward, read again in the
 #: backward, and gradients of the same size.
@@ -38,17 +38,17 @@ MAX_SEQUENCES = 10**7
 
 @dataclass(frozen=True)
 class SimulatedMinibatch:
-    """One minibatch. All durations are in seconds.
+    """Minibatch to simulate. All durations are in seconds.
 
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
-        overhead_s: Constant duration of a microbatch, also of a dummy, on a rank of speed 1.
+        overhead_s: Constant part of the duration of a microbatch on a rank of speed 1. A dummy microbatch has it, too.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 [ranks].
-        cache_saving_s: Part of `communication_s` that caches save with windows.
-        cache_cost_s: Cost of filling the caches, in the first microbatch of a rank.
-        cost: Cost model that ranks plan with.
+        cache_saving_s: Part of `communication_s` that caches save in each microbatch with windows.
+        cache_cost_s: Additional duration of the first microbatch of a rank with windows, since it fills the caches.
+        cost: Cost model that ranks use for planning.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -61,19 +61,19 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch, given as indices of sequences, at speed 1 without communication."""
+        """Return the duration of a microbatch at speed 1 without communication. `microbatch`: indices of sequences."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch on a rank, with communication."""
+        """Return the duration of a microbatch on a rank, including communication without caches."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with windows, which may cache units and gradients."""
+        """Return the duration of a microbatch on a rank with windows, including communication with caches."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the duration of a chunk of a split sequence on a rank, without waits for other chunks."""
+        """Return the duration of chunk `index` of a split sequence on a rank, without waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
         error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
@@ -88,28 +88,33 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to simulate. Invalid values raise a `UserError` that names the option of `odc-mpi simulate`.
+    """Run to simulate. A `UserError` for an invalid value names the option of `odc-mpi simulate`.
 
     Attributes:
+        ranks: Number of ranks.
         per_rank: Number of sequences per rank and minibatch.
         lengths: Name or path for `lengths_by_name`.
-        packing_ratio: Maximum tokens of a microbatch, in multiples of the longest possible sequence; at least 1. This
-            interprets the paper's term: with 1 a microbatch holds one longest sequence or several shorter ones.
-        speed_variation: Standard deviation of a rank's speed, whose mean is 1. Each rank samples a speed per minibatch
-            from a log-normal distribution. It models everything that slows a rank down for seconds.
+        num_minibatches: Number of minibatches.
+        seed: Seed of all random numbers.
+        packing_ratio: Maximum tokens of a microbatch, in multiples of the longest possible sequence; at least 1. With
+            1, a microbatch holds one longest sequence or several shorter ones. This interprets the term of the paper.
+        speed_variation: Standard deviation of a rank's speed, whose mean is 1. Speeds are log-normal, and each rank
+            has a new speed in each minibatch. They model everything that slows a rank down for seconds.
         cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. Ratios are log-normal
             with mean 1, so the cost is correct on average.
-        cost: Cost model that ranks plan with: seconds on a rank of speed 1. Its constant is per microbatch.
-        num_units: Number of units. Each is fetched twice per microbatch, for forward and backward, and pushed once.
-        unit_bytes: Size of a unit; 0: `MODEL_BYTES` divided by `num_units`.
-        fetch_gb_per_s: Speed of fetches in 10^9 bytes per second; 0: fetches are free. `push_gb_per_s` likewise.
-        ticket_s: Seconds to claim a ticket.
-        parameter_cache_bytes: Memory per rank for units that stay resident for the minibatch, with windows.
+        cost: Cost model that ranks use for planning, in seconds on a rank of speed 1. Its constant is per microbatch.
+        num_units: Number of units, parameters that are fetched and released together. In each microbatch, a unit is
+            fetched twice, for forward and backward, and its gradient is pushed once.
+        unit_bytes: Size of a unit in bytes. 0 means `MODEL_BYTES` divided by `num_units`.
+        fetch_gb_per_s: Speed of fetches, in 10^9 bytes per second. 0 means that fetches take no time.
+        push_gb_per_s: Speed of pushes, in 10^9 bytes per second. 0 means that pushes take no time.
+        ticket_s: Time to claim a microbatch, in seconds.
+        parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch, with windows.
         gradient_cache_bytes: Memory per rank for local gradient accumulation, with windows. Gradients are assumed to be
             as large as parameters.
         piece_factor: Cost of a chunk relative to its share of the cost of the unsplit sequence.
-        kv_gb_per_s: Speed of keys, values and their gradients in 10^9 bytes per second; a chunk moves `KV_BYTES` per
-            earlier token `KV_MOVES` times. 0: they are free.
+        kv_gb_per_s: Speed of moving keys, values and their gradients, in 10^9 bytes per second. A chunk moves
+            `KV_BYTES` `KV_MOVES` times for each earlier token. 0 means that this takes no time.
     """
 
     ranks: int = RANKS.default
@@ -157,7 +162,7 @@ class Scenario:
 
     @property
     def overhead_s(self) -> float:
-        """Constant seconds of a microbatch."""
+        """Constant part of the duration of a microbatch, in seconds."""
         return self.cost.constant
 
     @cached_property
@@ -172,13 +177,13 @@ class Scenario:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of the fetches and pushes of a microbatch."""
+        """Communication time of a microbatch, for fetches and pushes, in seconds."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in a microbatch with windows, and that they cost in the first one of a rank."""
+        """Seconds that caches save in each microbatch with windows, and cost in the first microbatch of a rank."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -198,13 +203,13 @@ class Scenario:
 
     @property
     def planned_cost(self) -> CostModel:
-        """Cost model that ranks plan with, in seconds. Communication is part of the constant of a microbatch."""
+        """Cost model that ranks use for planning, in seconds. The constant of a microbatch includes communication."""
         earlier = KV_MOVES * KV_BYTES / (1e9 * self.kv_gb_per_s) if self.kv_gb_per_s else 0.0
         constant = self.cost.constant + self.communication_s
         return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches, which the seed determines."""
+        """Generate the minibatches. The same seed gives the same minibatches."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))

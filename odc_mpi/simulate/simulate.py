@@ -1,12 +1,12 @@
-"""Simulation of a scenario for all transports and balancing strategies.
+"""Simulation of a scenario with all transports and balancing strategies.
 
     collective/BALANCE   all ranks synchronize at each unit of each microbatch, as in FSDP and ZeRO-3
     window/BALANCE       ranks synchronize only at the end of a minibatch
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
-    floor                lower bound without split sequences: the longest sequence on the fastest rank, and all work
-                         without any waiting
-    even_share           lower bound of all schedules: all work without any waiting
+    floor                lower bound without split sequences: the larger of the time of the longest sequence on the
+                         fastest rank, and the time of all work without any waiting
+    even_share           lower bound of all schedules: the time of all work without any waiting
 
 The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by that of the schedule.
 lb_micro is the plan that verl and the ODC paper use for collectives.
@@ -50,7 +50,7 @@ SCHEDULES = (
 #: Plans by the name of their balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
-#: Timelines omit shorter pauses.
+#: Pauses in timelines that are shorter, in seconds, are omitted.
 PAUSE_S = 1e-3
 #: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and their scenario.
 PAPER = {
@@ -64,16 +64,18 @@ PAPER = {
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation. All mappings are by schedule; those of time and speed also have `BOUNDS`.
+    """Result of a simulation. All mappings are by schedule. Unless stated otherwise, they also have the keys `BOUNDS`.
 
     Attributes:
+        scenario: Scenario that was simulated.
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
-        idle_per_rank: The same for each rank, without bounds; `idle_fraction` is the mean.
+        idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
         speedup_per_minibatch: Quartiles of the speed-ups of single minibatches over collective/lb_micro.
         step_s: Mean seconds of a minibatch.
-        longest_sequence_bound_fraction: Fraction of minibatches whose floor is the longest sequence, not all work.
-        timeline: Intervals in which each rank computes in the first minibatch, in seconds, without dummies or bounds.
+        longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
+        timeline: Intervals in which each rank computes in the first minibatch, in seconds. Dummy microbatches and
+            bounds are omitted.
     """
 
     scenario: Scenario
@@ -93,7 +95,7 @@ class SimulationResult:
         busy: Mapping[str, npt.NDArray[np.float64]],
         timeline: dict[str, list[Intervals]],
     ) -> "SimulationResult":
-        """Reduce the result of `collect_timings`, and add the bounds."""
+        """Compute the result from the times that `collect_timings` returns, and add the bounds."""
         floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
         shared = [even for _, even in floors]
         each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
@@ -115,7 +117,7 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a JSON object, with the figures of the paper if it has these lengths."""
+        """Return the result as a JSON object. It includes the figures of the ODC paper if `lengths` is "longalign"."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
@@ -124,7 +126,7 @@ class SimulationResult:
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate all schedules. The result is deterministic."""
+    """Simulate a scenario with all schedules. The result is deterministic."""
     return SimulationResult.from_times(
         scenario, *collect_timings(_timings(scenario, minibatch) for minibatch in scenario.minibatches())
     )
@@ -143,10 +145,10 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of minibatches, which are given by schedule.
+    """Collect the timings of all minibatches. Each item of `minibatches` is a mapping by schedule.
 
     Returns:
-        By schedule: the seconds of each minibatch, the total busy seconds of each rank, float64 [ranks], and the
+        Three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
         timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
@@ -169,7 +171,7 @@ def ratios(
 
     Args:
         ends: Seconds of each minibatch, by schedule or bound.
-        work: Total busy seconds of all ranks in all minibatches, likewise.
+        work: Total busy seconds of all ranks in all minibatches, by schedule or bound.
         baseline: Schedule to which speed-ups are relative.
         ranks: Number of ranks.
     """
@@ -182,14 +184,14 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its lengths, as ranks do. `known` is the plan of `dynamic`, optional for `split`."""
+    """Plan a minibatch from its lengths, as ranks do. For `split`, passing the plan of `dynamic` saves time."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
 def simulate_timing(
     minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
 ) -> SimulatedTiming:
-    """Simulate a plan with a transport, `collective` or `window`."""
+    """Simulate a minibatch that is run by a plan on a transport. `transport`: `collective` or `window`."""
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
         return _simulate_dynamic(minibatch, plan, ticket_s, num_units)
@@ -240,8 +242,8 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
     """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
 
     Returns:
-        Time of the longest sequence on the fastest rank, and the time of all work in the fewest possible microbatches
-        on ranks that never wait.
+        Time of the longest sequence on the fastest rank, and time of all work in the fewest possible microbatches on
+        ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s

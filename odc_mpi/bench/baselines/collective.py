@@ -1,7 +1,7 @@
-"""The runtime over MPI collectives: FSDP's communication, with our units and shards. A baseline of `bench train`.
+"""Baseline of `bench train` on the runtime over MPI collectives: the communication of FSDP with our units and shards.
 
 Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all must run the same number of
-microbatches. A rank with fewer runs the shortest sequence of its minibatch, and its loss is multiplied by zero.
+microbatches. A rank with fewer runs the shortest sequence of its minibatch with a loss multiplied by zero.
 """
 
 from typing_extensions import override
@@ -16,11 +16,11 @@ from odc_mpi.training.update import make_optimizer
 
 
 class CollectiveBaseline(Contender):
-    """Training over collectives. Construction is collective.
+    """Contender that trains over MPI collectives. Construction is collective.
 
     Args:
-        config: Optimizer settings. The learning rate stays at its peak.
-        inputs: Model and data. No other contender may use this loader.
+        config: Settings of the optimizer. The learning rate stays at its peak.
+        inputs: Model and data. No other contender may use the same inputs.
 
     Attributes:
         model: Sharded model.

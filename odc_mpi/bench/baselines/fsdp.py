@@ -1,8 +1,10 @@
-"""FSDP2 over gloo: PyTorch's sharded training on CPUs. The baseline of `bench train`.
+"""Baseline of `bench train` with FSDP2 over gloo, the sharded training of PyTorch on CPUs.
 
-Each layer, and the rest as the root, is a group of `fully_shard`: all-gathered before its forward, resharded after it,
-all-gathered again before its backward, and its gradient reduce-scattered at once. This is FSDP2's default, and ZeRO-3.
-FSDP needs the same number of microbatches on all ranks. A rank with fewer runs the shortest sequence of its minibatch,
+Each layer is a group of `fully_shard`; all other parameters form the root group. Parameters of a group are all-gathered
+before its forward, freed after it, and all-gathered again before its backward. Its gradients are reduce-scattered after
+its backward. This is the default of FSDP2, and equals ZeRO-3.
+
+FSDP needs the same number of microbatches on all ranks. A rank with fewer runs the shortest sequence of its minibatch
 with a loss multiplied by zero.
 """
 
@@ -19,12 +21,12 @@ from odc_mpi.training.settings import Config
 
 
 class FSDPBaseline(UnshardedBaseline):
-    """Training with FSDP2. Construction is collective.
+    """Contender that trains with FSDP2. Construction is collective.
 
     Args:
         world: Ranks that train, all on one node.
         config: Configuration of the run.
-        loader: Minibatches, with a balance that gives all ranks the same number of microbatches.
+        loader: Loader of minibatches, with a balancing strategy that gives all ranks the same number of microbatches.
     """
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
@@ -33,7 +35,7 @@ class FSDPBaseline(UnshardedBaseline):
         super().__init__(config, loader)
 
     def close(self) -> None:
-        """End the process group. Collective."""
+        """Destroy the process group. Collective."""
         self._gloo.close()
 
     @override

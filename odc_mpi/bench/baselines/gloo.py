@@ -1,4 +1,4 @@
-"""torch.distributed over gloo, the backend of FSDP2 on CPUs. The only module that starts a process group."""
+"""Process group of torch.distributed over gloo, the backend of FSDP2 on CPUs. No other module starts one."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from odc_mpi.runtime.world import World
 
 
 class Gloo:
-    """Process group of all ranks of one node. Construction is collective.
+    """Gloo process group of all ranks, which must run on one node. Construction is collective.
 
     Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. No socket
     listens after `close`.
@@ -42,7 +42,7 @@ class Gloo:
         self._reduce_scatter = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
     def all_gather(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Concatenate the shards `[n]` of all ranks in `full`, `[size * n]`. Collective."""
+        """Concatenate the shards of all ranks, `[n]` each, into `full`, `[size * n]`. Collective."""
         with self._world.deadline("gathering with gloo"):
             self._all_gather(full, shard)
 

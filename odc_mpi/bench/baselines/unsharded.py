@@ -1,4 +1,4 @@
-"""Training steps in plain torch on a model with ordinary parameters: the reference of sharded training.
+"""Baseline in plain torch on a model with ordinary parameters, the reference for sharded training.
 
 `UnshardedBaseline` trains in one process without communication, on the CPU or on a GPU. `bench.baselines.fsdp` shards
 the same model over ranks with FSDP2.
@@ -21,12 +21,12 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the model of a configuration with all its parameters in fp32 in this process.
+    """Build the model of a configuration in this process, with all parameters in fp32.
 
-    The values are those of a run of the same configuration. Parameters that the run ties are tied here.
+    It has the same initial values and the same tied parameters as in a run of the configuration.
 
     Raises:
-        UserError: As for a run.
+        UserError: The model cannot be built or read.
     """
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
@@ -42,11 +42,11 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Training without communication: this process runs its microbatches of each minibatch.
+    """Contender that trains without communication. This process runs its own microbatches of each minibatch.
 
     Args:
         config: Configuration of the run. The learning rate stays at its peak.
-        loader: Minibatches. No other contender may use this loader.
+        loader: Loader of minibatches. No other contender may use the same loader.
         device: Device of the model and the optimizer.
     """
 
@@ -84,13 +84,13 @@ def run_microbatches(
     factor: float = 1.0,
     device: torch.device = HOST,
 ) -> float:
-    """Run forward and backward of some microbatches of a minibatch.
+    """Run the forward and the backward of microbatches.
 
     Args:
-        model: Hugging Face causal model. Its calls communicate if it is sharded.
-        minibatch: Minibatch whose number of loss tokens divides the sum of losses.
+        model: Causal language model of Hugging Face. Its calls communicate if it is sharded.
+        minibatch: Minibatch to which the microbatches belong. Its number of loss tokens divides the sum of losses.
         microbatches: Microbatches to run.
-        factor: Multiplier of the gradients.
+        factor: Factor on the gradients, but not on the returned loss.
         device: Device of the model.
 
     Returns:
