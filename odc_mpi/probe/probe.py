@@ -85,10 +85,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report of this stack from the cache of rank 0, or else of a quick probe. Collective.
-
-    The report of a quick probe is cached if there was no problem.
-    """
+    """Return the report of this stack from the cache of rank 0; if there is none, run a quick probe. Collective."""
     key = report_key(world)
     cached = cache.load(key) if world.rank == 0 else None
     with world.collective("broadcasting the cached report of a probe"):
@@ -208,10 +205,7 @@ def device_on_all_ranks(world: World) -> "Device | None":
 
 
 def main(arguments: Sequence[str], send: Callable[[ChildMessage], None]) -> None:
-    """Probe the MPI stack, and send the report so far to the parent process before each trial. Collective.
-
-    `arguments` are ignored.
-    """
+    """Probe the MPI stack, and send the report so far to the parent process before each trial. Collective."""
     with World(timeout_s=PROGRAM_S) as world:
         # Before the first message: loading CuPy may take longer than the deadline of an operation.
         device = device_on_all_ranks(world)

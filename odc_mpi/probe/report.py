@@ -187,10 +187,7 @@ class ProbeReport:
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result of a trial, and with its problem if `problem` is not None.
-
-        `where` is the trial (see `Problem.where`).
-        """
+        """Return a copy with the result of a trial (see `Problem.where`), and with its problem, if it had one."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})

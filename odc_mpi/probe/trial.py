@@ -73,10 +73,7 @@ def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
 
 
 def allocate_shared(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
-    """Create a window on shared memory of each node, as for parameters. Collective.
-
-    `values` is the content of the window on this rank.
-    """
+    """Create a window on shared memory of each node, as for parameters. Collective. Arguments as for `allocate`."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     np.asarray(shared.tomemory())[:] = values
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
@@ -221,10 +218,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` repeatedly for `budget_s` seconds, and return the results of the calls.
-
-    It is called at least once and at most `max_repeats` times.
-    """
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times. Return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
@@ -240,10 +234,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def _compute(seconds: float) -> None:
-    """Compute for some time without entering MPI.
-
-    Like training, and unlike a sleep, this occupies a core that threads of the MPI library may need.
-    """
+    """Compute without entering MPI. Unlike a sleep, this occupies a core that threads of the MPI library may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
     repeat_for(seconds, lambda: np.matmul(matrix, matrix, out=product))

@@ -33,8 +33,8 @@ _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
 _FINALIZING, _ABORTING = 1, 2
-#: Time between polls of the background thread, in seconds, and MPI calls per poll. They make MPI progress while the
-#: rank computes: enough for other ranks to read its page, and too few to slow it down.
+#: Time between polls of the background thread, in seconds, and MPI calls per poll. The calls make MPI progress on a
+#: rank that computes: enough for other ranks to read its page, and too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
 #: Maximum time to wait for the pages, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0

@@ -197,10 +197,7 @@ class World(AbstractContextManager["World"]):
             wait_until(request.Test, self.progress.run_tasks)
 
     def wait_collective(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking collective operation. Collective.
-
-        Late ranks are found as in `collective`.
-        """
+        """Wait for a non-blocking collective operation. Late ranks are found as in `collective`. Collective."""
         with self.job.in_collective(what, self._members):
             wait_until(request.Test, self.progress.run_tasks)
 
@@ -245,10 +242,7 @@ class World(AbstractContextManager["World"]):
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective.
-
-        Use this at startup and at the end of a run, not in training steps.
-        """
+        """Return the values of all ranks, in rank order. Collective. Not for use in training steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
