@@ -1,13 +1,14 @@
 """Post-training over MPI: ranks fetch parameters and accumulate gradients on demand, by one-sided operations.
 
-A function is local unless its docstring says Collective or One-sided.
+A function does not communicate unless its docstring says Collective or One-sided.
 """
 
 from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public names and their modules. Imported when first used, so that `odc-mpi prepare` does not start MPI.
+#: Public names and the modules that define them. A module is imported when its name is first used, so that commands
+#: without MPI, such as `odc-mpi prepare`, do not start it.
 _PUBLIC = {
     "World": "odc_mpi.runtime.world",
     "Tickets": "odc_mpi.comm.tickets",

@@ -1,4 +1,4 @@
-"""`python -m odc_mpi`, the same as the command `odc-mpi`."""
+"""Entry point of `python -m odc_mpi`, which is equivalent to the command `odc-mpi`."""
 
 import sys
 

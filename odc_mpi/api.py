@@ -1,4 +1,4 @@
-"""`shard_model`, the call with which users shard a module over the ranks of a world, and its choice of a transport."""
+"""`shard_model`, which shards a module over the ranks of a world, and `decide_for`, which selects the transport."""
 
 import functools
 from collections import Counter
@@ -32,7 +32,7 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 
-#: Bytes of AdamW's state for each trainable element: two moments in fp32.
+#: Size of the AdamW state of one trainable element, in bytes: two moments in fp32.
 OPTIMIZER_BYTES = 8
 
 
@@ -56,37 +56,42 @@ def shard_model(
     """Move a module's parameters into MPI windows, one shard on each rank. Collective.
 
     Args:
-        module: Any module. If its values differ between ranks, those of rank 0 are used.
-        units: Classes, class names or submodules whose parameters are fetched together, such as a transformer's block;
-            by default the module's `_no_split_modules`. All other parameters form the root unit, which stays unsharded
-            for the whole minibatch.
-        param_dtype: Type in which parameters are stored, fetched and computed with. By default each parameter keeps its
-            type, such as fp32 adapters on a frozen bf16 base. If the type is narrower than fp32, owners keep an fp32
-            master copy of their trainable slices for the optimizer.
-        reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and the
-            types of the trainable parameters; int64 selects 64-bit fixed-point numbers, whose sums do not depend on
-            their order (docs/exact.md).
-        activation_checkpointing: True to keep only the inputs of each unit, and recompute its forward in the backward.
-        prefetch: Number of units to fetch ahead, overlapped with computation. Each beyond the first needs memory for
-            one more unit. With 0 no thread is started; with 1 or more, a thread also pushes the gradients.
-        weights: Source of the initial parameters. The module may then be on the meta device. Default: the module.
-        decision: How ranks reach each other; by default the choice of `decide_for` for windows. With
+        module: Module to shard. If its values differ between ranks, the values of rank 0 are used.
+        units: Classes, class names or submodules whose parameters are fetched together, such as a transformer block.
+            By default, the `_no_split_modules` of the module. All other parameters form the root unit, which stays
+            unsharded for the whole minibatch.
+        param_dtype: Type in which parameters are stored, fetched and used in computation. By default, each parameter
+            keeps its type, for example fp32 adapters on a frozen bf16 base. If the type is narrower than fp32, each
+            rank keeps an fp32 master copy of its trainable slices for the optimizer.
+        reduce_dtype: Type in which gradients are summed: float32, float64 or int64. By default, the widest of float32
+            and the types of the trainable parameters. int64 selects 64-bit fixed-point numbers, whose sums do not
+            depend on the order of the additions (docs/exact.md).
+        activation_checkpointing: True to keep only the inputs of each unit and recompute its forward in the backward.
+        prefetch: Number of units to fetch ahead while the current one computes. Each unit beyond the first needs memory
+            for one more unit. If positive, a thread fetches units and pushes gradients; if 0, no thread is started.
+        weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
+            device.
+        decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With
             `decide_for(world, transport="collective")` the model communicates like FSDP, for comparison: every rank
             must run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
-        mailbox_bytes: Memory of this rank for incoming gradients if they are sent through a mailbox.
-        parameter_cache_bytes: Memory of the computing device for units that stay unsharded until the end of the
-            minibatch; may differ between ranks. By default a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: The same for accumulated gradients, each of which is then pushed once per minibatch.
-        device: Device that computes: cpu, or cuda for the GPU with this rank's number on the node. Shards are on the
-            host, and a GPU only holds parameters of units in use, unless `decision` has windows on GPUs (docs/gpu.md).
-        optimizer_device: cpu, or cuda to keep the trainable slices and the optimizer's state on the GPU.
+        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
+        parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
+            the minibatch. May differ between ranks. "auto": a share of the free memory (docs/caching.md).
+        gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
+            pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
+        device: Device that computes: cpu, or cuda. Ranks of a host use its GPUs in turn, and share them if there are
+            more ranks than GPUs. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
+        optimizer_device: Device of the trainable slices and the optimizer state: cpu, or cuda (requires `device` cuda).
 
     Returns:
-        The model. Gradients of all microbatches of all ranks are summed.
+        The sharded model. It sums the gradients of all microbatches of all ranks.
 
     Raises:
-        ValueError: No parameter is trainable, a unit matches no module, or a parameter has no values.
-        UserError: Too little memory for windows, no such device, windows on a GPU without CuPy, or invalid cache size.
+        ValueError: `units` matches no module, a dtype is not supported, a trainable parameter is not real
+            floating-point, an embedding has `max_norm`, `prefetch` is negative, or a parameter is on the meta device
+            and `weights` is not given.
+        UserError: Memory for windows is insufficient, the device is not available, CuPy is missing for windows on a
+            GPU, `decision` selects collectives although `device` is cuda, or a cache size is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
@@ -126,22 +131,26 @@ def decide_for(
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
-    """Probe this MPI stack and decide how ranks reach each other. Collective; up to two seconds.
+    """Probe this MPI stack and decide how ranks communicate. Collective. Takes up to two seconds.
 
-    Nothing is probed if no setting is auto. Windows on GPUs are never probed here, since a trial may end the job: the
-    results of `odc-mpi doctor` in the same layout are used. The results are cached for the next run on the same stack,
-    in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
+    Nothing is probed if `zero_copy`, `reduction` and `progress` are all set. Results are cached in
+    `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs on the same stack. Windows on GPUs are not probed
+    here, since a trial may end the job. Their results are read from the last `odc-mpi doctor` on the same layout of
+    ranks and GPUs.
 
     Args:
-        transport: window, or collective: all-gather and reduce-scatter on the host, the baseline. It needs no probe.
-        zero_copy: auto, or off: a rank copies parameters of other ranks on its node instead of reading mapped memory.
-        reduction: How gradients reach their owners: auto, accumulate or mailbox.
-        progress: auto, off, or thread: a progress thread answers requests of other ranks during the computation.
-        window_device: Device of the windows of a model that computes on GPUs: auto, cuda or cpu.
-        tickets: True if ranks claim microbatches by `Tickets`; then wrong results of Fetch_and_op are an error, too.
+        transport: window for one-sided operations. collective for all-gather and reduce-scatter on the host, the
+            baseline, which needs no probe.
+        zero_copy: auto to read parameters of other ranks on the node in shared memory where possible, off to copy them.
+        reduction: How gradients are added to the shards of other ranks: auto, accumulate or mailbox.
+        progress: auto, off, or thread to start a thread that makes MPI progress for other ranks during computation.
+        window_device: Memory of the windows if the model computes on GPUs: auto, cuda or cpu.
+        device: Device that computes: cpu or cuda.
+        tickets: True if ranks claim microbatches with `Tickets`. Wrong results of Fetch_and_op are then an error.
 
     Raises:
-        UserError: A setting is invalid or not supported by this MPI, or an operation in use delivered wrong data.
+        UserError: A setting is invalid or not supported by this MPI library, or an operation that would be used
+            delivered wrong data in the probe.
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
@@ -163,7 +172,10 @@ def decide_for(
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the free bytes of the computing device without the optimizer's state, and the number of ranks there."""
+    """Return the bytes free on the computing device after allocation of the optimizer state, and its number of ranks.
+
+    The optimizer state is only counted if `optimized` is given: the model whose optimizer is on this device.
+    """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
         free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
@@ -204,7 +216,7 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
 
 
 def _with_device_report(report: ProbeReport, world: World, device: Device) -> ProbeReport:
-    """Add the cached results of `odc-mpi doctor` about windows on these devices. Collective."""
+    """Return the report with the cached results of `odc-mpi doctor` about windows on devices. Collective."""
     # Imported late: only needed with a GPU.
     from odc_mpi.probe.device_probe import load_device_report
 
@@ -253,7 +265,7 @@ def _transport(
 
 
 def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the wider of float32 and the type of the trainable parameters."""
+    """Return the widest of float32 and the types of the trainable parameters, or of `param_dtype` if it is given."""
     if param_dtype is not None:
         return torch.promote_types(param_dtype, torch.float32)
     trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
@@ -261,7 +273,7 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def _dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the type of most elements of a module's parameters, and by name the parameters of another type."""
+    """Return the most frequent type of parameter elements, and the types of all other parameters by name."""
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters.values():

@@ -1,4 +1,4 @@
-"""Exceptions and warnings with a message of one line for the user."""
+"""Exceptions and warnings with one-line messages for the user."""
 
 import sys
 
@@ -6,27 +6,27 @@ import sys
 class UserError(ValueError):
     """An error in a configuration, a data set or a checkpoint.
 
-    The message has one line: the expected value, the actual one, and the setting to change. The command line prints it
-    from rank 0 without a traceback and exits with code 2.
+    The message is one line with the expected value, the actual value, and the setting to change. The command `odc-mpi`
+    prints it without a traceback and exits with code 2.
     """
 
 
 class AllRanksUserError(UserError):
-    """A `UserError` that every rank of the job raises at the same point, so that all ranks can exit cleanly."""
+    """A `UserError` that every rank raises at the same point, which allows all ranks to exit cleanly."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot continue, for example because of non-finite gradients; raised by every rank."""
+    """Raised by every rank if training cannot continue, for example because of non-finite gradients."""
 
 
 class StoppedError(RuntimeError):
-    """A run that ends early on request, after saving; raised by every rank."""
+    """Raised by every rank if a run ends early on request, after its checkpoint has been saved."""
 
 
 def file_error(error: OSError) -> UserError:
-    """Convert an error of the operating system about a file, such as a missing permission.
+    """Convert an `OSError` about a file, such as a missing permission, to a `UserError`.
 
-    An error without a file name is raised as it is: no setting of the user is the cause.
+    An error without a file name is raised unchanged, since it is not caused by a setting of the user.
     """
     if error.filename is None:
         raise error
@@ -34,7 +34,7 @@ def file_error(error: OSError) -> UserError:
 
 
 def one_line_message(error: BaseException) -> str:
-    """Return the message of an exception as one line of at most 300 characters."""
+    """Return the message of an exception as one line of at most 300 characters, or its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 

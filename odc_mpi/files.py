@@ -11,10 +11,10 @@ from odc_mpi.errors import warn
 
 
 def write_text_durable(path: Path, text: str) -> None:
-    """Replace a file atomically, so that a reader gets the old or the new content, also after a crash.
+    """Replace the content of a file atomically and durably.
 
-    One process at a time may call this for a path, since the name of the temporary file is fixed. If the file cannot be
-    written, it is unchanged.
+    Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
+    the file is unchanged. Only one process at a time may call this for a path, since it uses a fixed temporary name.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -31,10 +31,13 @@ def write_text_durable(path: Path, text: str) -> None:
 
 
 def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
-    """Replace a file atomically. After a crash it may be empty. If the file cannot be written, it is unchanged.
+    """Replace the content of a file atomically.
 
-    Several processes may call this for a path at the same time. The last one wins. Other users have no access to a
-    private file; otherwise, it has the default permissions of new files.
+    The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged.
+    Several processes may call this for a path at the same time; the last one wins.
+
+    Args:
+        private: True to give other users no access to the file, False for the default permissions of new files.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -53,10 +56,10 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename that file to `path` at the end of the body.
+    """Context manager that yields a temporary path, and renames the file written there to `path` on exit.
 
-    The temporary path is in a hidden directory next to `path`. After an exception `path` is unchanged, and the
-    directories that were created are removed.
+    The temporary path is in a hidden directory next to `path`. Missing parents of `path` are created. After an
+    exception, `path` is unchanged and the created directories are removed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -75,7 +78,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Write a file of a run durably, or warn if it cannot be written: a run does not end for lack of such a file."""
+    """Write a file of a run like `write_text_durable`, but print a warning instead of raising `OSError`."""
     try:
         write_text_durable(path, text)
     except OSError as error:
@@ -83,12 +86,12 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 def warn_write_failed(path: Path, error: OSError) -> None:
-    """Warn that a file of a run is incomplete or missing."""
+    """Print a warning that a file of a run could not be written and that training continues."""
     warn(f"WARNING: cannot write {path}: {error.strerror}. The file is incomplete or missing; training continues")
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to the disk, so that the file is not empty after a crash."""
+    """Flush the content of a file to the disk, so that it is not lost in a crash of the node."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,14 +1,14 @@
-"""Formatting for messages, tables and plots: sizes, durations, long texts, corrections of misspelled names."""
+"""Formatting for messages, tables and plots: sizes, durations, truncated texts, suggestions for misspellings."""
 
 import difflib
 from collections.abc import Iterable
 
-#: Suffixes of sizes in bytes, from the smallest.
+#: Suffixes of sizes, with the number of bytes that each stands for, from the smallest.
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a size in bytes with the largest exact suffix, such as "64K"."""
+    """Format a size in bytes, such as "64K", with the largest suffix that gives an integer."""
     for suffix, scale in reversed(SUFFIXES.items()):
         if num_bytes % scale == 0:
             return f"{num_bytes // scale}{suffix}"
@@ -16,25 +16,28 @@ def format_size(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size in bytes, such as "65536", "64K" or "2G"; return None for other texts."""
+    """Parse a size in bytes, such as "65536", "64K" or "2G". Return None if the text is not a size."""
     scale = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if scale == 1 else text[:-1]
     return int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else None
 
 
 def format_seconds(value: float) -> str:
-    """Format a duration with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
+    """Format a duration in seconds with about two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 
 
 def truncate_text(text: str, max_chars: int) -> str:
-    """Shorten a text to at most `max_chars` characters, the last three of which are dots if it was longer."""
+    """Truncate a text to `max_chars` characters. A truncated text ends with "..."."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = " ({})") -> str:
-    """Format "did you mean NAME?" with the known name most similar to a word; return "" if none is similar."""
+    """Suggest the known name that is most similar to a word: " (did you mean NAME?)", or "" if none is similar.
+
+    `form` is the format string around "did you mean NAME?".
+    """
     near = difflib.get_close_matches(word, list(known), n=1)
     return form.format(f"did you mean {near[0]}?") if near else ""

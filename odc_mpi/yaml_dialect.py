@@ -1,6 +1,6 @@
-"""The YAML dialect of configuration files: safe YAML 1.1, but ``1e-4`` and ``-.1`` are numbers, not strings.
+"""The YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
 
-A duplicate key is an error.
+Duplicate keys are an error.
 """
 
 import re
@@ -13,7 +13,7 @@ from odc_mpi.errors import UserError
 
 
 def read_file(path: Path) -> Any:
-    """Read a document; raise `UserError` if the file cannot be read or is not YAML."""
+    """Read a YAML document. Raise `UserError` if the file cannot be read or is not valid."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -26,7 +26,7 @@ def read_file(path: Path) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Parse a command line argument. Text that is not YAML is returned as it is and left to the type check."""
+    """Parse a command line argument as YAML. Text that is blank or not valid YAML is returned unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -35,7 +35,7 @@ def read_value(text: str) -> Any:
 
 
 def write(document: Any) -> str:
-    """Format a document such that `read_file` reads an equal one."""
+    """Format a document as YAML that `read_file` converts back to an equal document."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 

@@ -14,14 +14,14 @@ from odc_mpi.errors import UserError
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint below a path (see `checkpoint_directories`)."""
+    """Open the newest complete checkpoint below a path (see `checkpoint_directories`), or raise `UserError`."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line for each checkpoint, the oldest first."""
+    """Yield a line to print for each checkpoint below a path (see `checkpoint_directories`), the oldest first."""
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
@@ -34,7 +34,10 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Read every byte of the checkpoints below a path; return lines to print, and the number that are not intact."""
+    """Verify every byte of the checkpoints below a path (see `checkpoint_directories`).
+
+    Return the lines to print, and the number of checkpoints that are damaged or could not be verified.
+    """
     lines, num_damaged = [], 0
     for directory in checkpoint_directories(path):
         verdict = "DAMAGED"
@@ -51,7 +54,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield a line for each tensor of the newest checkpoint, with its norm."""
+    """Yield lines to print about the newest checkpoint below a path, including one with the norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
@@ -69,20 +72,20 @@ def show_lines(path: Path) -> Iterator[str]:
 
 
 def digest_line(path: Path) -> str:
-    """Return the SHA-256 of the newest checkpoint (see `compute_digest`), and its directory."""
+    """Return a line with the SHA-256 of the newest checkpoint below a path (see `compute_digest`) and its directory."""
     with open_newest_checkpoint(path) as checkpoint:
         digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
         return f"{digest}  {checkpoint.directory}"
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
-    """Yield the elements of a tensor in order, in the stored type, a block at a time."""
+    """Yield the elements of a tensor in blocks, in order and in the stored type."""
     for start, stop in blocks(0, checkpoint.record(name).numel):
         yield checkpoint.read(name, start, stop)
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    """Compute the norm of a tensor. Values of fp8 are not decoded: their bits are read as integers."""
+    """Return the 2-norm of a tensor. fp8 values are not decoded; their bits are used as integers."""
     total = 0.0
     for block in _read_blocks(checkpoint, name):
         if checkpoint.record(name).dtype == "bfloat16":

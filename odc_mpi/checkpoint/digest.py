@@ -1,7 +1,7 @@
-"""A SHA-256 over the state of a training run that does not depend on the number of ranks.
+"""SHA-256 digest of the state of a training run, which does not depend on the number of ranks.
 
-It covers names, types, shapes and bits of parameters, buffers and the optimizer's state, but not the configuration, the
-position in the data, or versions.
+It covers names, types, shapes and bits of parameters, buffers and optimizer state. It does not cover the configuration,
+the position in the data, or versions of software.
 """
 
 import hashlib
@@ -11,15 +11,19 @@ import numpy.typing as npt
 
 from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
 
-#: Maximum number of elements that are read at a time.
+#: Maximum number of elements in a block, which is read at once.
 BLOCK_NUMEL = 1 << 22
 
-#: Function of a tensor's path and record. Yields its elements in order, in the stored type.
+#: Function that yields the elements of a tensor as arrays, in order and in the stored type. Arguments: the path
+#: and the record of the tensor.
 Read = Callable[[str, TensorRecord], Iterable[npt.NDArray]]
 
 
 def compute_digest(manifest: Manifest, read: Read) -> str:
-    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits."""
+    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits.
+
+    `read` is called for each tensor to read its elements.
+    """
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):
         digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())
@@ -32,6 +36,6 @@ def compute_digest(manifest: Manifest, read: Read) -> str:
 
 
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split a range of elements into blocks; yield the start and stop of each."""
+    """Split a range of elements into blocks of at most `BLOCK_NUMEL`, and yield the start and stop of each block."""
     for first in range(start, stop, BLOCK_NUMEL):
         yield first, min(first + BLOCK_NUMEL, stop)

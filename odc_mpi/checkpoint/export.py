@@ -1,6 +1,6 @@
-"""Export of a checkpoint to a Hugging Face directory: config.json, safetensors, tokenizer files.
+"""Export of a checkpoint to a Hugging Face directory with config.json, safetensors files and tokenizer files.
 
-Only the weights of one file are in memory at a time. Optimizer state is not exported.
+Only the weights of one safetensors file are in memory at a time. Optimizer state is not exported.
 """
 
 import json
@@ -22,34 +22,38 @@ from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import sync_directory, sync_file
 
-#: Maximum bytes of weights in one file, unless a single tensor is larger.
+#: Maximum size of the weights in one file, in bytes. A larger tensor is in a file of its own.
 FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
-    """Content of an exported directory: tensors by name, read when their file is written, and a configuration."""
+    """Interface to the content of an exported directory: tensors, which are read one by one, and a configuration."""
 
-    #: Name of the file of weights, without its suffix.
+    #: Name of the files of weights, without number and suffix.
     stem: str = "model"
+    #: Name of the configuration file.
     config_name: str = "config.json"
-    #: Default type of floating-point weights, by its name in torch.
+    #: Default type of floating-point weights, as the name of a torch dtype.
     dtype: str
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the exported size in bytes of each tensor by its exported name, in the order of the files."""
+        """Return the size of each tensor in bytes if exported as `dtype`, by exported name, in the order of writing."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read a tensor, and convert it to `dtype` if it is floating-point."""
+        """Read the tensor with an exported name. Floating-point weights are converted to `dtype`."""
 
     @abstractmethod
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the content of the configuration file."""
+        """Return the content of the configuration file. `dtype` is the name of the exported torch dtype."""
 
 
 class FullModelExporter(Exporter):
-    """Exporter of a checkpoint of a full transformers model; raises `UserError` for any other."""
+    """Exporter of a checkpoint of a full transformers model.
+
+    Raise `UserError` for a checkpoint of another model, or one that contains only adapters.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         metadata = checkpoint.manifest.metadata
@@ -86,13 +90,18 @@ def export(
     exporter: Exporter | None = None,
     base: Path | None = None,
 ) -> list[str]:
-    """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft; return the names of the files.
+    """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft, and return the names of the files.
 
     Args:
-        out: Directory to create; an empty one is replaced. It appears atomically, with all files.
-        dtype: Type of floating-point weights, by its name in torch; default: `exporter.dtype`.
-        exporter: Content of the directory; default: the full model.
-        base: Present directory of the model from which the run started, for its tokenizer; default: `model.path`.
+        out: Directory to create. It appears atomically with all files. An existing directory must be empty.
+        dtype: Type of floating-point weights, as the name of a torch dtype. By default, `exporter.dtype`.
+        exporter: Content of the directory. By default, the full model.
+        base: Current directory of the model from which the run started, for its tokenizer. By default, the setting
+            `model.path` of the run.
+
+    Raises:
+        UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or
+            cannot be exported.
     """
     exporter = exporter or FullModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -119,13 +128,13 @@ def export(
 
 
 def read_full_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a full tensor of the model, in its own type."""
+    """Read a full tensor of the model, in the type in which it was saved. Raise `UserError` if it is damaged."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for the model of a checkpoint."""
+    """Return the content of config.json for the model of a checkpoint. `dtype` is the name of the exported type."""
     metadata = checkpoint.manifest.metadata
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
@@ -147,14 +156,14 @@ def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
 
 
 def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
-    """Write one file and return the bytes of its tensors, which are freed on return."""
+    """Write the tensors of one file, and return their size in bytes. The tensors are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the tensors in each file."""
+    """Yield the names of the tensors of each file."""
     group: list[str] = []
     size = 0
     for name, num_bytes in sizes.items():
@@ -167,13 +176,20 @@ def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
-    """Return the exported type of a tensor. Buffers keep their type, since `model.param_dtype` is for parameters."""
+    """Return the exported type of a tensor. Buffers keep their type; `model.param_dtype` is for parameters."""
     stored_dtype: torch.dtype = getattr(torch, record.dtype)
     return dtype if stored_dtype.is_floating_point and record.kind != "buffer" else stored_dtype
 
 
 def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer files of a run from the data set, `rl.tokenizer`, or the model in `base` or `model.path`."""
+    """Read the tokenizer files of a run, and return their contents by file name.
+
+    They are read from the first of these that has any: the data set, the setting `rl.tokenizer`, and the directory of
+    the model, which is `base` or otherwise the setting `model.path`. Return an empty dictionary if none has.
+
+    Args:
+        config: Configuration of the run, as stored in its checkpoints.
+    """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
     return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})

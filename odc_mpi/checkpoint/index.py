@@ -1,8 +1,8 @@
-"""index.h5: the full tensors of a checkpoint by name, for other programs that read HDF5.
+"""The index of a checkpoint, index.h5, in which other HDF5 programs find the full tensors by name.
 
-Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If such a file is
-missing, HDF5 returns the fill value without an error. The fill value is therefore NaN, so that missing data is visible,
-and this package never reads a checkpoint through its index.
+Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of the files is
+missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN, which makes missing data
+visible, and this package never reads a checkpoint through its index.
 """
 
 import math
@@ -16,14 +16,14 @@ from odc_mpi.checkpoint.manifest import FORMAT, INDEX, VERSION, FileRecord, Mani
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync_file
 
-#: Start and stop in each dimension.
+#: Box in a tensor: start and stop of the range in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
 #: Bits of NaN for types that are stored as integers.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint and flush it to the disk. All files of the ranks must exist."""
+    """Write the index of a checkpoint, and return its record. The files of all ranks must exist in `directory`."""
     path = directory / INDEX
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -52,20 +52,20 @@ def _create_virtual_dataset(file: h5py.File, name: str, record: TensorRecord, di
 
 
 def _fill_value(dtype: str, stored: np.dtype) -> int | float:
-    """Return NaN, or the largest integer for a type without NaN."""
+    """Return the fill value of a tensor: NaN, or the largest integer for a type without NaN."""
     if stored.kind == "f":
         return np.nan
     return _NAN_BITS.get(dtype, int(np.iinfo(stored).max))
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
-    """Split elements `[start, stop)` of a flattened tensor of at least one dimension into hyperslabs, in order.
+    """Split elements `[start, stop)` of a flattened tensor of at least one dimension into hyperslabs (boxes), in order.
 
-    A range can begin and end within a row. It then consists of the end of a row, complete rows, and the beginning of a
-    row. Parts of rows are split recursively.
+    A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
+    the beginning of a row. Parts of rows are split recursively.
 
     Yields:
-        Start and stop in the flattened tensor, and the hyperslab with these elements in the same order.
+        Start and stop of a range of the flattened tensor, and the hyperslab that has the same elements in this order.
     """
     if start >= stop:
         return

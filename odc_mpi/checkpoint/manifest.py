@@ -1,8 +1,9 @@
 """The manifest of a checkpoint: its tensors, its files, and their checksums.
 
 A checkpoint is a directory such as `step_00000100`. It is complete if it has an intact manifest.json, which is written
-last. The manifest contains a checksum of each file without its tensors. That part of the file includes a table of the
-checksums of the tensors' blocks. So every byte is covered, although rank 0 does not read other ranks' files.
+last. For each file, the manifest contains a checksum of all bytes except those of tensors. These bytes include a table
+with the checksums of the blocks of the tensors. Every byte is therefore covered, although rank 0 does not read the
+files of other ranks.
 """
 
 import json
@@ -19,11 +20,11 @@ from odc_mpi.files import sync_file
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
-#: The directory of checkpoints in a run directory.
+#: Name of the directory of checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
 
-#: The numpy type in which each torch type is stored. HDF5 has neither bf16 nor fp8: their bits are stored as integers.
+#: Numpy type in which each torch type is stored. HDF5 has neither bf16 nor fp8, whose bits are stored as integers.
 STORED_AS = {
     **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -35,18 +36,18 @@ STORED_AS = {
 
 
 class VersionError(UserError):
-    """A checkpoint has another version of the format, and may be intact."""
+    """Raised if a checkpoint has another version of the format. It may be intact."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor, and the parts of it in the files of the ranks.
+    """Type and shape of a tensor, and the ranges of it that are stored in the files of the ranks.
 
     Attributes:
-        kind: trainable or frozen for parameters, buffer for replicated tensors, state for the optimizer's.
-        dtype: Type, by its name in torch.
+        kind: "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state.
+        dtype: Name of the torch dtype.
         shape: Shape of the full tensor.
-        ranges: Rank, start and stop in the flattened tensor of each part, in order, without empty parts.
+        ranges: Rank, start and stop of each non-empty range of the flattened tensor, in order.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The length of a file, and the CRC-32 of all its bytes except those of tensors."""
+    """Size of a file in bytes, and the CRC-32 of all its bytes except those of tensors."""
 
     num_bytes: int
     checksum: int
@@ -73,12 +74,15 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        step: Number of completed steps.
+        step: Number of completed training steps.
         size: Number of ranks that wrote the checkpoint.
-        tensors: Records by path of the data sets, such as model/layers.0.weight, optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, such as its step: values by parameter, by key.
-        optimizer: Name of the optimizer's class.
-        metadata: JSON-serializable values: the run's configuration, the position in the data, versions.
+        tensors: Records of the tensors by path of their data sets, such as model/layers.0.weight or
+            optimizer/exp_avg/layers.0.weight.
+        scalars: Optimizer state with one number per parameter, such as "step". A dictionary by key of the state, then
+            by parameter.
+        optimizer: Name of the class of the optimizer.
+        metadata: JSON-serializable values, such as the configuration of the run, the position in the data, versions.
+        files: Records of the files by name.
     """
 
     step: int
@@ -91,18 +95,18 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the file of a rank in the checkpoint of a step."""
     # With the step, since HDF5 also searches the current directory, possibly another checkpoint, for files of an index.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint of a step."""
+    """Return the name of the directory of the checkpoint of a step."""
     return f"step_{step:08d}"
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the subdirectories with names of checkpoints, complete or not, by step, the oldest first."""
+    """Return the checkpoints in a directory by step, the oldest first. They may be incomplete."""
     if not directory.is_dir():
         return {}
     by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -110,7 +114,7 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest and flush it to the disk."""
+    """Write a manifest to the file `path` and flush it to the disk."""
     # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     path.write_text(json.dumps({**body, "checksum": _checksum(body)}) + "\n", encoding="utf-8")
@@ -118,7 +122,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint; raise `UserError` if it is missing, damaged, or of another version."""
+    """Read the manifest of the checkpoint in a directory.
+
+    Raise `UserError` if the manifest is missing or damaged, and `VersionError` if its format has another version.
+    """
     path = directory / MANIFEST
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

@@ -1,9 +1,10 @@
 """Publication, replacement and removal of checkpoint directories. A crash at any time leaves only complete checkpoints.
 
 Note: retired checkpoints
-    A checkpoint that is to be replaced or pruned is first retired: renamed to a hidden name. It is removed only after
-    its replacement has been published and flushed to the disk. Its manifest is removed first. So a retired directory
-    with a manifest is complete, and `recover_retired` restores its name if no other checkpoint has that name.
+    A checkpoint that will be replaced or pruned is first retired, which means that it is renamed to a hidden name. A
+    replaced checkpoint is removed only after its replacement has been published and flushed to the disk. The manifest
+    is removed first. A retired directory with a manifest is therefore complete, and `recover_retired` restores its name
+    if no other checkpoint has that name.
 """
 
 import os
@@ -23,10 +24,12 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     """Publish a directory with the files of all ranks as a checkpoint, atomically.
 
+    The index and the manifest are written into the directory, which is then renamed to `goal`.
+
     Args:
-        directory: Unfinished directory, next to `goal`.
-        manifest: Manifest with the files of the ranks, without the index.
-        goal: Path of the checkpoint. An older one is replaced.
+        directory: Directory in which the ranks have written their files, in the same parent directory as `goal`.
+        manifest: Manifest with records of the files of all ranks, but not of the index.
+        goal: Path of the checkpoint. An existing checkpoint is replaced.
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
@@ -46,7 +49,10 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
 
 
 def prune(directory: Path, keep: int, protected_step: int | None = None) -> None:
-    """Remove all checkpoints except the newest `keep` and that of `protected_step`. Errors are ignored."""
+    """Remove all complete checkpoints except the newest `keep` (at least 1) and that of `protected_step`.
+
+    Errors are ignored.
+    """
     complete = [(step, path) for step, path in steps_in(directory).items() if (path / MANIFEST).exists()]
     for path in (path for step, path in complete[:-keep] if step != protected_step):
         with suppress(OSError):
@@ -54,9 +60,10 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 
 
 def recover_retired(directory: Path) -> None:
-    """Restore the names of retired checkpoints whose replacements were not published before a run was killed.
+    """Restore the names of checkpoints that were renamed for removal, but have no replacement after a killed run.
 
-    Call it before a search for checkpoints, as one of these may be the newest, and while no run writes there.
+    Call this before searching for checkpoints, since a retired one may be the newest. No run may write to the directory
+    at the same time.
     """
     for path, goal in recoverable_checkpoints(directory).items():
         if not goal.exists():
@@ -65,7 +72,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
-    """Return the complete retired checkpoints that have no replacement, and their former paths."""
+    """Map each complete checkpoint that was renamed for removal, but has no replacement, to its former path."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
@@ -75,7 +82,10 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
 
 
 def remove_incomplete(directory: Path) -> int:
-    """Remove the incomplete checkpoints of killed runs, and return their number. No run may write there."""
+    """Remove the incomplete checkpoints of killed runs in a directory, and return their number.
+
+    `recover_retired` is called first. No run may write to the directory at the same time.
+    """
     recover_retired(directory)
     incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]
     for path in incomplete:
@@ -91,7 +101,7 @@ def _retire(path: Path) -> Path:
 
 
 def _remove(retired: Path) -> None:
-    """Remove a retired checkpoint, the manifest first, so that a crash does not leave a seemingly complete one."""
+    """Remove a retired checkpoint. The manifest is removed first, so that after a crash it is not taken as complete."""
     with suppress(OSError):
         (retired / MANIFEST).unlink(missing_ok=True)
         sync_directory(retired)

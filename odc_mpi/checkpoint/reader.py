@@ -1,6 +1,7 @@
 """Reading of slices of tensors from a checkpoint.
 
-Slices are found through the manifest, and their checksums are verified. index.h5 is not used: it is for other programs.
+The manifest contains the locations of slices. Checksums are verified on reading. index.h5, which is for other programs,
+is not used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A complete checkpoint, open for reading. `read_manifest` describes its errors."""
+    """A complete checkpoint, open for reading. Construction raises the same errors as `read_manifest`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,11 +38,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     @property
     def step(self) -> int:
-        """Number of completed steps."""
+        """Number of completed training steps."""
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor in its stored type; raise `UserError` if damaged."""
+        """Read elements `[start, stop)` of a flattened tensor, by default all, as a 1D array of the stored type.
+
+        Raise `UserError` if there is no tensor `path`, or if the data is damaged or missing.
+        """
         record = self.record(path)
         stop = record.numel if stop is None else stop
         dtype = stored_type(record.dtype)
@@ -56,13 +60,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return values
 
     def record(self, path: str) -> TensorRecord:
-        """Return the manifest's record of a tensor."""
+        """Return the record of a tensor. Raise `UserError` if the checkpoint has no tensor `path`."""
         if path not in self.manifest.tensors:
             raise UserError(f"{self.directory} has no tensor {path}")
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Check the files of these ranks except for their tensors; return the first error message, or None."""
+        """Check the files of some ranks without their tensors. Return the first error message, or None."""
         try:
             for rank in ranks:
                 with self._open(rank):
@@ -72,7 +76,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return None
 
     def verify(self) -> Iterator[str]:
-        """Read every byte, and yield a message for each error."""
+        """Read every byte of all files except the manifest, and yield a message for each error."""
         for rank in range(self.manifest.size):
             try:
                 with self._open(rank) as file:
@@ -89,7 +93,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             yield f"cannot read {path}: {error.strerror}"
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
+        """Close all open files. Idempotent."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -109,9 +113,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of checkpoints below a path, complete or not, the oldest first; a `UserError` if none.
+    """Return the directories of the checkpoints below a path, the oldest first. They may be incomplete.
 
-    `path` is a run directory, its directory of checkpoints, or one checkpoint.
+    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raise `UserError` if there is none.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]

@@ -1,12 +1,13 @@
-"""Checkpoints in the background: a thread of each rank writes its file, then one of rank 0 publishes the checkpoint.
+"""Saving of checkpoints in the background. A thread of each rank writes a file; then rank 0 publishes the checkpoint.
 
-    start             parameters are published: a thread begins to write the copied state of this rank
-    report            before the all-gather of gradient statistics: three numbers about this rank's file to add to it
-    receive_reports   after it: once all ranks have reported the checkpoint as written, rank 0 publishes it in a thread
+    start             after the parameters are published: start a thread that writes the copied state of this rank
+    report            before the all-gather of gradient statistics: return three numbers to add to it
+    receive_reports   after the all-gather: if all ranks have written their files, rank 0 starts a thread that publishes
+                      the checkpoint
 
-The files are written into a hidden directory, the index and the manifest last. Then the directory is renamed, so a
-directory with the name of a checkpoint is complete. If a rank cannot write, the checkpoint is removed, and training
-continues. The threads do not communicate.
+The files are written into a hidden directory, the index and the manifest last. Then the directory is renamed. A
+directory with the name of a checkpoint is therefore complete. If a rank cannot write its file, the checkpoint is
+removed, and training continues. The threads do not communicate.
 """
 
 import shutil
@@ -28,10 +29,13 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function in a daemon thread, which does not delay the end of the program. It must report its own errors."""
+    """A function that runs in a daemon thread, which does not delay the end of the program.
+
+    Exceptions of the function are ignored, so it must report errors itself.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        #: Return value of the function; None before it returns, or if it raised.
+        #: Return value of the function. None until it returns, or if it raised an exception.
         self.result: T | None = None
         self._thread = threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True)
         self._thread.start()
@@ -60,19 +64,21 @@ class _PendingCheckpoint:
 
 
 class Saver:
-    """Writes this rank's files of checkpoints, and publishes the checkpoints on rank 0.
+    """Writer of this rank's files of checkpoints, which on rank 0 also publishes the checkpoints.
 
     Args:
         directory: Directory of the checkpoints, on a file system that all nodes share.
-        token: Unique name of the run, the same on every rank.
-        keep: Number of complete checkpoints to keep; 0 keeps all.
-        warn: Prints a line for the user. Must be thread-safe.
-        check: Raises OSError if this run may no longer write to the run directory. Must be thread-safe.
+        rank: Rank of this process.
+        size: Number of ranks.
+        token: Unique name of the run, equal on all ranks.
+        keep: Number of complete checkpoints to keep. 0 keeps all.
+        warn: Thread-safe function that prints a line for the user.
+        check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved: Number of published checkpoints, on rank 0.
-        num_failed: Number of checkpoints that could not be written or published, on rank 0.
-        last_failed: True if the last checkpoint is one of these, on rank 0.
+        num_saved: Number of published checkpoints. Only counted on rank 0.
+        num_failed: Number of checkpoints that could not be written or published. Only counted on rank 0.
+        last_failed: True if the last checkpoint could not be written or published. Only set on rank 0.
     """
 
     def __init__(
@@ -99,39 +105,39 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True while not all ranks have reported a checkpoint as written. Equal on all ranks."""
+        """True from `start` until all ranks have reported their files as written or failed. Equal on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """True while a thread of this rank is writing or publishing."""
+        """True while a thread of this rank writes a file or publishes a checkpoint."""
         writing = self._pending is not None and not self._pending.writing.done
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Wait until this rank's thread has ended its write. The caller sets a deadline."""
+        """Wait until the thread of this rank has written its file, or failed. The caller must set a deadline."""
         if self._pending:
             self._pending.writing.wait()
 
     def start(
         self, step: int, entries: Sequence[ShardEntry], manifest: Manifest | None, protected_step: int | None = None
     ) -> None:
-        """Write this rank's file of a checkpoint in a thread. No other checkpoint may be pending or busy.
+        """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
         Args:
-            step: Step of the checkpoint, equal on all ranks.
-            entries: Content of the file. Must not change until it is written.
-            manifest: Manifest without files, on rank 0; None on other ranks.
-            protected_step: Step whose checkpoint is kept in addition to the newest.
+            step: Number of completed training steps, equal on all ranks.
+            entries: Content of the file. The arrays must not change until the file is written.
+            manifest: Manifest without records of files on rank 0, None on other ranks.
+            protected_step: Step whose checkpoint is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
         writing = BackgroundTask(lambda: self._write(step, entries))
         self._pending = _PendingCheckpoint(step, writing, manifest, protected_step)
 
     def report(self) -> tuple[float, float, float]:
-        """Return the report for the other ranks: the step, and the bytes and checksum of this rank's file.
+        """Return the report for `receive_reports`: step of the checkpoint, size and checksum of this rank's file.
 
-        The step is negative if the file could not be written, and 0 if there is nothing to report yet.
+        The step is negated if the file could not be written, and 0 if there is nothing to report yet.
         """
         if self._pending is None or not self._pending.writing.done:
             return 0.0, 0.0, 0.0
@@ -141,7 +147,10 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Receive the reports of all ranks, `[size, 3]`, and start to publish the checkpoint if all have written."""
+        """Process the reports of all ranks, `[size, 3]`. If all files are written, rank 0 starts to publish them.
+
+        If a rank could not write its file, rank 0 instead removes the checkpoint and prints a warning.
+        """
         steps, head = reports[:, 0], self._pending
         if head is None or not (np.abs(steps) == head.step).all():
             return
@@ -152,7 +161,10 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """Wait until rank 0's thread has published the checkpoint. The caller sets a deadline."""
+        """Wait until the thread of rank 0 has published the checkpoint, or failed. The caller must set a deadline.
+
+        Returns immediately on other ranks.
+        """
         if self._publishing:
             self._publishing.wait()
 

@@ -1,16 +1,16 @@
-"""A rank's file of a checkpoint: ranges of flattened tensors as contiguous HDF5 data sets, with checksums.
+"""The file of a rank in a checkpoint, with ranges of flattened tensors as contiguous HDF5 data sets and checksums.
 
 h5py has one lock for all HDF5 calls of a process. If gigabytes were written under the lock, training could not read its
-data. Therefore HDF5 only allocates the data sets in the file. Their bytes are written and read at their offsets,
-without the lock.
+data at the same time. Therefore, HDF5 only allocates the data sets in the file. Their bytes are written and read at
+their offsets without the lock.
 
 | data set                            | type           | content                                                     |
 |-------------------------------------|----------------|-------------------------------------------------------------|
 | `model/NAME`, `optimizer/KEY/NAME`  | of the tensor  | `[n]`, elements of the flattened tensor from `start` on      |
 | `checksums`                         | uint32         | CRC-32 of each block of 256 KiB, in the order of the file    |
 
-Attributes of a data set: `start`, `shape` (of the full tensor), `dtype` (name in torch); of the file: `format`,
-`version`, `step`, `rank`, `size`.
+The attributes of a data set are `start`, `shape` (of the full tensor) and `dtype` (its name in torch). The attributes
+of the file are `format`, `version`, `step`, `rank` and `size`.
 """
 
 import os
@@ -31,22 +31,23 @@ try:
 except ImportError:  # only available for two processor architectures
     from zlib import crc32
 
-#: Bytes with one checksum. A read of a slice reads complete blocks.
+#: Size of a block, in bytes. Each block has a checksum. To read a slice, complete blocks are read.
 BLOCK_BYTES = 1 << 18
-#: Maximum bytes of one write: enough to keep a disk busy.
+#: Maximum size of one write, in bytes: enough to keep a disk busy.
 _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A range of a flattened tensor to store as data set `path`.
+    """A range of a flattened tensor to store as a data set.
 
     Attributes:
-        values: Elements in the stored type, `[n]`, contiguous.
-        start: Index of the first element in the flattened tensor.
+        path: Path of the data set in the file.
+        values: Elements of the range in the stored type, contiguous, `[n]`.
+        start: Index of the first element of the range in the flattened tensor.
         shape: Shape of the full tensor.
-        dtype: Type of the tensor, by its name in torch.
+        dtype: Name of the torch dtype of the tensor.
     """
 
     path: str
@@ -57,7 +58,15 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a new file with non-empty entries and flush it to the disk. Thread-safe; does not hold the h5py lock."""
+    """Write a new file, flush it to the disk, and return its record.
+
+    Thread-safe. The h5py lock is not held during the writes.
+
+    Args:
+        path: Path of the file, which must not exist.
+        entries: Ranges of tensors to store, none of them empty.
+        attributes: Attributes of the file.
+    """
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -74,7 +83,7 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
 
 
 def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
-    """Create a file and allocate its data sets; return the offset of each entry and of the checksums."""
+    """Create a file and allocate its data sets. Return the offsets of the entries, and that of the checksums."""
     offsets = []
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(attributes)
@@ -88,7 +97,7 @@ def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str
 
 
 def _create_dataset(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
-    """Create a data set that is allocated immediately and not filled."""
+    """Create a data set whose memory in the file is allocated immediately and not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -104,7 +113,7 @@ def _bytes_of(values: npt.NDArray) -> memoryview:
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
-    """Write bytes at an offset of a file; return the checksums of their blocks."""
+    """Write bytes at an offset of a file, and return the checksums of their blocks."""
     checksums = []
     for begin in range(0, len(content), _WRITE_BYTES):
         part = content[begin : begin + _WRITE_BYTES]
@@ -124,7 +133,7 @@ def _block_checksums(content: memoryview) -> list[int]:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Read bytes at an offset of a file, fewer at its end."""
+    """Read bytes at an offset of a file. The result is shorter if the file ends before."""
     content = np.empty(num_bytes, dtype=np.uint8)
     view, num_read = _bytes_of(content), 0
     while num_read < num_bytes and (count := os.preadv(descriptor, [view[num_read:]], offset + num_read)):
@@ -133,7 +142,7 @@ def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> int:
-    """Return the checksum of a file without some extents, given as `(offset, num_bytes)`."""
+    """Return the checksum of a file without some ranges of bytes, `extents`, given as `(offset, num_bytes)`."""
     checksum, position, size = 0, 0, os.fstat(descriptor).st_size
     for offset, num_bytes in [*sorted(extents), (size, 0)]:
         offset = min(offset, size)
@@ -143,14 +152,14 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
 
 
 def checksum_of_file(path: Path) -> FileRecord:
-    """Return the record of a file without tensors."""
+    """Return the size and checksum of a file that contains no data of tensors, such as the index."""
     with path.open("rb", buffering=0) as file:
         return FileRecord(os.fstat(file.fileno()).st_size, _checksum_of_rest(file.fileno(), ()))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A data set, its location in the file, and the index of its first block in the table of checksums."""
+    """A data set in a file. `offset` is its location, `first_block` the index of its first checksum in the table."""
 
     dtype: np.dtype
     numel: int
@@ -164,9 +173,13 @@ class _Stored:
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A rank's file, open for reading. Checks each byte that is read against a checksum.
+    """The file of a rank, open for reading. Data is verified with checksums on reading.
 
-    Raises `UserError` if the file is missing, damaged, or of another checkpoint.
+    Args:
+        expected: Record of the file in the manifest of the checkpoint.
+
+    Raises:
+        UserError: The file is missing, damaged, or belongs to another checkpoint.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:
@@ -190,7 +203,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             raise
 
     def _read_checksums(self, table: int, expected: FileRecord) -> npt.NDArray[np.uint32]:
-        """Verify the file except for its tensors, and return the checksums of their blocks."""
+        """Verify the file except for the tensors in it, and return the checksums of the blocks of the tensors."""
         extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
         blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
         try:
@@ -203,7 +216,10 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, all in this file; raise `UserError` if damaged."""
+        """Read elements `[start, stop)` of a flattened tensor, which must all be in this file.
+
+        `path` is the path of the data set. Raise `UserError` if the elements are damaged or cannot be read.
+        """
         stored = self._datasets[path]
         assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
         begin, end = ((element - stored.start) * stored.dtype.itemsize for element in (start, stop))
@@ -212,7 +228,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
 
     def verify(self) -> Iterator[str]:
-        """Read all tensors, and yield a message for each damaged one."""
+        """Read all tensors, and yield a message for each one that is damaged or cannot be read."""
         for path, stored in self._datasets.items():
             try:
                 blocks = -(-stored.num_bytes // BLOCK_BYTES)
@@ -245,7 +261,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
 
 def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
-    """Return the data sets of a file, in the order of the file, and the offset of the checksums."""
+    """Return the data sets of a file by path, in the order of their offsets, and the offset of the checksums."""
     items: dict[str, h5py.Dataset] = {}
     with h5py.File(path, "r", locking=False) as file:
         file.visititems(lambda name, item: items.update({name: item}) if isinstance(item, h5py.Dataset) else None)
@@ -259,7 +275,7 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which tensors of a torch type are stored, or raise `UserError`."""
+    """Return the numpy type in which a torch type is stored. Raise `UserError` if a checkpoint cannot store it."""
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
     return np.dtype(STORED_AS[dtype])

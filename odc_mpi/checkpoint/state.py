@@ -1,11 +1,11 @@
 """Saving and restoring the state of a model and its optimizer. Does not communicate.
 
-    snapshot    copies this rank's slices to host memory, from which a thread writes them
-    restore     reads this rank's slices from the files of any number of ranks
+    snapshot    copy the slices of this rank to host memory, from which a thread writes them
+    restore     read the slices of this rank from a checkpoint that was written by any number of ranks
 
-The state consists of the parameters in master precision, the optimizer's state of each element, and the tensors that
-are replicated on all ranks, such as persistent buffers, which rank 0 stores. Frozen parameters are omitted if they
-belong to a base model that the checkpoint refers to by `metadata["base"]`.
+The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
+all ranks, such as persistent buffers. Replicated tensors are stored by rank 0. Frozen parameters are omitted if they
+belong to a base model, to which `metadata["base"]` of the checkpoint refers.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class _TensorRange(NamedTuple):
-    """A range of a flattened tensor in memory. `shape` is that of the full tensor."""
+    """A range of a flattened tensor in memory, to be stored under `path`. `shape` is the shape of the full tensor."""
 
     path: str
     tensor: torch.Tensor
@@ -37,11 +37,13 @@ class _TensorRange(NamedTuple):
 
 
 class TrainingState:
-    """The state of a model and its optimizer on this rank.
+    """The part of the state of a model and its optimizer that is on this rank.
 
     Args:
+        model: Sharded model.
         optimizer: Optimizer of all or some of the model's slices.
-        omit_frozen_base: True to omit frozen parameters, which are those of the base model.
+        rank: Rank of this process.
+        omit_frozen_base: True to omit frozen parameters, because the checkpoint refers to the base model for them.
     """
 
     def __init__(
@@ -56,13 +58,16 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self) -> list[ShardEntry]:
-        """Copy this rank's part of the state. Call it when parameters are published. Overwrites the last result."""
+        """Copy this rank's part of the state to host memory, as entries of its file.
+
+        Call this after the parameters have been published. The arrays of the previous result are overwritten.
+        """
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Return start and elements, in the stored type, of this rank's range of each tensor, by path.
+        """Return this rank's range of each tensor by path, as its start and an array of the stored type.
 
-        The arrays of tensors in host memory are views, which the optimizer step changes.
+        For tensors in host memory, the arrays are views, whose values change with the next optimizer step.
         """
         return {
             tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
@@ -71,7 +76,10 @@ class TrainingState:
         }
 
     def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot of the present state, without files."""
+        """Return the manifest of the current state, without records of files.
+
+        `step` is the number of completed training steps. `metadata` must be JSON-serializable.
+        """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._tensor_ranges():
             is_state = path.startswith(OPTIMIZER)
@@ -83,7 +91,11 @@ class TrainingState:
         return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer's state of this rank's slices. Parameters are read by `CheckpointWeights`."""
+        """Restore the optimizer state of this rank's slices from a checkpoint.
+
+        Parameters are not restored; `CheckpointWeights` reads them. Raise `UserError` if the checkpoint was saved with
+        another optimizer class, or is damaged.
+        """
         manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
@@ -139,7 +151,7 @@ class TrainingState:
 
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
-        """Kind of each parameter, and owner, start and stop of each of its non-empty slices."""
+        """Kind of each parameter by name, and rank, start and stop of each of its non-empty slices."""
         records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
         for layout in self._model.layouts:
             kind = "trainable" if layout.trainable else "frozen"
@@ -160,9 +172,10 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """A `WeightSource` that reads this rank's slices from a checkpoint, which must stay open.
+    """A `WeightSource` that reads parameters from a checkpoint. The checkpoint must stay open.
 
-    `base` provides the parameters of the base model, if the checkpoint contains only adapters.
+    `base` is the source of parameters that are not in the checkpoint: those of the base model, if only adapters were
+    saved.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
@@ -170,7 +183,7 @@ class CheckpointWeights:
         self._base = base
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements `[start, stop)` of a flattened parameter."""
+        """Read elements `[start, stop)` of a flattened parameter. Raise `UserError` if they are damaged."""
         if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
             return self._base.read(name, start, stop)
         return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
@@ -178,13 +191,16 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Restore the replicated tensors: persistent buffers and parameters that are not floating-point."""
+    """Restore the replicated tensors of a module: persistent buffers, and parameters that are not floating-point."""
     for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` if a model, which may be on the meta device, has other parameters, shapes or trainable ones."""
+    """Raise `UserError` unless a checkpoint has the same parameters and buffers as a module.
+
+    Names, shapes and `requires_grad` are compared. The module may be on the meta device.
+    """
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -206,7 +222,7 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
 
 
 def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
-    """Raise `UserError` unless a checkpoint is of the optimizer class `name`."""
+    """Raise `UserError` unless a checkpoint was saved with the optimizer class `name`."""
     if checkpoint.manifest.optimizer != name:
         raise UserError(
             f"the checkpoint {checkpoint.directory} is of the optimizer {checkpoint.manifest.optimizer}, got {name}: "
@@ -236,6 +252,9 @@ def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> 
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in its own type; raise `UserError` if damaged."""
+    """Read elements `[start, stop)` of a flattened tensor, in the type in which it was saved.
+
+    `path` is the path of its data set, such as model/layers.0.weight. Raise `UserError` if the elements are damaged.
+    """
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

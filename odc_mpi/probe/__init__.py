@@ -1,1 +1,1 @@
-"""Probe of the MPI library: trials of its one-sided operations, a cache of the results, and the decision from them."""
+"""Probe of the MPI library: trials of one-sided operations, a cache of results, and decisions based on the results."""

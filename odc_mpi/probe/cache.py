@@ -1,4 +1,4 @@
-"""Cache of probe reports, in private files. A report that is damaged or cannot be read is ignored."""
+"""Cache of probe reports, in files that only this user can read. Damaged or unreadable reports are ignored."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ import mpi4py
 from odc_mpi.files import write_text_atomic
 from odc_mpi.probe.report import ProbeReport
 
-#: Seconds that a report is valid. The key does not cover changes of kernels, drivers and networks.
+#: Maximum age of a cached report, in seconds. The cache key does not cover changes of kernels, drivers and networks.
 MAX_AGE_S = 7 * 24 * 3600.0
-#: Part of the key. Increased when the probe or the report changes, so that older reports are not read.
+#: Version of the probe and its report, which is part of the cache key. Reports of other versions are not read.
 FORMAT = 3
-#: Prefixes of libraries' environment variables, and of those among them that launchers set for each job.
+#: Prefixes of the environment variables that configure MPI libraries, and of those that launchers set for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
 _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")
 
@@ -32,18 +32,21 @@ def mpi_environment() -> dict[str, str]:
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the software's part of a cache key, for an MPI library with this name and version."""
+    """Return the part of a cache key that describes the software: MPI library, mpi4py, environment variables.
+
+    `library` is the result of MPI_Get_library_version.
+    """
     return {"library": library, "mpi4py": mpi4py.__version__, "settings": mpi_environment()}
 
 
 def cache_directory() -> Path:
-    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory: `odc_mpi` in $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report of a key; None if there is none, or it is too old or not readable."""
+    """Return the cached report for a key, or None if there is none, it is too old, or it cannot be read."""
     try:
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s
@@ -54,7 +57,7 @@ def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | Non
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
-    """Store a report atomically, readable only by this user. Errors are ignored."""
+    """Store a report in the cache atomically. Only this user can read it. Errors are ignored."""
     content = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)

@@ -1,14 +1,14 @@
-"""The decision how ranks reach each other, from the report of a probe. Does not use MPI; equal on all ranks.
+"""The decision how ranks communicate, made from the report of a probe. Does not use MPI. Equal on all ranks.
 
-    window          shared memory on each node if that works, otherwise `Win.Allocate`
-    zero_copy       on if the shards of a node are contiguous shared memory: a fetch then returns a view
+    window          shared memory on each node if it works, otherwise `Win.Allocate`
+    zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
-    progress        a progress thread if Get, the reduction, or Fetch_and_op for tickets of another node waits for a
+    progress        a progress thread if Get, the reduction, or Fetch_and_op to another node (for tickets) waits for a
                     target that computes
-    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested every operation that is needed,
-                    otherwise the host, through pinned memory
+    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all operations that are needed,
+                    otherwise the host, with copies through pinned memory
 
-A setting that is not `auto` takes precedence. Every choice has a reason with the measured value.
+A setting that is not `auto` takes precedence. Every choice has a reason, which may contain a measured value.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,10 @@ from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, OperationResult, Peer, ProbeReport
 
-#: Minimum bandwidth of Accumulate relative to Put, which does not include the time in which the owner adds.
+#: Minimum bandwidth of Accumulate as a fraction of that of Put. With Put, the rank that hosts the shard also needs time
+#: to add, which is not measured.
 MIN_SHARE_OF_PUT = 0.25
-#: A progress thread calls MPI concurrently with the computing thread.
+#: Thread level that a progress thread requires, since it calls MPI concurrently with the computing thread.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 
 #: Reason for zero-copy if no node has several ranks.
@@ -51,7 +52,7 @@ class CommSettings:
 
     @property
     def is_complete(self) -> bool:
-        """True if the settings leave no choice for which a probe is needed."""
+        """True if no probe on the host is needed: `zero_copy`, `reduction` and `progress` are not auto."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class CommSettings:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice and its reason."""
+    """Chosen value of a setting, and the reason for it."""
 
     value: str
     reason: str
@@ -71,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """All choices of the runtime. `window_device` is None if the model computes on the host."""
+    """All choices of how ranks communicate. `window_device` is None if the model computes on the host."""
 
     window: Choice
     zero_copy: Choice
@@ -81,28 +82,28 @@ class Decision:
 
     @property
     def transport(self) -> str:
-        """The setting `comm.transport`: window or collective."""
+        """Value of the setting `comm.transport`: "window" or "collective"."""
         return "collective" if self.window.value == "none" else "window"
 
     @property
     def windows_on_device(self) -> bool:
-        """True if the windows are on devices."""
+        """True if the windows are in device memory."""
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Format all choices for a log, with a reason if it is a warning or advice."""
+        """Format the choices in one line for a log. Only reasons with a warning or advice are included."""
         names = ("window_device", "zero_copy", "reduction", "progress")
         choices = {name.replace("_", "-"): made for name in names if (made := getattr(self, name)) is not None}
         return ", ".join(f"{name} {made.value}{_format_urgent(made.reason)}" for name, made in choices.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return choice and reason of each setting that applies, for JSON."""
+        """Return the choices and reasons by setting as a JSON-serializable dictionary."""
         choices: dict[str, Choice | None] = vars(self)
         return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
 
 
 def decide_collective() -> Decision:
-    """Return the decision for comm.transport collective, the baseline without windows."""
+    """Return the decision if the setting `comm.transport` is collective, the baseline without windows."""
     values = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
     return Decision(**{name: Choice(value, "comm.transport is collective") for name, value in values.items()})
 
@@ -112,12 +113,16 @@ def _format_urgent(reason: str) -> str:
 
 
 def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_device: bool = False) -> Decision:
-    """Decide how ranks reach each other.
+    """Decide how ranks communicate.
 
     Args:
-        report: Report of a probe. A missing result is an objection to the operation.
-        settings: Settings of the user, which take precedence.
+        report: Report of a probe. An operation without a result is avoided.
+        settings: Settings of the user. Those that are not auto take precedence.
         on_device: True if the model computes on a device.
+
+    Raises:
+        UserError: `settings` require windows on a device without `on_device`, or a progress thread although the MPI
+            library does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -135,7 +140,10 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
-    """Raise `UserError` if an operation in use, also Fetch_and_op for tickets, delivered wrong data in the probe."""
+    """Raise `UserError` if an operation that the decision uses delivered wrong data in the probe.
+
+    `tickets` is True if ranks claim microbatches with `Tickets`. Fetch_and_op is then checked, too.
+    """
     origin = ("from_device",) if decision.windows_on_device else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
     for kind in report.kinds:
@@ -249,7 +257,7 @@ def _speeds(kind: str, peer: Peer) -> str:
 
 
 def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, reduction: str) -> Choice:
-    """Choose `progress` from the results in `peers` for the windows in use, and from the report for tickets."""
+    """Choose `progress` from `peers`, the results for the windows in use, and from the report's Fetch_and_op."""
     granted = report.thread_level or "no answer"
     if setting == "thread" and granted != THREADS_NEEDED:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Objections to windows on devices, from the results of `odc-mpi doctor`. Does not use MPI; equal on all ranks.
+"""Objections to windows on devices, from the results of `odc-mpi doctor`. Does not use MPI. Equal on all ranks.
 
-Every MPI supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has seen each operation
-that they need work: Get from the owners, and Accumulate, or Put for a mailbox, each with device memory at the origin
-and with every kind of peer in the job.
+Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has tested all
+operations that they need successfully: Get, and either Accumulate or Put (for a mailbox). Each must work with device
+memory at the origin and with every kind of peer in the job.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, DeviceWindows, Peer, ProbeReport
 
-#: Minimum bandwidth of Get between devices relative to hosts. With less, staging on the host is faster.
+#: Minimum bandwidth of Get between devices, as a fraction of that between hosts. Below it, staging through host memory
+#: is faster.
 MIN_SHARE_OF_HOST = 0.25
-#: Advice if windows on devices were not tried.
+#: Advice in a reason if windows on devices have not been tested.
 RUN_DOCTOR = "run odc-mpi doctor once in this layout to test them"
 
 _REDUCED_BY = {"accumulate": "accumulate", "mailbox": "put"}
@@ -23,9 +24,9 @@ class DeviceFindings:
     """Objections to windows on devices.
 
     Attributes:
-        objection: Reason not to use such windows at all; None if there is none.
-        peers: Results of operations with device memory at the origin, for each kind of peer in the job.
-        reduction_objections: Reasons not to use a reduction, by its name.
+        objection: Reason not to use windows on devices at all, or None.
+        peers: Results of operations with device memory at the origin, by kind of peer in the job.
+        reduction_objections: Reasons not to use a reduction, by name of the reduction: accumulate or mailbox.
     """
 
     objection: str | None
@@ -34,7 +35,7 @@ class DeviceFindings:
 
 
 def summarize(report: ProbeReport) -> DeviceFindings:
-    """Summarize the results in a report about windows on devices."""
+    """Derive objections from the results about windows on devices in a report."""
     device = report.device
     if device is None:
         not_tried = f"windows on GPUs were not tried: {RUN_DOCTOR}"
@@ -63,7 +64,7 @@ def _window_objection(report: ProbeReport, device: DeviceWindows) -> str | None:
 
 
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Return the first kind of peer with which an operation was not seen to work, and the problem."""
+    """Return a text with the first kind of peer with which an operation did not work, and the problem, or None."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)

@@ -1,10 +1,10 @@
-"""The part of a probe that tries windows on devices. What MPI libraries report about device memory is only a hint.
+"""The part of a probe that tries windows on devices, since MPI libraries do not report their support reliably.
 
-All ranks create a window. One pair for each kind of peer tries Get, Put and Accumulate, from device and from host
-memory. Then every rank accumulates to its own window.
+All ranks create a window. One pair of ranks for each kind of peer tries Get, Put and Accumulate, with device memory and
+with host memory at the origin. Then every rank accumulates to its own window.
 
-An unsupported operation may end the process or never return. So these trials only run in child processes of
-`odc-mpi doctor`. Their results are cached, and a training run only reads the cache.
+An unsupported operation may end the process or never return. Therefore, these trials only run in child processes of
+`odc-mpi doctor`. Their results are cached. Training runs only read the cache.
 """
 
 import ctypes
@@ -27,22 +27,27 @@ from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeRepor
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Less than `probe.FULL`, since there are six operations for each kind of peer.
+#: Maximum time of each trial. Less than `probe.FULL`, since there are six operations for each kind of peer.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3)
-#: Seconds that a cached result is valid. Its key covers devices, drivers and libraries.
+#: Maximum age of a cached report, in seconds. Its key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
-#: Seconds that a missing result is cached: the machine may have been busy, or slow to load libraries.
+#: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may only have been busy, or
+#: slow to load libraries.
 NO_ANSWER_MAX_AGE_S = 24 * 3600.0
-#: Elements that each rank adds to its own window.
+#: Number of elements that each rank adds to its own window.
 _SELF_TEST_NUMEL = 100_000
 
 
 def try_device(
     world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
-    """Try windows on the ranks' devices; add the results to the report. Collective.
+    """Try windows on the devices of all ranks, and return the report with the results. Collective.
 
-    Args as in `probe`. The trials are "device.memory", "device.window", "ORIGIN.KIND.OPERATION" and "device.own".
+    Args:
+        pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
+        device: Device of this rank.
+        on_message: Function called on every rank before each trial with the report so far and the name of the trial:
+            "device.memory", "device.window", "ORIGIN.KIND.OPERATION" or "device.own".
     """
     device.set_current()
     world.prepare_threads(device.set_current)
@@ -62,10 +67,11 @@ def try_device(
 
 
 def device_cache_key(world: World, device: Device) -> dict[str, Any]:
-    """Return the cache key of the result: library, environment, devices, and the node of each rank. Collective.
+    """Return the cache key of a report about windows on devices. Collective.
 
-    The key includes the path of the loaded UCX, since the MPI library's version does not. It has no host names, so that
-    the result is valid for jobs on other nodes of the same kind.
+    The key consists of the MPI library, its environment variables, the driver, and the node and the device of each
+    rank. It includes the path of the loaded UCX, which the version of the MPI library does not cover. It contains no
+    host names, so the report is valid for jobs on other nodes of the same kind.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),
@@ -76,7 +82,10 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
 
 
 def load_device_report(world: World, device: Device) -> ProbeReport | None:
-    """Return the cached report of `odc-mpi doctor` in the same layout, if there is one. Collective."""
+    """Load the cached report of `odc-mpi doctor` for the current layout of ranks and devices. Collective.
+
+    `device` is the device of this rank. Return None if there is no report for this software, or if it is too old.
+    """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
     if cached is not None and any(problem.cause is Cause.NO_ANSWER for problem in cached.problems):
@@ -86,7 +95,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Allocate memory for windows on a device; return the error message, or None."""
+    """Try to allocate memory for windows on a device. Return the error message, or None on success."""
     try:
         device.empty_for_windows(num_bytes)
     except UserError as error:
@@ -95,7 +104,7 @@ def allocation_error(device: Device, num_bytes: int) -> str | None:
 
 
 def cuda_support() -> bool | None:
-    """Return True if the MPI library reports CUDA support; None if it has no function for that."""
+    """Return the result of MPIX_Query_cuda_support, or None if the MPI library does not have this function."""
     for path in _mapped_libraries(r"libmpi\w*"):
         function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if function is not None:
@@ -104,7 +113,10 @@ def cuda_support() -> bool | None:
 
 
 def alloc_kinds() -> str | None:
-    """Return the kinds of memory that the MPI library reports to support; None if it does not report them."""
+    """Return the kinds of memory that the MPI library supports, or None if it does not report them.
+
+    The text is the value of the info key mpi_memory_alloc_kinds (MPI-4.1).
+    """
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
     info.Free()
@@ -112,7 +124,7 @@ def alloc_kinds() -> str | None:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer at the origin, in memory of a device."""
+    """A buffer at the origin, in device memory, with initial content `values`, `[n]` uint8."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
@@ -152,7 +164,7 @@ def _try_pairs(
 
 
 def _try_self(world: World, device: Device) -> bool:
-    """Accumulate twice to this rank's own window; return True if the sum is correct. Collective."""
+    """Accumulate twice to this rank's own window. Return True if the sum is correct. Collective."""
     window = DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device)
     values = device.empty_for_windows(_SELF_TEST_NUMEL * 4).view(torch.float32)
     values.copy_(torch.arange(_SELF_TEST_NUMEL, dtype=torch.float32))
@@ -168,6 +180,6 @@ def _try_self(world: World, device: Device) -> bool:
 
 
 def _mapped_libraries(name: str) -> list[str]:
-    """Return the files of loaded libraries whose names before the suffix match a pattern."""
+    """Return the paths of loaded libraries. `name` is a regular expression for the file name before ".so"."""
     maps = Path("/proc/self/maps").read_text()
     return sorted(set(re.findall(rf"/\S*/{name}\.so[\d.]*$", maps, re.MULTILINE)))

@@ -1,10 +1,10 @@
-"""The command `odc-mpi doctor`: prints measurements of this MPI stack and the decision of the runtime.
+"""The command `odc-mpi doctor`, which prints measurements of this MPI stack and the choices for a training run.
 
-This process does not start MPI. Its child takes part in the job (`probe.probe`) and reports each result immediately, so
-that there is a report even if the MPI library crashes or hangs.
+This process does not start MPI. Its child process takes part in the job (`probe.probe`) and reports each result
+immediately. Therefore, a report is printed even if the MPI library crashes or hangs.
 
-The results are cached for training runs in the same layout. For windows on GPUs, crashes are cached, too, because runs
-do not try them.
+The results are cached for training runs with the same layout of ranks. For windows on GPUs, crashes are also cached,
+because training runs do not try such windows.
 """
 
 import json
@@ -34,13 +34,14 @@ from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ChildResult, FailureKind, launched_rank, run_in_child
 from odc_mpi.runtime.start.pmi import srun_advice
 
-#: Command of the child.
+#: Command of the child process.
 PROBE = (sys.executable, "-m", "odc_mpi.probe.probe")
-#: Seconds for the complete probe: start of MPI, and typically 3 s for peers on the same node, 20 s for others.
+#: Time limit of the complete probe, in seconds. It includes the start of MPI. Trials usually take 3 s with peers on the
+#: same node and 20 s with peers on other nodes.
 DEADLINE_S = 55.0
-#: Seconds for one operation with all repetitions, which need 5 s if it waits for its target.
+#: Time limit of the trial of one operation, in seconds. A trial takes 5 s if the operation waits for its target.
 OPERATION_S = 12.0
-#: Additional seconds with a GPU, for loading its libraries and trying windows on it.
+#: Additional time with a GPU, in seconds, for loading its libraries and trying windows on it.
 DEVICE_S = 60.0
 
 _ORIGINS = {"from_device": ("GPU",), "from_host": ("host",)}
@@ -52,14 +53,17 @@ _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
 def doctor(
     as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
 ) -> int:
-    """Probe the MPI stack in child processes, print the results on rank 0, and return an exit code. Collective.
-
-    The exit code is 0, or 1 if MPI did not start.
+    """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
 
     Args:
         as_json: True to print a JSON object instead of tables.
-        deadline_s: Seconds for the complete probe, after which the results so far are printed.
-        operation_s: Seconds for a single operation, likewise.
+        probe: Command of the child process.
+        deadline_s: Time limit of the complete probe, in seconds, without `DEVICE_S`. After it, the results so far are
+            printed.
+        operation_s: Time limit of the trial of one operation, in seconds. After it, the results so far are printed.
+
+    Returns:
+        Exit code: 0, or 1 if MPI did not start.
     """
     rank = launched_rank()
     if has_gpu():
@@ -83,7 +87,7 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
 
 
 def _report(result: ChildResult) -> ProbeReport:
-    """Return the last report of the child, with the child's failure as a problem."""
+    """Return the last report of the child. A failure of the child is added as a problem."""
     report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
     if result.failure_point is None:
         return report
@@ -100,7 +104,11 @@ def _report(result: ChildResult) -> ProbeReport:
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
-    """Cache the results about devices unless the launcher ended the probe, and the others if there was no problem."""
+    """Cache the report for training runs.
+
+    Results about devices are cached unless the launcher ended the probe. Other results are cached if there was no
+    problem.
+    """
     keys = result.messages.get("keys", {})
     by_launcher = result.failure is not None and result.failure.kind is FailureKind.ENDED_BY_LAUNCHER
     if report.device is not None and not by_launcher:
@@ -156,7 +164,7 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of operations, each with the field of its origin in `report.device`, or "" for host windows."""
+    """Return a table of operations. Each is given by name and field of `report.device`, or "" for host windows."""
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target idle", "target busy", "GB/s"):
         table.add_column(column, justify="right")

@@ -10,12 +10,12 @@ _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Return True if an NVIDIA driver is loaded."""
+    """Return True if this machine probably has an NVIDIA GPU: a device file of its driver, or of WSL, exists."""
     return any(node.exists() for node in _NODES)
 
 
 def driver() -> str:
-    """Return the version of the driver; "unknown" if it cannot be read."""
+    """Return the version of the NVIDIA driver, or "unknown" if it cannot be read."""
     with suppress(OSError):
         if version := re.search(r"\d+\.\d+(\.\d+)?", _VERSION.read_text()):
             return version[0]

@@ -1,7 +1,7 @@
 """The one-sided operations that a probe tries, with checks of their results.
 
-The window contains small integers as float32, so that bytes can be compared and sums are exact, and then a 64-bit
-counter. The origin keeps a copy of the expected content of its target's window.
+The window of a target contains float32 numbers followed by a 64-bit counter. The numbers are small integers, whose sums
+are exact, so that results can be compared bitwise. The origin keeps a copy of the expected content of the window.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,24 @@ import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
 
-#: Bytes of the counter, after the numbers.
+#: Size of the counter at the end of the window, in bytes.
 COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the initial content of a window of `num_bytes`. It differs between pages, since 251 is prime."""
+    """Return the initial content of a window, `[num_bytes]` uint8: float32 numbers and the counter, which is 0.
+
+    The numbers repeat with a period of 251, a prime, so that memory pages differ.
+    """
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
 class Buffer:
-    """A buffer at the origin, in host memory, with initial content `values`, `[n]` uint8. MPI can access `memory`."""
+    """A buffer at the origin, in host memory, with initial content `values`, `[n]` uint8.
+
+    `memory` is the buffer that is passed to MPI.
+    """
 
     def __init__(self, values: np.ndarray) -> None:
         # The copy writes the pages, so that the first timed operation does not fault them in.
@@ -33,18 +39,21 @@ class Buffer:
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first `num_bytes` bytes."""
+        """Return the first `num_bytes` bytes in host memory."""
         return np.asarray(self.memory)[:num_bytes]
 
 
 class ProbeLink:
-    """The buffers of an origin, and the expected content of one target's window.
+    """Buffers of an origin, and the expected content of the window of one target.
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Content of the target's window with the counter, `[n]` uint8. It is updated by operations and shared
-            by links with the same target.
-        rotation: Distance by which the values to send are rotated, so that links send different values.
+        target: Rank of the target.
+        expected: Expected data in the target's window including the counter, `[n]` uint8. Operations update it. Links
+            with the same target share it.
+        allocate: Function that creates a buffer with the given initial content.
+        rotation: Number of elements by which the values to send are rotated. Links with different rotations send
+            different values.
     """
 
     def __init__(
@@ -56,17 +65,17 @@ class ProbeLink:
         self.sent, self.received = allocate(self.values), allocate(np.ones(expected.size, dtype=np.uint8))
 
     def get(self, num_bytes: int) -> None:
-        """Read the first `num_bytes` bytes of the target's window. One-sided."""
+        """Read the first `num_bytes` bytes of the target's window into `received`. One-sided."""
         self.win.Get([self.received.memory[:num_bytes], MPI.BYTE], self.target, (0, num_bytes, MPI.BYTE))
         self.win.Flush(self.target)
 
 
 class TrialOperation:
-    """One operation with one target."""
+    """A one-sided operation with one target, which can be repeated and then checked."""
 
-    #: Bytes of a small operation.
+    #: Number of bytes of a small operation.
     small_bytes = 64
-    #: True if the operation is also tried with more bytes.
+    #: True if the operation is also tried with larger sizes.
     grows = True
 
     def __init__(self, link: ProbeLink) -> None:
@@ -74,13 +83,13 @@ class TrialOperation:
         self.max_bytes = 0
 
     def run(self, num_bytes: int) -> None:
-        """Run the operation once and flush it at the target. One-sided."""
+        """Run the operation once with `num_bytes` bytes, and complete it at the target. One-sided."""
         self.max_bytes = max(self.max_bytes, num_bytes)
         self._run(num_bytes)
         self._update_expected(num_bytes)
 
     def is_correct(self) -> bool:
-        """Read the target's window and compare it with the expected content. One-sided."""
+        """Read the target's window, and return True if it has the expected content. One-sided."""
         self.link.received.fill(255, self.max_bytes)
         self.link.get(self.max_bytes)
         is_correct = self._has_received()
@@ -95,11 +104,11 @@ class TrialOperation:
         raise NotImplementedError
 
     def _update_expected(self, num_bytes: int) -> None:
-        """Update the copy of the target's window. By default nothing changes."""
+        """Update the expected content after a run. By default, it does not change."""
 
 
 class Get(TrialOperation):
-    """Reads the values that the target wrote at the start."""
+    """Operation Get, which reads the initial content of the target's window."""
 
     def _run(self, num_bytes: int) -> None:
         self.link.get(num_bytes)
@@ -110,7 +119,7 @@ class Get(TrialOperation):
 
 
 class Put(TrialOperation):
-    """Writes the same values in another order."""
+    """Operation Put, which overwrites the target's window with the same numbers in another order."""
 
     def _run(self, num_bytes: int) -> None:
         link = self.link
@@ -124,7 +133,7 @@ class Put(TrialOperation):
 
 
 class Accumulate(TrialOperation):
-    """Adds float32 integers that are so small that every sum is exact."""
+    """Operation Accumulate, which adds integer-valued float32 numbers, small enough that every sum is exact."""
 
     def __init__(self, link: ProbeLink) -> None:
         super().__init__(link)
@@ -147,7 +156,7 @@ class Accumulate(TrialOperation):
 
 
 class FetchAndOp(TrialOperation):
-    """Increments the counter and fetches its previous value."""
+    """Operation Fetch_and_op, which increments the counter and fetches its previous value."""
 
     small_bytes = COUNTER_BYTES
     grows = False
@@ -172,5 +181,5 @@ class FetchAndOp(TrialOperation):
         return self._is_correct
 
 
-#: Operations by their names in a report.
+#: Classes of the operations, by their names in a report.
 OPERATIONS_BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}

@@ -1,10 +1,10 @@
-"""Probe of this MPI stack. MPI does not report which operations are one-sided (proposal: MPI Forum, 635), so try them.
+"""Probe of this MPI stack by trials, since MPI does not report which operations are one-sided (MPI Forum issue 635).
 
-All ranks gather their nodes. The ranks of each node try shared memory. Then one pair of ranks for each kind of peer
+First, the ranks of each node try shared memory. Then, for each kind of peer (same or other node), one pair of ranks
 tries the operations one by one (`probe.trial`). All ranks always have the same report.
 
 As a program, this module is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 sends
-the present report to its parent before each operation and at the end.
+the report so far to its parent before each trial and at the end.
 """
 
 import socket
@@ -31,11 +31,11 @@ from odc_mpi.runtime.world import World
 if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
-#: Budget of `odc-mpi doctor`.
+#: Maximum time of each trial in `odc-mpi doctor`.
 FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
-#: Budget at the start of a training run.
+#: Maximum time of each trial at the start of a training run.
 QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
-#: Timeout of the program in seconds. Usually the doctor ends it earlier and prints the report so far.
+#: Timeout of waits when this module runs as a program, in seconds. Usually `odc-mpi doctor` ends the program earlier.
 PROGRAM_S = 150.0
 
 
@@ -46,13 +46,15 @@ def probe(
     on_message: OnMessage = lambda report, doing: None,
     device: "Device | None" = None,
 ) -> ProbeReport:
-    """Try shared memory, windows and devices; return the report. Collective.
-
-    Raise `UserError` on every rank if /dev/shm is too small even for a small window.
+    """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
 
     Args:
-        on_message: Called on every rank before each trial.
-        device: Device of this rank, on all ranks or none. A trial of windows on it may end the process.
+        budget: Maximum time of each trial of an operation.
+        on_message: Function called on every rank before each trial, and at the end (see `OnMessage`).
+        device: Device of this rank, to be given on all ranks or none. Trials of windows on devices may end the process.
+
+    Raises:
+        UserError: /dev/shm is too small for the smallest window of a trial. All ranks raise it.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
@@ -72,7 +74,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return the report before any trial: library, nodes and ranks."""
+    """Return a report without results of trials: MPI library, thread level, nodes and ranks."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -83,7 +85,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report of this stack in the cache of rank 0, or probe quickly. Collective."""
+    """Return the report of this stack from the cache of rank 0; if there is none, run a quick probe. Collective."""
     key = report_key(world)
     cached = cache.load(key) if world.rank == 0 else None
     with world.collective("broadcasting the cached report of a probe"):
@@ -98,13 +100,17 @@ def cached_or_quick_report(world: World) -> ProbeReport:
 
 
 def report_key(world: World) -> dict[str, Any]:
-    """Return the cache key of a report: library, environment, and the host of each rank. Collective."""
+    """Return the cache key of a report: MPI library, environment variables, and the host of each rank. Collective."""
     ranks = world.gather_objects([world.node, socket.gethostname()])
     return {**cache.stack_key(MPI.Get_library_version()), "ranks": ranks}
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Return origin and target for each kind of peer in a job, in the order of `PEER_KINDS`, given each rank's node."""
+    """Select a pair of ranks, origin and target, for each kind of peer in the job.
+
+    `nodes` contains the index of the node of every rank. The result is in the order of `PEER_KINDS`. Kinds that the job
+    does not have are omitted.
+    """
     pairs = {}
     for origin, node in enumerate(nodes):
         if node in nodes[origin + 1 :]:
@@ -117,7 +123,7 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 
 def _free_shared_memory(world: World) -> int | None:
-    """Return the minimum over nodes of the free bytes in /dev/shm. Collective."""
+    """Return the free bytes in /dev/shm on the node where they are fewest, or None without /dev/shm. Collective."""
     return min((free for free in world.gather_objects(free_shm_bytes()) if free is not None), default=None)
 
 
@@ -152,7 +158,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
 
 
 def _load_time_s(segment: np.ndarray) -> float:
-    """Return the median seconds to copy 64 bytes from shared memory, including the overhead of numpy."""
+    """Return the median time to copy 64 bytes from shared memory, in seconds, including the overhead of numpy."""
     return statistics.median(timed(lambda: segment[:64].copy()) for _ in range(20))
 
 
@@ -178,7 +184,7 @@ def _try_pairs(
 
 
 def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
-    """Return the largest size to try that leaves half of /dev/shm free. Collective."""
+    """Return the largest of `LARGE_BYTES` with which the windows leave half of /dev/shm free. Collective."""
     world.require_shared_memory(LARGE_BYTES[0] + COUNTER_BYTES, "the window of a probe")
     if report.shm_bytes is None:
         return LARGE_BYTES[-1]
@@ -186,7 +192,7 @@ def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
 
 
 def device_on_all_ranks(world: World) -> "Device | None":
-    """Return this rank's device; None unless every rank has one. Collective."""
+    """Return the device of this rank, or None unless every rank has one. Collective."""
     device = None
     if has_gpu():
         from odc_mpi.comm.device.device import find_device
@@ -199,7 +205,7 @@ def device_on_all_ranks(world: World) -> "Device | None":
 
 
 def main(arguments: Sequence[str], send: Callable[[ChildMessage], None]) -> None:
-    """Probe the MPI stack, and send each report to the parent process. Collective."""
+    """Probe the MPI stack, and send the report so far to the parent process before each trial. Collective."""
     with World(timeout_s=PROGRAM_S) as world:
         # Before the first message: loading CuPy may take longer than the deadline of an operation.
         device = device_on_all_ranks(world)

@@ -1,6 +1,6 @@
 """The report of a probe of the MPI stack, which can be converted to JSON and back. Does not use MPI.
 
-None stands for a missing result, where nothing else is said.
+A field that is None is a missing result, unless its description says otherwise.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,16 @@ from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-#: Kinds of peers, as fields of `Peers`.
+#: Kinds of peers of a rank, which are names of fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
-#: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
+#: Operations, which are names of fields of `Peer`, in the order of the trials. The one most likely to fail is last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
-#: Their names in messages.
+#: Texts for kinds of peers in messages.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
+#: Names of operations in messages.
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
-#: Operations on windows on a device and the memory of their origin, fields of `DeviceWindows`, in the order in which
-#: a probe tries them: those needed most come first, those that have crashed libraries last.
+#: Operations on windows on a device, each with the memory at the origin (a field of `DeviceWindows`), in the order of
+#: the trials. Operations that are needed most come first, operations that have crashed libraries last.
 DEVICE_OPERATIONS = (
     ("get", "from_device"),
     ("put", "from_device"),
@@ -33,10 +34,11 @@ class OperationResult:
     """Measurements of one operation with one kind of peer.
 
     Attributes:
-        one_sided: True if the operation completed while its target computed.
-        idle_s: Seconds of a small operation (64 bytes; `fetch_and_op`: 8) while the target waits inside MPI.
-        busy_s: Seconds of the same operation while the target computes without entering MPI.
-        gb_per_s: Bandwidth in 1e9 bytes per second while the target waits, for the largest size within the time limit.
+        one_sided: True if the operation completed while its target computed, False if it waited for the target.
+        idle_s: Time of a small operation (64 bytes; `fetch_and_op`: 8) while the target waits inside MPI, in seconds.
+        busy_s: Time of a small operation while the target computes without entering MPI, in seconds.
+        gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that was
+            tried within the time limit.
     """
 
     one_sided: bool | None = None
@@ -47,7 +49,7 @@ class OperationResult:
 
 @dataclass(frozen=True)
 class Peer:
-    """Measurements of the operations with one kind of peer."""
+    """Measurements of all operations with one kind of peer."""
 
     get: OperationResult = OperationResult()
     put: OperationResult = OperationResult()
@@ -57,7 +59,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """Measurements for each kind of peer; None if no rank has such a peer."""
+    """Measurements for each kind of peer. None if no rank has such a peer, or without results."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -65,12 +67,12 @@ class Peers:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Windows of `Win.Allocate_shared` on all nodes.
+    """Results for windows of `Win.Allocate_shared` on all nodes.
 
     Attributes:
-        readable: True if every rank of a node can read by load instructions what the others wrote.
-        contiguous: True if the segments of the ranks follow each other without gaps.
-        load_s: Seconds to read 64 bytes of another rank by load instructions, including the overhead of numpy.
+        readable: True if the ranks of a node can read each other's data by load instructions.
+        contiguous: True if the memory segments of the ranks of a node are contiguous.
+        load_s: Time to read 64 bytes of another rank by load instructions, in seconds, including the overhead of numpy.
     """
 
     readable: bool | None = None
@@ -80,16 +82,16 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class DeviceWindows:
-    """Windows on the memory of the ranks' devices.
+    """Results for windows in device memory.
 
     Attributes:
-        names: Distinct names of the devices.
-        cuda_support: Result of MPIX_Query_cuda_support; None if the library does not have the function.
-        alloc_kinds: Kinds of memory that the library supports by its own account (MPI-4.1, `mpi_memory_alloc_kinds`).
-        window: True if such a window could be created.
+        names: Distinct names of the devices of all ranks.
+        cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
+        alloc_kinds: Kinds of memory that the MPI library reports to support (MPI-4.1, `mpi_memory_alloc_kinds`).
+        window: True if a window could be created.
         own_accumulate: True if every rank could accumulate from its device to its own window.
-        from_device: Operations with device memory at the origin, without `fetch_and_op`.
-        from_host: Operations with host memory at the origin, without `fetch_and_op`.
+        from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
+        from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
     """
 
     names: tuple[str, ...] = ()
@@ -102,7 +104,7 @@ class DeviceWindows:
 
 
 class Cause(Enum):
-    """The cause of a problem, as the text with which its description begins."""
+    """Cause of a problem. The value is the text with which the description of the problem begins."""
 
     WRONG = "received data differs from what was sent"
     INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
@@ -112,12 +114,13 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a trial, printed and stored in JSON as text.
+    """A problem of a trial. It is printed, and stored in JSON, as text.
 
     Attributes:
-        where: The trial: ("same_node", "put"); for windows on devices, preceded by the memory of the origin:
-            ("from_device", "same_node", "put"); ("device", "memory"), ("device", "window"), ("closing",) and others.
-        detail: Time limit, or for `Cause.OTHER` the complete description.
+        where: The trial. For an operation, kind of peer and operation, such as ("same_node", "put"). For windows on
+            devices, they are preceded by the memory at the origin: ("from_device", "same_node", "put"). Other trials
+            are ("device", "memory"), ("device", "window"), ("closing",) and others.
+        detail: Time limit for `Cause.NO_ANSWER`, complete description for `Cause.OTHER`, otherwise empty.
     """
 
     where: tuple[str, ...]
@@ -126,7 +129,7 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """The description without the trial."""
+        """Description of the problem without the name of the trial."""
         return f"{self.cause.value} {self.detail}".strip()
 
     def __str__(self) -> str:
@@ -134,7 +137,7 @@ class Problem:
 
     @classmethod
     def read(cls, text: str) -> "Problem":
-        """Parse a problem that was formatted by `str`."""
+        """Parse the text of a problem, the result of `str(problem)`."""
         where, _, what = text.partition(": ")
         cause = next(cause for cause in Cause if what.startswith(cause.value))
         return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
@@ -148,8 +151,13 @@ class ProbeReport:
         library: Name and version of the MPI library.
         thread_level: Granted thread level, such as MPI_THREAD_MULTIPLE.
         memory_model: Memory model of windows: unified or separate.
-        shm_bytes: Minimum over nodes of the free bytes in /dev/shm; None without /dev/shm.
-        device: Windows on devices; None unless every rank has a device.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks of each node.
+        shm_bytes: Free bytes in /dev/shm on the node where they are fewest, or None without /dev/shm.
+        shared_memory: Results for shared memory of each node.
+        peers: Results of operations on windows in host memory.
+        device: Results for windows on devices, or None if they were not tried.
+        problems: Problems of all trials.
     """
 
     library: str | None = None
@@ -175,11 +183,11 @@ class ProbeReport:
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
     def with_device(self, **fields: Any) -> "ProbeReport":
-        """Return a copy with other fields of `device`."""
+        """Return a copy in which these fields of `device` are replaced."""
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result of a trial (see `Problem.where`) and its problem."""
+        """Return a copy with the result of a trial (see `Problem.where`), and with its problem, if it had one."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -187,15 +195,15 @@ class ProbeReport:
         return report.with_problem(Problem(where, problem)) if problem else report
 
     def with_problem(self, problem: Problem) -> "ProbeReport":
-        """Return a copy with another problem."""
+        """Return a copy to which a problem is added."""
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the problem of a trial (see `Problem.where`), if it had one."""
+        """Return the first problem of a trial (see `Problem.where`), or None if it had no problem."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def is_wrong(self, *where: str) -> bool:
-        """Return True if an operation (see `Problem.where`) delivered wrong data."""
+        """Return True if the trial of an operation (see `Problem.where`) delivered wrong data."""
         problem = self.problem(*where)
         return problem is not None and problem.cause is Cause.WRONG
 
@@ -205,12 +213,16 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert the result of `to_dict`, or its JSON, to a report; raise `ValueError` if a field is invalid."""
+        """Convert a result of `to_dict` back to a report. It may have been converted to JSON and back.
+
+        Raise `ValueError` if a field is missing, unknown or invalid.
+        """
         report: ProbeReport = _build(cls, data)
         return report
 
 
-#: Function of the report so far and the next trial: "shared_memory", "KIND.OPERATION" and others; None at the end.
+#: Function called with the report so far and the name of the next trial, such as "shared_memory" or "same_node.put", or
+#: None at the end.
 OnMessage = Callable[[ProbeReport, str | None], None]
 
 

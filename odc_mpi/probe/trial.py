@@ -3,12 +3,13 @@
     commands   messages from the origin to the target: compute for some seconds, wait, or stop
     idle       small operations while the target waits inside MPI for the next command
     busy       small operations while the target computes and does not enter MPI
-    bandwidth  large operations while the target waits
+    bandwidth  large operations while the target waits inside MPI
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
-Only the clock of the origin is used. The target receives the next command when it has computed for the given time. So
-the origin knows when the computation ended, and by its duration when it began. An operation is valid if it began after
-that. It is one-sided if the target still computed for at least half of the duration after the operation had completed.
+Only the clock of the origin is used. The target receives the next command when it has computed for the given time. From
+this, the origin knows when the computation ended, and from its duration when it began. A measurement is valid if it
+began after the computation had begun. The operation is one-sided if, after its completion, the target still computed
+for at least half of the duration.
 """
 
 import statistics
@@ -27,30 +28,31 @@ from odc_mpi.runtime.world import World
 
 T = TypeVar("T")
 
-#: Default memory of an origin.
+#: Default kind of memory of the buffers at the origin: host memory.
 HOST = "from_host"
-#: Bytes of the large operations, in the order in which they are tried.
+#: Sizes of the large operations in bytes, in the order of the trials.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
-#: Maximum runs of one large size. The fastest is used, since the first may fault in pages.
+#: Maximum number of runs with one large size. The fastest run is used, since the first one may fault in pages.
 LARGE_RUNS = 3
-#: Maximum number of small operations for a median.
+#: Maximum number of small operations whose median time is computed.
 SMALL_RUNS = 20
-#: The result "waits" is confirmed with computations longer by this factor: another process may have used the core.
+#: Factor by which the target computes longer to confirm that an operation waits. A short delay may have another cause,
+#: such as another process on the core.
 LONGER_FACTOR = 3
-#: An operation that does not wait is slower than with an idle target at most by this factor ...
+#: Maximum time of an operation that does not wait for the target, as a multiple of its time with an idle target, ...
 MUCH_LONGER_FACTOR = 20
-#: ... or takes at most these seconds, on a machine with more processes than cores.
+#: ... or in seconds, if that is longer, for a machine with more processes than cores.
 CROWDED_S = 10e-3
 
 
 @dataclass(frozen=True)
 class TrialBudget:
-    """Maximum time for one operation with one kind of peer.
+    """Maximum time of the trial of one operation with one kind of peer.
 
     Attributes:
-        idle_s: Seconds for the small operations.
-        busy_s: Seconds of the target's first computation.
-        bandwidth_s: Seconds for the large operations. Sizes that would take longer are skipped.
+        idle_s: Time for small operations while the target waits, in seconds.
+        busy_s: Duration of the first computation of the target, in seconds.
+        bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
     """
 
     idle_s: float
@@ -58,32 +60,34 @@ class TrialBudget:
     bandwidth_s: float
 
 
-#: Function that creates the window to probe, with a displacement unit of one byte and the given content on this rank,
-#: `[n]` uint8. A second window in the result owns the memory of the first. Collective.
+#: Collective function that creates the window of the trials, with a displacement unit of one byte. Its argument is the
+#: content of the window on this rank, `[n]` uint8. A second window in the result owns the memory of the first one.
 Allocate = Callable[[World, np.ndarray], Sequence[MPI.Win]]
 
 
 def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
-    """Create a window with `Win.Allocate`, as used for gradients. Collective."""
+    """Create a window with `Win.Allocate`, as for gradients. `values` is its content on this rank. Collective."""
     win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
     np.asarray(win.tomemory())[:] = values
     return [win]
 
 
 def allocate_shared(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
-    """Create a window on shared memory of each node, as used for parameters. Collective."""
+    """Create a window on shared memory of each node, as for parameters. Collective. Arguments as for `allocate`."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     np.asarray(shared.tomemory())[:] = values
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
 
 
 class Trials:
-    """The window of the trials, and this rank's part in them. Construction is collective.
+    """Window in which pairs of ranks try operations. Construction is collective.
 
     Args:
-        pairs: Origin and target for each kind of peer.
-        max_bytes: Bytes of the largest operation.
-        origins: Functions that create a buffer at the origin, by the kind of memory.
+        pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
+        budget: Maximum time of each trial.
+        max_bytes: Size of the largest operation, in bytes.
+        allocate: Function that creates the window.
+        origins: Functions that create a buffer at the origin with the given content, by kind of memory.
     """
 
     def __init__(
@@ -114,7 +118,13 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try one operation with one kind of peer and of memory at the origin; return the problem, too. Collective."""
+        """Try an operation, and return the result and the cause of a problem, or None without a problem. Collective.
+
+        Args:
+            name: Operation, one of `OPERATIONS_BY_NAME`.
+            kind: Kind of peer, a key of `pairs`.
+            memory: Kind of memory at the origin, a key of `origins`.
+        """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
         numbers = np.full(6, np.nan)
@@ -142,7 +152,7 @@ class Trials:
             self._comm.Free()
 
     def _measure(self, operation: operations.TrialOperation, target: int) -> tuple[float, ...]:
-        """Run the trial on the origin, and return the measurements."""
+        """Run the trial on the origin, and return idle_s, busy_s, gb_per_s, one_sided, is_valid and is_correct."""
         operation.run(operation.small_bytes)  # opens connections and faults in pages
         idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
@@ -152,7 +162,10 @@ class Trials:
         return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct
 
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
-        """Return the seconds while the target computes, if the operation is one-sided, and if this result is valid."""
+        """Measure small operations while the target computes.
+
+        Return the median time in seconds, True if the operation is one-sided, and True if the result is valid.
+        """
         first_s = self._budget.busy_s
         median_s, one_sided, is_valid = 0.0, False, False
         for compute_s in (first_s, LONGER_FACTOR * first_s, LONGER_FACTOR * first_s):
@@ -185,7 +198,7 @@ class Trials:
         return gb_per_s
 
     def _start_busy(self, target: int, busy_s: float) -> None:
-        """Command the target to compute, and wait for it to leave MPI, which may take longer on a crowded machine."""
+        """Command the target to compute, and wait for some time, in which the target receives it and leaves MPI."""
         end = time.perf_counter() + busy_s / 5
         # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
         self._world.wait(self._comm.Isend(np.array([busy_s, False]), target), "sending a command of a probe")
@@ -194,7 +207,7 @@ class Trials:
             time.sleep(SLEEP_S)
 
     def _send_command(self, target: int, *, stop: bool) -> None:
-        """Command the target to wait or stop. Return when it is back in MPI and has received the command."""
+        """Command the target to wait, or to stop. Return when the target has entered MPI and received the command."""
         self._world.wait(self._comm.Issend(np.array([0.0, stop]), target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
@@ -205,7 +218,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times; return the results."""
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times. Return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
@@ -221,12 +234,12 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def _compute(seconds: float) -> None:
-    """Compute without entering MPI. Unlike a sleep, this occupies cores that threads of MPI may need, like training."""
+    """Compute without entering MPI. Unlike a sleep, this occupies a core that threads of the MPI library may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
     repeat_for(seconds, lambda: np.matmul(matrix, matrix, out=product))
 
 
 def _median(function: Callable[[], object], budget_s: float) -> float:
-    """Return the median duration of at most `SMALL_RUNS` calls, fewer if these exceed the budget, but at least one."""
+    """Return the median duration of calls, in seconds: at most `SMALL_RUNS`, fewer if `budget_s` is exceeded."""
     return statistics.median(repeat_for(budget_s, lambda: timed(function), SMALL_RUNS))

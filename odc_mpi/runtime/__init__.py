@@ -1,1 +1,1 @@
-"""The ranks of a job: start, topology, deadlines of all waits, and end."""
+"""The ranks of a job: start, topology, deadlines of waits, and shutdown."""

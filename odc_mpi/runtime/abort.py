@@ -13,10 +13,11 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-#: Seconds until a process ends by itself. If the launcher does not respond, MPI_Abort hangs (Open MPI) or returns
-#: (MPICH), and no process is killed.
+#: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
+#: returns (MPICH), and no process is killed.
 ABORT_GRACE_S = 10.0
-#: Seconds for the launcher to forward output, which it discards on abort: once only the first line of a traceback came.
+#: Time for the launcher to forward output before the abort, in seconds. On abort it discards pending output: without
+#: this pause, only the first line of a traceback was printed once.
 FORWARD_S = 0.3
 STDERR = 2
 #: Prefix of the names of all threads of this package.
@@ -24,7 +25,7 @@ THREAD_NAME_PREFIX = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
-    """Print a message and end all ranks of the job by MPI_Abort. One rank is enough; does not return."""
+    """Print a message and end all ranks of the job with MPI_Abort. Any single rank can call this. Does not return."""
     # The job must also end if standard error is closed.
     with suppress(OSError):
         sys.stdout.flush()
@@ -41,10 +42,11 @@ def abort(message: str, code: int = 1) -> NoReturn:
 
 
 def install_excepthooks() -> None:
-    """Abort the job after an uncaught exception in the main thread or in a thread of this package. Idempotent.
+    """Install hooks that abort the job after an uncaught exception. Idempotent.
 
-    The previous hook reports the exception first. Without a thread of the package, waits would have no deadline and
-    would hang silently. An exception in a user's thread is only printed, as in plain Python.
+    The hooks apply to the main thread and to the threads of this package: if such a thread ended, waits could hang
+    without a deadline. Before the abort, the previous hook reports the exception. An exception in a user's thread is
+    only printed, as in plain Python.
     """
     main_hook, thread_hook = sys.excepthook, threading.excepthook
     if getattr(thread_hook, "ends_the_job", False):

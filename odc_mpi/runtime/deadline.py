@@ -1,8 +1,8 @@
 """Deadlines of waits, and polling that yields the core.
 
-A blocking MPI call cannot be interrupted from its own thread, and MPI has no time-outs. So a daemon thread, the
+A blocking MPI call cannot be interrupted from its own thread, and MPI has no timeouts. Therefore a daemon thread, the
 watchdog, checks the current waits of this rank. If a wait exceeds its deadline, the job ends with a message that names
-the wait. mpi4py releases the GIL in blocking calls, so the watchdog can run.
+the operation. mpi4py releases the GIL in blocking calls, which allows the watchdog to run.
 """
 
 import itertools
@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-#: A wait polls without a pause for this time. A barrier of ranks that arrive together takes tens of microseconds.
+#: Time for which a wait polls without a pause, in seconds. A barrier of ranks that arrive at the same time takes tens
+#: of microseconds.
 SPIN_S = 200e-6
-#: Then it sleeps for this time between polls, so that ranks that compute can use the core.
+#: Time for which a longer wait sleeps between polls, in seconds. Other ranks can use the core for computation.
 SLEEP_S = 200e-6
 
 #: Type of the description of a wait.
@@ -23,12 +24,12 @@ W = TypeVar("W")
 
 
 class Watchdog(Generic[W]):
-    """Thread that calls back once if a wait exceeds its deadline.
+    """Thread that calls a function if a wait exceeds its deadline, and then ends.
 
     Args:
-        timeout_s: Maximum duration of a wait.
-        on_expiry: Called from this thread with the description of the wait; expected to end the process.
-        on_poll: Called from this thread at each check, at least once a second, until a wait has expired.
+        timeout_s: Maximum duration of a wait, in seconds.
+        on_expiry: Function called in the watchdog thread with the description of the wait. It should end the process.
+        on_poll: Function called in the watchdog thread at each check, at least once per second.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Watchdog(Generic[W]):
 
     @contextmanager
     def watch(self, wait: W) -> Iterator[None]:
-        """Give the enclosed wait a deadline."""
+        """Context manager that sets a deadline for a wait, which `wait` describes."""
         token = next(self._tokens)
         self._waits[token] = (time.monotonic() + self.timeout_s, wait)
         try:
@@ -72,9 +73,9 @@ class Watchdog(Generic[W]):
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Poll a condition, such as `Test` of an MPI request, for at most `patience_s`; return True if it holds.
+    """Test a condition, such as `Test` of an MPI request, until it holds, for at most `patience_s` seconds.
 
-    `poll` is called after each test that fails.
+    `poll` is called after each test that fails. Return True if the condition holds, False after `patience_s`.
     """
     start = time.perf_counter()
     while not condition():

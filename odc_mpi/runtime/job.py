@@ -1,8 +1,8 @@
 """`Job`: deadlines of all waits, the status of all ranks, and the abort of the job after an error.
 
     start      start the watchdog thread and install exception hooks; create the status window (collective)
-    waits      each has a deadline; a wait that exceeds it ends the job with a message that names the late ranks
-    finalize   a rank that leaves aborts the job if others wait in a collective that it will not join; free the window
+    waits      give each wait a deadline; if a wait exceeds it, end the job with a message that names the late ranks
+    finalize   abort the job if other ranks wait in a collective that this rank will not join; free the status window
 
 A process has one `Job`, which all its `World` objects share.
 """
@@ -30,18 +30,18 @@ from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
-#: Seconds between two readings of the status of all ranks, more than twice the longest pause of a watchdog. A rank
-#: without a heartbeat in this time is stopped or dead, and waits that began at the same time have expired, too.
+#: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
+#: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
-#: Seconds that a rank waits if a lower rank announces an abort, so that only one rank prints a message.
+#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then prints.
 ABORT_DELAY_S = 5.0
 
 
 class Progress:
-    """Tasks that a rank runs for operations of other ranks, such as additions to its shards. Thread-safe.
+    """Tasks that this rank runs for other ranks, such as adding their gradients to its shards. Thread-safe.
 
-    Waits that poll (`World.wait`, `wait_collective`, `collective`), fetches from windows and a progress thread
-    (`comm.progress`) run them, so that no rank waits for a rank that itself only waits.
+    The tasks are run by waits that poll (`World.wait`, `wait_collective`, `collective`), by fetches from windows, and
+    by a progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
     """
 
     def __init__(self) -> None:
@@ -49,16 +49,16 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a task to be called periodically. It returns True if there was anything to do."""
+        """Register a task to call periodically. The task returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
-        """Unregister a task, and wait until no thread runs it. Idempotent."""
+        """Unregister a task. Wait until no thread runs it. Idempotent."""
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
     def run_tasks(self) -> bool:
-        """Run all tasks, unless another thread does; return True if there was anything to do."""
+        """Run all tasks, unless another thread is running them. Return True if a task had anything to do."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
@@ -68,7 +68,10 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Enter MPI, since some networks make progress only in MPI calls, and run all tasks."""
+        """Make MPI progress with a probe, since some networks progress only in MPI calls, and run all tasks.
+
+        Return True if a task had anything to do.
+        """
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -76,15 +79,19 @@ class Progress:
 class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
-    Construction raises `UserError` if the launcher and the MPI library do not match.
-
     Args:
-        timeout_s: Maximum duration of a single wait for another rank.
+        timeout_s: Maximum duration of a single wait for another rank, in seconds.
         limit: Name of the setting that defines `timeout_s`, for messages.
 
     Attributes:
-        num_windows: Number of windows of all transports of this process; libraries limit it.
-        status: Status window. None while it does not exist; then messages name no late ranks.
+        rank: Rank of this process in the job.
+        num_windows: Number of windows of all transports of this process, which MPI libraries limit.
+        progress: Tasks that this rank runs for other ranks.
+        status: Status window, or None while it does not exist. Without it, messages do not name late ranks.
+        watchdog: Thread that checks the deadlines of this process.
+
+    Raises:
+        UserError: The launcher and the MPI library are not compatible.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
@@ -104,17 +111,20 @@ class Job:
         install_excepthooks()
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Create the status window. Collective."""
+        """Create the status window. `hosts` contains the host name of every rank. Collective."""
         self.rank, self._hosts = comm.Get_rank(), hosts
         self.status = StatusWindow(comm)
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, as `World.set_status` does."""
+        """Publish the activity of this rank (see `World.set_status`)."""
         if self.status is not None:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Return a context manager with a deadline for a use of MPI; `UserError` in a thread that may not call MPI."""
+        """Return a context manager that sets a deadline for an MPI operation.
+
+        Raise `UserError` if the granted thread level does not allow MPI calls from this thread.
+        """
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
                 f"{wait.what}: MPI allows calls from the main thread only ({thread_level()}), this is thread "
@@ -125,11 +135,12 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for the wait in a collective: publish the arrival, and set a deadline.
+        """Context manager for the wait in a collective. Publish that this rank has arrived, and set a deadline.
 
         Args:
-            what: Operation, for messages ("... while <what>").
-            among: Ranks of the collective. None for all ranks; these collectives are counted to find late ranks.
+            what: Description of the operation for messages ("... while <what>").
+            among: Ranks of the collective, or None for all ranks. Collectives of all ranks are numbered, which allows
+                other ranks to find late ones.
         """
         number = 0
         if among is None and self.status is not None:
@@ -142,10 +153,10 @@ class Job:
 
     @contextmanager
     def finalizing(self) -> Iterator[Callable[[], None]]:
-        """Context manager for the last collective of all ranks.
+        """Context manager for the last collective of all ranks, in which they close their worlds.
 
-        Yields a one-sided function to call periodically. It aborts the job if other ranks wait in a collective that
-        this rank will not join.
+        Yields a one-sided function to call periodically while waiting. The function aborts the job if another rank
+        waits in a collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -170,7 +181,7 @@ class Job:
             self._abort(f"has left while others wait for it: {text}", peers)
 
     def _expired(self, wait: PendingWait) -> None:
-        """Abort the job because a wait has exceeded its deadline. Called from the watchdog thread; does not return."""
+        """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread. Does not return."""
         late = "another rank is late, stuck or dead"
         peers: Mapping[int, Status | None] = {}
         status = self.status

@@ -1,15 +1,18 @@
-"""Description of the hosts of a run, and of its Slurm job."""
+"""Description of the hosts and the Slurm job of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Maximum number of hosts in a line; the others are counted.
+#: Maximum number of hosts that a line names. Further hosts are only counted.
 _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return ``slurm_job_id`` for Slurm commands and ``slurm_restarts``, the number of requeues; {} without Slurm."""
+    """Return the ``slurm_job_id``, as Slurm commands expect it, and the number of requeues as ``slurm_restarts``.
+
+    Return an empty dictionary outside of a Slurm job.
+    """
     if "SLURM_JOB_ID" not in environment:
         return {}
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
@@ -18,7 +21,12 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Format `World.layout` and a `slurm_job` as one line: "on node0 (4 ranks), node1 (4 ranks); Slurm job 12"."""
+    """Describe a job in one line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12".
+
+    Args:
+        layout: Host name and number of ranks of each node (`World.layout`).
+        job: Result of `slurm_job`.
+    """
     named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
     more = len(layout) - len(named)
     if more:

@@ -1,16 +1,16 @@
-"""Late ranks, and messages about them: pure functions of the status of all ranks.
+"""Pure functions that find late ranks from the status of all ranks, and format messages about them.
 
-Collectives are numbered: all ranks call the same ones in the same order. So a rank in a collective waits for the ranks
-that have arrived at fewer collectives. A fetch or push waits for the owners of the shards.
+Collectives are numbered, since all ranks call the same collectives in the same order. A rank in a collective therefore
+waits for the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that host the shards.
 
-In all functions `peers` is the status of all other ranks, None for a rank that does not answer. `now` is the time in
-seconds since 1970.
+In all functions, `peers` maps each other rank to its status, or to None if the rank does not answer. `now` is the
+current time in seconds since 1970.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-#: Maximum number of late ranks in a message; the others are counted.
+#: Maximum number of late ranks that a message names. Further ranks are only counted.
 MAX_LISTED = 8
 
 
@@ -19,10 +19,11 @@ class PendingWait:
     """An operation that a rank waits for.
 
     Attributes:
-        what: Operation, for messages ("... while <what>"), such as "fetching unit layers.3".
-        owners: Ranks whose memory the operation accesses; empty for a collective.
-        collective: Number of the collective, from 1; 0 for other operations, and for collectives of a subset of ranks.
-        among: Ranks that may be late; None for all.
+        what: Description of the operation for messages ("... while <what>"), such as "fetching unit layers.3".
+        owners: Ranks whose memory the operation accesses. Empty for a collective.
+        collective: Number of the collective, starting at 1. 0 for other operations and for collectives of a subset of
+            the ranks.
+        among: Ranks that can be late, or None if any rank can.
     """
 
     what: str
@@ -33,16 +34,17 @@ class PendingWait:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The status that a rank published last.
+    """The last status that a rank published.
 
     Attributes:
-        what: Activity, for messages ("was last seen ..., <what>").
-        microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
+        what: Activity of the rank, for messages ("was last seen ..., <what>").
+        microbatch: Number of the microbatch in the minibatch, starting at 1. 0 outside of microbatches.
+        num_collectives: Number of collectives of all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
-        heartbeat_missing: True if the watchdog of the rank, which also runs while the rank computes, sent no heartbeat.
-        published_at: Time of publication in seconds since 1970, by the clock of the rank.
-        heartbeat_number: Number of the heartbeat, incremented by each write.
+        heartbeat_missing: True if the watchdog of the rank, which also runs during computation, has sent no heartbeat.
+        published_at: Time of the last change of the activity, in seconds since 1970, by the clock of the rank.
+        heartbeat_number: Counter that every write of the status increments.
     """
 
     what: str
@@ -56,7 +58,7 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that a wait waits for, the most suspect first."""
+    """Return the ranks that probably delay a wait, the most likely cause first."""
     if wait.among is not None:
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]
@@ -70,15 +72,16 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
+    """Return the ranks that would wait forever in a collective if this rank closed its world.
 
-    `collective` is the number of the last collective of the leaving rank, in which it closes its world.
+    `collective` is the number of the collective in which this rank closes its world. Ranks that have begun to close
+    their world, or will do so later, are not returned.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Format the late ranks and the last activity of each as a message; `hosts` has the host name of every rank."""
+    """Format a message with the late ranks and their last activities. `hosts` contains the host name of every rank."""
     late = late_ranks(wait, peers)
     if late:
         lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"
@@ -94,7 +97,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Format the last activity of a rank."""
+    """Format a rank, its host and its last activity. `status` is None if the rank does not answer."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which does not answer"
@@ -109,7 +112,10 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 def mark_missing_heartbeats(
     first: Mapping[int, Status | None], second: Mapping[int, Status | None]
 ) -> dict[int, Status | None]:
-    """Return the first reading, with `heartbeat_missing` for ranks with the same heartbeat in the second reading."""
+    """Compare two readings of the status, and return the first one with `heartbeat_missing` set.
+
+    A heartbeat is missing if its number is the same in both readings. Ranks that announced an abort are not marked.
+    """
     result = dict(first)
     for rank, status in first.items():
         later = second[rank]
@@ -120,7 +126,7 @@ def mark_missing_heartbeats(
 
 
 def _suspicion_key(status: Status | None) -> tuple[int, float]:
-    """Sort ranks that do not answer first, then ranks without a heartbeat, then by the age of the status."""
+    """Return a sort key: first ranks that do not answer, then ranks without a heartbeat, then the oldest status."""
     if status is None:
         return 0, 0.0
     return 1 if status.heartbeat_missing else 2, status.published_at

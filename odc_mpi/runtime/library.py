@@ -1,12 +1,12 @@
 """Properties of the MPI library: name, memory model of windows, thread level.
 
-mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`, and so does
-`runtime.start.pmi`. The library may grant less:
+mpi4py and `runtime.start.pmi` request MPI_THREAD_MULTIPLE when they start MPI, unless a program has set
+`mpi4py.rc.thread_level`. The library may grant a lower level:
 
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
-    MPI_THREAD_SERIALIZED   no thread of this package calls MPI. The autograd thread of a backward on a GPU does, since
-                            the main thread waits for it
-    below                   only the main thread calls MPI. Calls from other threads and models on a GPU raise an error
+    MPI_THREAD_SERIALIZED   no thread of this package calls MPI. In a backward on a GPU, the autograd thread calls MPI
+                            while the main thread waits
+    lower levels            only the main thread calls MPI. Calls from other threads and models on a GPU raise an error
 """
 
 from mpi4py import MPI
@@ -20,9 +20,9 @@ _THREAD_LEVELS = {
 
 
 def library_name(version: str) -> str:
-    """Shorten the result of MPI_Get_library_version to a name and a version.
+    """Shorten `version`, the result of MPI_Get_library_version, to the name and version number of the library.
 
-    Examples: "MPICH Version:      5.0.2" and more lines; "Open MPI v5.0.11, package: ...".
+    Example: "Open MPI v5.0.11" for "Open MPI v5.0.11, package: ...".
     """
     words = version.replace("Version:", "").replace(",", " ").split("\n")[0].split()
     end = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
@@ -30,12 +30,12 @@ def library_name(version: str) -> str:
 
 
 def memory_model(win: MPI.Win) -> str:
-    """Return the memory model of a window (MPI-4.1, 12.4): unified or separate."""
+    """Return the memory model of a window (MPI-4.1, section 12.4): "unified" or "separate"."""
     return "unified" if win.model == MPI.WIN_UNIFIED else "separate"
 
 
 def thread_level() -> str:
-    """Return the name of the thread level that the library granted."""
+    """Return the name of the granted thread level, such as "MPI_THREAD_MULTIPLE"."""
     return _THREAD_LEVELS[MPI.Query_thread()]
 
 
@@ -45,5 +45,5 @@ def has_thread_multiple() -> bool:
 
 
 def has_thread_serialized() -> bool:
-    """Return True if all threads may call MPI, at least one at a time."""
+    """Return True if every thread may call MPI, one at a time or concurrently."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

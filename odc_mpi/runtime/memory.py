@@ -1,4 +1,4 @@
-"""Free host memory, and shared memory in /dev/shm, which contains the windows in host memory."""
+"""Available host memory, and shared memory in /dev/shm, which MPI libraries use for windows in host memory."""
 
 import re
 import shutil
@@ -13,14 +13,14 @@ from odc_mpi.errors import UserError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: Directory of the control groups: version 2, or with one subdirectory per controller, version 1.
+#: Directory of the Linux control groups. In version 1, it has one subdirectory per controller.
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the available bytes of host memory, within the limits of the control groups of this process.
+    """Return the available host memory in bytes, within the limits of the control groups of this process.
 
-    A limit that cannot be read, as on systems other than Linux, is ignored.
+    Limits that cannot be read are ignored, for example on systems other than Linux.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
@@ -41,9 +41,10 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the available bytes of a control group and of the groups that contain it.
+    """Yield the bytes available in a control group and in each group that contains it.
 
-    `names` are the files of limit and usage, and the entry of memory.stat for the inactive page cache.
+    `names` are the names of the limit file, of the usage file, and of the entry of memory.stat for the inactive page
+    cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):
@@ -64,7 +65,7 @@ def _read(path: Path) -> str:
 
 
 def free_shm_bytes() -> int | None:
-    """Return the free bytes in /dev/shm; None on a system without it."""
+    """Return the free bytes in /dev/shm, or None if it does not exist."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -72,9 +73,12 @@ def free_shm_bytes() -> int | None:
 
 
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Raise `UserError` unless /dev/shm has room for the windows of the ranks of this node.
+    """Raise `UserError` if /dev/shm is too small for the windows of the ranks of this node.
 
-    `num_bytes` is the size for all `local_size` ranks of the node. `what` follows "room for" in the message.
+    Args:
+        num_bytes: Total size of the windows of all ranks of the node, in bytes.
+        local_size: Number of ranks of the node.
+        what: Description of the windows for the message ("... as room for <what>").
     """
     # For a single rank on a node MPI allocates windows on the heap.
     if local_size == 1:
@@ -89,9 +93,9 @@ def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
 
 
 def startup_shm_names() -> set[str]:
-    """Return the files in /dev/shm that the MPI library created in MPI_Init and this rank has mapped.
+    """Return the paths of the files in /dev/shm that the MPI library created in MPI_Init and this rank has mapped.
 
-    Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). The files of windows have no names.
+    The files are named mpich_shm_* (MPICH) or sm_segment.* (Open MPI). The memory of windows has no file names.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -101,9 +105,9 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Unlink shared memory files that every rank of the node has mapped.
+    """Unlink shared memory files. Every rank of the node must have mapped them. Errors are ignored.
 
-    The libraries unlink them only in MPI_Finalize: a killed or aborted job would leave megabytes in /dev/shm.
+    MPI libraries unlink their files only in MPI_Finalize. A killed or aborted job would leave megabytes in /dev/shm.
     """
     for name in names:
         with suppress(OSError):
@@ -111,7 +115,7 @@ def unlink(names: Iterable[str]) -> None:
 
 
 def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
-    """Unlink the shared memory files of MPI_Init, which no other process will map. Collective."""
+    """Unlink the shared memory files of MPI_Init after all ranks of the node have mapped them. Collective."""
     # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
     # Every rank unlinks, since any single one could be killed before.

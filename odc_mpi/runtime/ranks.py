@@ -1,4 +1,4 @@
-"""Execution of a command on many ranks: start of MPI, errors, and a common exit code."""
+"""Execution of a command on all ranks: start of MPI, handling of errors, and exit codes."""
 
 import gc
 import os
@@ -21,10 +21,10 @@ _STOPPED = 75
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager for imports: pause garbage collection, and exclude imported objects from it (`gc.freeze`).
+    """Context manager for imports that pauses garbage collection, and excludes imported objects from it (`gc.freeze`).
 
-    torch and transformers create half a million permanent objects. Garbage collection takes a third of the import, and
-    each full collection later takes 0.2 s, at a different time on every rank.
+    torch and transformers create half a million permanent objects. Garbage collection would take a third of the time of
+    the import, and each later full collection 0.2 s, at a different time on every rank.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -39,7 +39,10 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Context manager for the imports that start MPI: set a time limit, and report a missing library clearly."""
+    """Context manager for imports that start MPI. It sets a time limit for the start.
+
+    Raise `UserError` if there is no MPI library, or if it does not support the launcher.
+    """
     from odc_mpi.runtime.start.pmi import check_before_start
 
     with start_limit():
@@ -56,9 +59,10 @@ def mpi_startup() -> Iterator[None]:
 
 
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
-    """Run a function on all ranks, close the world, and return an exit code of `odc_mpi.cli.main`.
+    """Run a function on all ranks, close the world, and return the exit code for `odc_mpi.cli.main`. Collective.
 
-    Collective; may end the process.
+    After a `UserError` that only this rank may have raised, and after an interrupt, the whole job is aborted. After an
+    error that all ranks raise, it is printed by rank 0, and the world is closed when the program ends.
     """
     from odc_mpi.runtime.abort import abort
 
@@ -83,9 +87,9 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
 def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Print that the run stopped as requested, and return the exit code.
 
-    A launcher that ends all ranks at the first nonzero exit code would kill slower ranks and return their exit code
-    instead of 75. ODC_MPI_STOPPED_FILE therefore names a file that is created if the run stopped; then the exit code is
-    0, unless rank 0 cannot write the file.
+    The exit code is 75, but a launcher that ends all ranks at the first nonzero exit code would kill slower ranks and
+    return their exit codes. If ODC_MPI_STOPPED_FILE is set to a path, rank 0 creates that file and the exit code is 0,
+    unless rank 0 cannot write the file.
     """
     path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:
@@ -100,5 +104,5 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
 
 
 def print_error(error: object) -> None:
-    """Print an error on standard error."""
+    """Print an error to standard error."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

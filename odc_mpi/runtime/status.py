@@ -1,14 +1,14 @@
-"""Status of all ranks in a window, read by a rank whose wait has exceeded its deadline.
+"""Status of all ranks in a window. A rank whose wait has exceeded its deadline reads it.
 
-Each rank has a page of 512 bytes in a window. It writes its page by plain stores. Other ranks read it with MPI_Rget
-after a wait has exceeded its deadline. So the ranks of a node can read the page of a rank that computes or is stopped.
-Over a network without one-sided hardware a page can be read only while its rank is in MPI, which a thread enters
-periodically. There a rank that is stopped does not answer.
+Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
+with MPI_Rget after a wait has exceeded its deadline. Within a node, they can read the page of a rank that computes or
+is stopped. Over a network without one-sided hardware, a page can be read only while its rank is in MPI, which a
+background thread of the rank enters periodically. A stopped rank then does not answer.
 
 Note: torn pages
-    A page has two slots, written alternately, each with a number and a checksum. A reader takes the valid slot with the
-    higher number. If a writer is stopped in the middle of a slot, the other slot is valid. This does not depend on the
-    order of stores, as a sequence lock would.
+    A page has two slots (halves), which are written alternately, each with a number and a checksum. A reader uses the
+    valid slot with the higher number. If a writer is stopped while it writes one slot, the other slot is valid. Unlike
+    a sequence lock, this does not depend on the order of stores.
 """
 
 import queue
@@ -25,7 +25,7 @@ from mpi4py import MPI
 from odc_mpi.runtime.lateness import Status
 from odc_mpi.runtime.library import has_thread_multiple, memory_model
 
-#: Size of a slot. A page has two slots.
+#: Size of a slot, which is half of a page, in bytes.
 SLOT_BYTES = 256
 PAGE_BYTES = 2 * SLOT_BYTES
 #: Content of a slot: checksum; number of the write, time, number of collectives, microbatch, flags, length of the text.
@@ -33,17 +33,17 @@ _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
 _FINALIZING, _ABORTING = 1, 2
-#: The background thread makes MPI progress on a rank that computes: seconds between its polls, and MPI calls per poll.
-#: Enough for other ranks to read the page, and too little to slow the rank down.
+#: Time between polls of the background thread, in seconds, and MPI calls per poll. The calls make MPI progress on a
+#: rank that computes: enough for other ranks to read its page, and too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
-#: Seconds to wait for the pages. A dead or stopped host never answers.
+#: Maximum time to wait for the pages, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
 
 
 class StatusPage:
-    """Status page of this rank in `memory`, `[PAGE_BYTES]`. Thread-safe.
+    """Status page of this rank, stored in `memory`, `[PAGE_BYTES]`. Thread-safe.
 
-    Attributes are those of `Status`. The next `write` publishes them.
+    The attributes have the same meaning as those of `Status`. Changes are published with the next write.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -56,13 +56,13 @@ class StatusPage:
         self.aborting = False
 
     def write(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank."""
+        """Publish the activity of this rank (see `World.set_status`)."""
         with self._lock:
             self._last = what, microbatch, time.time()
             self._store()
 
     def enter_collective(self, what: str) -> int:
-        """Publish that this rank has arrived at a collective; return its number, from 1."""
+        """Publish that this rank has arrived at a collective. Return the number of the collective, starting at 1."""
         with self._lock:
             self.num_collectives += 1
             self._last = what, 0, time.time()
@@ -70,18 +70,18 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self) -> None:
-        """Publish that this rank is about to abort the job, with its last activity."""
+        """Publish that this rank is about to abort the job. Its last activity is kept."""
         with self._lock:
             self.aborting = True
             self._store()
 
     def heartbeat(self) -> None:
-        """Publish the same status with a new number."""
+        """Publish the status again with a new `heartbeat_number`."""
         with self._lock:
             self._store()
 
     def detach(self) -> None:
-        """Replace the memory of the page: later writes have no effect."""
+        """Detach the page from the window memory. Later writes are not visible to other ranks."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
 
@@ -96,7 +96,7 @@ class StatusPage:
 
 
 def read_page(page: bytes) -> Status | None:
-    """Return the status in a page; None if both slots are invalid, since they changed during the read."""
+    """Decode the status in a page. Return None if both slots are invalid because they changed during the read."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.heartbeat_number, default=None)
 
@@ -120,13 +120,14 @@ def _read_slot(slot: bytes) -> Status | None:
 
 
 class StatusWindow:
-    """Window with the pages of all ranks. Construction is collective.
+    """Window with the status pages of all ranks. Construction is collective.
 
     Attributes:
+        page: Page of this rank.
         memory_model: Memory model of this window, which is the same for all windows of the library.
         prepare: Function that the background thread calls before it calls MPI.
-        background_progress: True if the background thread enters MPI periodically, so that other ranks can read the
-            page over any network.
+        background_progress: True if the background thread enters MPI periodically. Other ranks can then read the page
+            over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -156,7 +157,7 @@ class StatusWindow:
         comm.Barrier()
 
     def read(self) -> dict[int, Status | None]:
-        """Return the status of all other ranks; None for a rank that does not answer in time. One-sided."""
+        """Read the status of all other ranks. The status is None if a rank does not answer in time. One-sided."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         reading = _Reading(dict.fromkeys(others), time.monotonic() + READ_GRACE_S)
         if self._thread.is_alive():
@@ -165,7 +166,7 @@ class StatusWindow:
         return dict(reading.status)
 
     def free(self) -> None:
-        """Free the window; later writes to `page` have no effect. Collective."""
+        """Free the window and detach `page`. Collective. Idempotent."""
         if self._win is None:
             return
         self.page.detach()
@@ -192,7 +193,7 @@ class StatusWindow:
             reading.is_done.set()
 
     def _poll(self) -> None:
-        """Make MPI progress, for readers on other hosts if the network has no one-sided hardware."""
+        """Make MPI progress, which ranks on other hosts need to read the page without one-sided hardware."""
         for _ in range(NUM_POLLS):
             self._comm.Iprobe()
             time.sleep(1e-3)
@@ -217,7 +218,7 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """A request to the background thread, which fills in the status of each rank."""
+    """A request to the background thread to read the status of each rank into `status`."""
 
     status: dict[int, Status | None]
     deadline: float  # of the monotonic clock

@@ -1,8 +1,7 @@
 """`World`: the ranks of a job, or a subset, with their communicators and topology.
 
-Construction is collective (a duplicate of the communicator, a split by node). A world offers the collectives outside
-of the training step: `run_on_all` and `broadcast` at start-up, `gather_objects` at the end. All their waits have a
-deadline, which `runtime.job` watches for all worlds of a process.
+A world has the collectives that are used outside of training steps: `run_on_all` and `broadcast` at startup,
+`gather_objects` at the end. All waits have a deadline, which `runtime.job` checks for all worlds of a process.
 """
 
 import atexit
@@ -33,37 +32,42 @@ if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
 
 T = TypeVar("T")
 
-#: Seconds between the checks of a rank that leaves for ranks that wait for it in another collective.
+#: Time between checks in `World.close`, in seconds. It checks for ranks that wait for this rank in another collective.
 STRANDED_POLL_S = 0.5
 
 
 class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    In all methods `what` is the operation, for messages ("... while <what>"), such as "fetching unit layers.3".
+    In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
-    traceback of that rank. Otherwise the other ranks would wait forever. User threads are not affected.
+    traceback of that rank. Otherwise, the other ranks would wait forever. Exceptions in user threads are only printed.
 
     Args:
-        comm: Communicator to duplicate. Default: all ranks of the job.
-        timeout_s: Maximum duration of a single wait for another rank, after which the job ends with an error.
+        comm: Communicator to duplicate. By default, it contains all ranks of the job.
+        timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
+            error.
         limit: Name of the setting that defines `timeout_s`, for messages.
-        job: Existing job, if the ranks are a subset. By default a new job starts, which ends when this world closes.
+        job: Existing `Job` of this process, if the ranks are a subset. By default, a new one is created, which ends
+            when this world closes.
 
     Attributes:
+        rank: Rank of this process in this world.
+        size: Number of ranks in this world.
         local_rank: Index of this process on its node.
         local_size: Number of ranks on this node.
         host_rank: Index of this process on its host. It differs from `local_rank` only if MPI is configured to treat
             every rank as a separate node (MPIR_CVAR_NOLOCAL).
         host_size: Number of ranks on this host.
         node: Index of this node. Nodes are sorted by their lowest rank.
+        num_nodes: Number of nodes.
         hosts: Host name of every rank.
         layout: Host name and number of ranks of each node.
-        node_ranks: Ranks of this node, by local rank.
+        node_ranks: Ranks of the processes on this node, in the order of their local ranks.
         comm: Duplicate of the communicator.
         node_comm: Communicator of the ranks of this node.
-        job: The job of this process.
+        job: Deadlines, status and progress tasks of this process, shared by all its worlds.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
     """
@@ -98,21 +102,24 @@ class World(AbstractContextManager["World"]):
             atexit.register(self._finalize)
 
     def split(self, by: str) -> "World":
-        """Return a world of the ranks on the same node, with the same deadline. Collective.
+        """Return a new world of the ranks on this node, with the same timeout. Collective.
 
-        It closes with this world at the latest. The only value of `by` is "node".
+        The new world is closed with this world, unless it was closed before. `by` must be "node".
         """
         if by != "node":
             raise ValueError(f"split: expected node, got {by!r}")
         return self._sub_world(self.node_comm)
 
     def self_world(self) -> "World":
-        """Return a world of this rank only, with the same deadline. It closes with this world at the latest."""
+        """Return a new world of this rank only, with the same timeout.
+
+        The new world is closed with this world, unless it was closed before.
+        """
         return self._sub_world(MPI.COMM_SELF)
 
     @property
     def timeout_s(self) -> float:
-        """Maximum duration of a single wait. A change applies to waits that begin later."""
+        """Maximum duration of a single wait, in seconds. A change applies to waits that begin later."""
         return self.job.watchdog.timeout_s
 
     @timeout_s.setter
@@ -121,34 +128,34 @@ class World(AbstractContextManager["World"]):
 
     @property
     def memory_model(self) -> str:
-        """Memory model of the windows of this MPI library: unified or separate."""
+        """Memory model of the windows of this MPI library: "unified" or "separate"."""
         assert self.job.status is not None
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, for the message of a rank whose wait for this one expires.
+        """Publish the activity of this rank. If another rank waits too long for this rank, its error message shows it.
 
         Takes a few microseconds and does not communicate. Thread-safe.
 
         Args:
-            what: Activity, such as "forward of unit layers.3".
-            microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
+            what: Description of the activity, such as "forward of unit layers.3".
+            microbatch: Number of the microbatch in the minibatch, starting at 1. 0 outside of microbatches.
         """
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Set a function that background threads call before MPI calls, such as `Device.set_current`.
+        """Set a function that background threads call before they call MPI, such as `Device.set_current`.
 
-        A progress thread uses the function that was set when it started.
+        A progress thread uses the function that was set when the thread started.
         """
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Context manager for measurements of one-sidedness, in which the background thread does not enter MPI.
+        """Context manager in which the background thread does not enter MPI, for measurements of one-sidedness.
 
-        Otherwise it enters MPI twice a second for some milliseconds, so that other ranks can read the status.
+        Otherwise, the thread enters MPI twice a second for some milliseconds to let other ranks read the status.
         """
         status = self.job.status
         assert status is not None
@@ -159,9 +166,10 @@ class World(AbstractContextManager["World"]):
             status.background_progress = True
 
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
-        """Return a context manager that ends the job with a message if the enclosed wait exceeds `timeout_s`.
+        """Return a context manager that ends the job with an error message if the enclosed wait exceeds `timeout_s`.
 
-        Does not communicate. `owners` are the ranks whose memory the operation accesses; empty if any may be the cause.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses. If it is empty, any rank may
+        be the cause of a delay.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -169,10 +177,11 @@ class World(AbstractContextManager["World"]):
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Context manager for a blocking collective operation, with a deadline whose message names the late ranks.
+        """Context manager that sets a deadline for a blocking collective operation. Collective.
 
-        Collective: all ranks use it for the same operations in the same order, so late ranks are known by their count.
-        The ranks first synchronize by polling, so that no rank spins in the operation on a core that a late rank needs.
+        All ranks must use it for the same operations in the same order. Ranks that have entered fewer operations are
+        reported as late. On entry the ranks synchronize by polling. Otherwise, a rank could spin in the operation on a
+        core that a late rank needs.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
@@ -181,21 +190,22 @@ class World(AbstractContextManager["World"]):
     def wait(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking operation within the deadline, and run the `progress` tasks while waiting.
 
-        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
-        collective operation use `wait_collective`.
+        Unlike a blocking MPI call, this does not spin. With more ranks than cores, spinning would delay ranks that
+        compute. For a collective operation, use `wait_collective`.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
 
     def wait_collective(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking collective, which is counted as in `collective`. Collective."""
+        """Wait for a non-blocking collective operation. Late ranks are found as in `collective`. Collective."""
         with self.job.in_collective(what, self._members):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function that does not communicate on every rank; if it fails on any, raise on all. Collective.
+        """Call a function on every rank, and raise on all ranks if it fails on any. Collective.
 
-        `UserError` or `OSError` on at least one rank becomes `AllRanksUserError` with the message of the lowest one.
+        The function must not communicate. If it raises `UserError` or `OSError` on one or more ranks, all ranks raise
+        `AllRanksUserError` with the message of the lowest of these ranks.
         """
         result, error = None, None
         try:
@@ -212,26 +222,35 @@ class World(AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` unless `value`, named `what`, is equal on all ranks. Collective; for start-up."""
+        """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
+
+        `what` is the name of the value for the message. Use this at startup only.
+        """
         values = self.gather_objects(value)
         differing = [rank for rank in range(self.size) if values[rank] != values[0]]
         if differing:
             raise AllRanksUserError(f"{what}: expected the same on every rank, rank {differing[0]} differs from rank 0")
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores of this host divided by its ranks, at least 1. Collective."""
+        """Return the number of cores per rank on this host, at least 1. Collective.
+
+        Only cores that the ranks of this world may use are counted.
+        """
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
         cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == this_host))
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective; for start-up and the end, not for steps."""
+        """Return the values of all ranks, in rank order. Collective. Not for use in training steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Overwrite a contiguous CPU tensor of any dtype with the tensor of rank 0. Collective."""
+        """Overwrite a tensor with the tensor of rank 0. Collective.
+
+        Raise `ValueError` unless it is a contiguous CPU tensor. Any dtype is supported.
+        """
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
         # Imported late: `odc-mpi doctor` and invalid settings need ranks, but not torch, whose import takes a second.
@@ -245,9 +264,11 @@ class World(AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Raise `AllRanksUserError` unless /dev/shm has room for the windows of the ranks of this node. Collective.
+        """Raise `AllRanksUserError` on all ranks if /dev/shm of a node is too small for its windows. Collective.
 
-        `num_bytes` is the size for this rank. `what` follows "room for" in the message.
+        Args:
+            num_bytes: Size of the windows of this rank, in bytes.
+            what: Description of the windows for the message ("... as room for <what>").
         """
         total = np.array([num_bytes], dtype=np.int64)
         with self.collective("summing the required shared memory"):
@@ -255,9 +276,9 @@ class World(AbstractContextManager["World"]):
         self.run_on_all(lambda: check_shm_capacity(int(total[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function to call when this world closes, in reverse order of registration.
+        """Register a function that frees a resource when this world closes, in reverse order of registration.
 
-        Call `cancel_on_close` when the resource is freed earlier, since the world references the function.
+        If the resource is freed earlier, call `cancel_on_close`, since the world keeps a reference to the function.
         """
         self._resources[free] = None
 
@@ -266,7 +287,7 @@ class World(AbstractContextManager["World"]):
         self._resources.pop(free, None)
 
     def close(self) -> None:
-        """Free the registered resources, then the communicators. Collective; idempotent."""
+        """Free the registered resources, then the communicators. Collective. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -284,7 +305,7 @@ class World(AbstractContextManager["World"]):
             self.close()
 
     def _finalize(self) -> None:
-        """Close the world when the program ends, and limit the time of MPI_Finalize, which follows."""
+        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this."""
         self.close()
         limit_finalize(self.timeout_s)
 

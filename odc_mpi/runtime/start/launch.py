@@ -1,15 +1,15 @@
-"""Child processes that take the place of a rank in the job, and parents that survive their crash.
+"""Child processes that take the place of a rank in the job, and parent processes that survive a crash of the child.
 
-    parent   `run_in_child` starts the child and receives its messages; the parent never starts MPI
-    child    `child_main` runs the main function of the child, which on rank 0 sends messages through a pipe: one JSON
-             object per line. The key `doing` describes the next operation; null at the end
+    parent   `run_in_child` starts the child and receives its messages. The parent never starts MPI
+    child    `child_main` runs the main function of the child. On rank 0, it sends messages to the parent through a
+             pipe: one JSON object per line. The key `doing` describes the next operation; it is null at the end
 
-Launchers end all ranks when one of their processes dies, MPICH with SIGKILL. Therefore a parent
+Launchers end all ranks when one of their processes dies; MPICH sends SIGKILL. Therefore, a parent
 
-- stays after the crash of its child until rank 0 has printed the result,
-- does not forward a request of the child to abort the job to the launcher (PMI of MPICH and Slurm; not possible with
+- continues after a crash of its child until rank 0 has printed the result,
+- does not forward requests of the child to abort the job to the launcher (PMI of MPICH and Slurm; not possible with
   PMIx),
-- reports the crash to the parent of rank 0, through a socket if both are on one node.
+- reports the crash to the parent of rank 0 through a socket, if both are on the same node.
 """
 
 import ctypes
@@ -52,19 +52,19 @@ ChildMessage = Mapping[str, Any]
 
 
 def is_launched() -> bool:
-    """Return True if a launcher started this process. Does not start MPI."""
+    """Return True if an MPI launcher started this process. Does not initialize MPI."""
     return any(variable in os.environ for variable in _RANK_VARIABLES)
 
 
 def launched_rank() -> int:
-    """Return the rank of this process from the environment, 0 without a launcher. Does not start MPI."""
+    """Return the rank of this process from environment variables, 0 without a launcher. Does not initialize MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
     ranks = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
 
 
 class FailureKind(Enum):
-    """Kinds of failures of a child, as text."""
+    """Kind of failure of a child. The value is its text in messages."""
 
     CRASHED = "crashed"
     NO_ANSWER = "no answer within"
@@ -77,8 +77,9 @@ class Failure:
     """A failure of a child.
 
     Attributes:
-        description: "SIGSEGV", "exit code 1" or "MPI_Abort" after a crash; the time limit without an answer.
-        rank: Rank of the child that crashed.
+        description: After a crash, its cause, such as "SIGSEGV", "exit code 1" or "MPI_Abort". Without an answer, the
+            time limit that was exceeded, such as "12 s".
+        rank: Rank of the child that crashed, or None for other failures.
     """
 
     kind: FailureKind
@@ -92,11 +93,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChildResult:
-    """The end of a child.
+    """Result of a child process.
 
     Attributes:
-        messages: Last message of the child; empty without messages.
-        output_tail: Last lines of the standard streams of a failed child.
+        messages: Last message of the child. Empty if it sent none.
+        failure: Failure of the child, or None if it ended without one.
+        output_tail: Last lines of the standard output and error of a failed child.
     """
 
     messages: ChildMessage
@@ -105,23 +107,27 @@ class ChildResult:
 
     @property
     def failure_point(self) -> tuple[str, Failure] | None:
-        """Operation that failed, and the failure; None if the child completed all operations."""
+        """Description of the failed operation, and the failure. None if the child completed all operations."""
         doing = self.messages.get("doing", "starting MPI")
         if self.failure is None and doing is None:
             return None
         return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
 
     def print_output_tail(self) -> None:
-        """Print the last lines of a failed child on standard error."""
+        """Print the last lines of output of a failed child to standard error. Print nothing without a failure."""
         if self.failure:
             print(f"The last lines of the failed process:\n{self.output_tail or '(none)'}", file=sys.stderr, flush=True)
 
 
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
-    """Run the main function of a process that `run_in_child` started; an error ends only this process.
+    """Run the main function of a child that `run_in_child` started.
 
-    MPI_Abort would end the whole job, including the parents, which print the result. `main` is called with the
-    arguments of the command, and with a function that sends a message to the parent on rank 0.
+    An exception ends only this process. MPI_Abort is not called, since it would also end the parents, which print the
+    result.
+
+    Args:
+        main: Function of the command line arguments and of a function that sends a message to the parent. On ranks
+            other than 0, messages are not sent.
     """
     *arguments, descriptor = sys.argv[1:]
     try:
@@ -141,15 +147,16 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
 
 @contextmanager
 def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[ChildResult]:
-    """Run a child in the place of this process in the job until the child ends.
+    """Context manager that runs a child, which takes the place of this process in the job, and yields its result.
 
-    Print the result in the block: after the block the child is killed, which may end the job.
+    Print the result inside the block. After the block the child is killed, which may end the job.
 
     Args:
-        command: Command of the child. The file descriptor for messages is appended as an argument.
-        rank: Rank of this process. Rank 0 enters the block with the result, other ranks when they are no longer needed.
-        deadline_s: Maximum duration of the run; then the child is killed.
-        quiet_s: Maximum time between two messages on rank 0; then the child is killed.
+        command: Command of the child. The file descriptor for messages is appended as its last argument.
+        rank: Rank of this process. On rank 0 the block begins when the result is known, on other ranks when this
+            process is no longer needed.
+        deadline_s: Maximum duration of the child, in seconds. After it, the child counts as failed.
+        quiet_s: Maximum time between two messages on rank 0, in seconds. After it, the child counts as failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -253,7 +260,7 @@ class _Child:
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[Failure, str] | None:
-        """Return the crash of the child, if any, and its last lines."""
+        """Return the crash of the child and its last lines of output, or None if it has not crashed."""
         code = self._process.poll()
         if not code and not self._pmi.abort_requested:
             return None

@@ -1,7 +1,8 @@
-"""Time limits for MPI_Init and MPI_Finalize, which the watchdog cannot watch. Does not use MPI.
+"""Time limits for MPI_Init and MPI_Finalize, which the watchdog cannot check. Does not use MPI.
 
-MPI_Init runs during an import and holds the GIL, MPI_Finalize runs after the end of the interpreter. If one of them
-hangs, because another rank was stopped, the kernel ends this process with SIGALRM. A launcher then ends all ranks.
+MPI_Init runs during an import and holds the GIL. MPI_Finalize runs after the interpreter has ended. If one of them
+hangs, for example because another rank is stopped, the kernel ends this process with SIGALRM. The launcher then ends
+all ranks.
 """
 
 import os
@@ -10,15 +11,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Default of ODC_MPI_START_TIMEOUT_S, the seconds for MPI_Init: thousands of ranks may take minutes.
+#: Default of ODC_MPI_START_TIMEOUT_S, the time limit of MPI_Init in seconds. Thousands of ranks may take minutes.
 START_S = 300.0
-#: Minimum number of seconds for MPI_Finalize, which takes seconds on a crowded machine.
+#: Minimum time limit of MPI_Finalize, in seconds. It takes seconds on a machine with more processes than cores.
 END_S = 10.0
 
 
 @contextmanager
 def start_limit() -> Iterator[None]:
-    """Context manager that ends this process if the enclosed start of MPI takes too long. Main thread only."""
+    """Context manager that ends this process if the enclosed start of MPI exceeds its time limit. Main thread only."""
     before = _arm(_start_s())
     try:
         yield
@@ -28,13 +29,16 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """End this process if it has not ended by itself after max(`seconds`, `END_S`). Main thread only."""
+    """Set a timer that ends this process if it still runs after max(`seconds`, `END_S`).
+
+    Does nothing outside of the main thread.
+    """
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 
 
 def exit_as_interrupted() -> None:
-    """End this process like an uncaught interrupt, so that the launcher ends the other ranks."""
+    """End this process by SIGINT, as an uncaught `KeyboardInterrupt` does. The launcher then ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

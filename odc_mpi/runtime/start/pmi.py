@@ -1,10 +1,11 @@
 """Compatibility of the launcher and the MPI library, and a relay of PMI messages.
 
-Processes find each other through their launcher: by PMI (mpiexec of MPICH, srun --mpi=pmi2) or by PMIx (mpiexec of
-Open MPI, srun --mpi=pmix). With the wrong protocol, or none, every process is rank 0 of 1, and all overwrite each
-other's files. MPICH under PMIx ends its processes without advice, so the launcher is checked before MPI starts.
+Processes find each other through their launcher, with the protocol PMI (mpiexec of MPICH, srun --mpi=pmi2) or PMIx
+(mpiexec of Open MPI, srun --mpi=pmix). With the wrong protocol, or none, every process is rank 0 of 1, and the
+processes overwrite each other's files. MPICH under a PMIx launcher ends its processes without an explanation, so the
+launcher is checked before MPI starts.
 
-`PmiRelay` is between a launcher and a child process that takes the place of a rank (`runtime.start.launch`).
+`PmiRelay` connects a launcher and a child process that takes the place of a rank (`runtime.start.launch`).
 """
 
 import os
@@ -15,7 +16,7 @@ from contextlib import suppress
 
 from odc_mpi.errors import UserError
 
-#: Value of srun --mpi by the prefix of the library name.
+#: Value of the srun option --mpi for each MPI library, by the prefix of its name.
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
 #: Variables with the number of processes; the variable of Slurm is used without them.
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -26,9 +27,10 @@ _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
-    """Raise `UserError` for an MPICH without PMIx under a PMIx launcher, which would end this process unexplained.
+    """Raise `UserError` if the launcher uses PMIx and the MPI library is an MPICH that does not support it.
 
-    Otherwise MPI is started by this call or by the import.
+    MPICH would end this process without an explanation. Under a PMIx launcher, this call initializes MPI if the library
+    is compatible. Under other launchers, it does nothing, and the import of mpi4py initializes MPI.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -47,7 +49,12 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Raise `UserError` if MPI sees only this process, by the size of MPI_COMM_WORLD, and the launcher started more."""
+    """Raise `UserError` if the launcher started several processes, but the MPI library sees only this one.
+
+    Args:
+        library: Name and version of the MPI library, for the message.
+        size: Size of MPI_COMM_WORLD.
+    """
     variable, started = _started()
     if started > 1 and size == 1:
         raise UserError(
@@ -56,13 +63,13 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def srun_advice() -> str | None:
-    """Return advice for a failed start of MPI; None outside of Slurm."""
+    """Return advice about the srun option --mpi after a failed start of MPI, or None outside of a Slurm job."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None
 
 
 def srun_mpi() -> str:
-    """Return the value of srun --mpi for the MPI library of this environment. Does not start MPI."""
+    """Return the value of the srun option --mpi for the MPI library of this environment. Does not initialize MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -74,7 +81,7 @@ def srun_mpi() -> str:
 
 
 def _started() -> tuple[str, int]:
-    """Return the name and value of the variable with the number of started processes; 0 without one."""
+    """Return the environment variable with the number of started processes: its name, and its value or 0."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     size, name = max((int(os.environ.get(name) or 0), name) for name in names)
@@ -92,9 +99,14 @@ def _is_slurm() -> bool:
 
 
 class PmiRelay:
-    """Relay between a child and a PMI launcher, which drops requests to abort the job. Does nothing with PMIx.
+    """Relay of messages between a child and a PMI launcher. Does nothing under other launchers.
 
-    In both versions of PMI a message arrives in one read, and is answered before the next one is sent.
+    Requests of the child to abort the job are not forwarded. In both versions of PMI, a message arrives in one read and
+    is answered before the next one is sent.
+
+    Attributes:
+        abort_requested: True if the child has requested to abort the job.
+        environment: Environment variables for the child.
     """
 
     def __init__(self) -> None:
@@ -110,7 +122,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start to relay. Call after the child has inherited its end of the connection."""
+        """Start to forward messages. Call this after the child has inherited its end of the connection."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -118,7 +130,10 @@ class PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """Close the PMI connection if the child did not; otherwise the launcher reports a failure."""
+        """Close the PMI connection if the child did not close it, since the launcher would report a failure.
+
+        `rank` is the rank of this process. If parents run on several nodes, rank 0 requests the end of the job instead.
+        """
         if not self._is_open:
             return
         message = b"cmd=finalize\n"
