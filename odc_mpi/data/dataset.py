@@ -44,7 +44,7 @@ _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of a vocabulary, in hexadecimal. It is equal only if all tokens and token numbers are equal."""
+    """Return the SHA-256 of a vocabulary, in hexadecimal. It covers all tokens and their numbers."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
