@@ -82,7 +82,6 @@ def run_rounds(
     """Train with all contenders, round after round. Collective.
 
     Args:
-        contenders: Contenders by name.
         steps: Minibatches per round.
         repeats: Number of rounds after the warm-up.
         report: Called with a line about the next measurement.
@@ -147,7 +146,6 @@ def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]],
     """Check that all contenders do the same work with a configuration.
 
     Args:
-        config: Configuration of a run.
         comparable: Allowed values by name of the setting.
         command: Command line, for the message.
 

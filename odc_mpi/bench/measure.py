@@ -28,8 +28,6 @@ def interleaved(
     Each round begins with another variant, since the first call of a round may find another state of disk and caches.
 
     Args:
-        variants: Functions by name.
-        repeats: Number of rounds.
         on_call: Called with the index of the round and the name before each call.
 
     Returns:

@@ -62,7 +62,6 @@ class Runner(ABC):
 
     Args:
         transport: Transport, not allocated yet.
-        num_units: Number of units of the model.
     """
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from odc_mpi.bench.measure import DEFAULT_SIZES, make_progress_printer, parse_sizes, print_result
 from odc_mpi.cli import mpiexec
-from odc_mpi.cli.options import positive_int, step_seconds
-from odc_mpi.cli.scenario_options import add_scenario, build_scenario
+from odc_mpi.cli.options import add_scenario, build_scenario, positive_int, step_seconds
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched

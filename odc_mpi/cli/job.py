@@ -55,18 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
             "odc-mpi job CONFIG --run.steps 5"
         )
     config = configuration.load(arguments.config, arguments.overrides)
+    mpi = f"${{SLURM_MPI_TYPE:-{srun_mpi()}}}" if arguments.mpi is None else _check_word("mpi", arguments.mpi)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}
     requested = job.SlurmJob(
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         cores_per_rank=arguments.cores_per_rank,
         time=_check_time(arguments.time),
-        mpi=_check_word("mpi", arguments.mpi) if arguments.mpi is not None else job.unless_set(srun_mpi()),
+        mpi=mpi,
         name=_check_word("name", arguments.name, r"[\w.-]+", "letters, digits, dots, dashes and underscores"),
         choices=tuple((name, _check_word(name, value)) for name, value in choices.items() if value is not None),
+        # Symbolic links are not resolved: they may have other targets on the nodes.
+        arguments=("--config", str(arguments.config.absolute()), *arguments.overrides),
         stage=arguments.stage,
+        data=config.data.path if arguments.stage else None,
     )
-    script = job.config_script(requested, arguments.config, tuple(arguments.overrides), config.data.path)
+    file = "".join(letter if letter.isprintable() else "?" for letter in arguments.config.name)  # in a one-line comment
+    headline = f"Trains {file}. The job saves before its time limit, requeues itself and resumes."
+    script = job.training_script(requested, headline, "sbatch FILE [--section.key value ...]")
     print(script, end="", flush=True)
     return job.submit(script) if arguments.submit else 0
 

@@ -61,8 +61,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of a command, with all of `argv` as `words` and the settings as `overrides`.
 
-    Raises:
-        UserError: The command or an argument is unknown.
+    Raises a UserError if the command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:

@@ -63,11 +63,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec: in the directory of this Python, to whose MPI it belongs, or else on the PATH.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return the path of the mpiexec beside this Python, to whose MPI it belongs, or on the PATH; else a UserError."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:

@@ -1,9 +1,17 @@
-"""Types of command-line options that several commands share."""
+"""Options that several commands share, and types of options."""
 
 import argparse
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
+from odc_mpi.simulate.options import CACHES, SCENARIO, Option
+
+if TYPE_CHECKING:
+    from odc_mpi.simulate.scenario import Scenario
+
+    ScenarioT = TypeVar("ScenarioT", bound=Scenario)
 
 #: Larger counts and seconds are typos, and not every system call accepts them.
 MAX_VALUE = 10**9
@@ -41,3 +49,35 @@ def step_seconds(text: str) -> float:
     if not 1e-3 <= seconds <= 3600:  # nan fails both comparisons
         raise argparse.ArgumentTypeError(f"expected seconds from 0.001 to 3600, got {text!r}")
     return seconds
+
+
+def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the options of a scenario to `simulate` or `bench schedule`; `defaults` replaces defaults of `SCENARIO`."""
+    for field, option in SCENARIO.items():
+        add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
+    for field, option in CACHES.items():
+        add_option(parser, field, option, type=size_in_bytes, metavar="SIZE")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
+    """Add an option; `other` replaces arguments of `add_argument`."""
+    kind = type(option.default)
+    arguments = {
+        "type": kind,
+        "default": option.default,
+        "metavar": "N" if kind is int else "X",
+        "help": f"{option.help}; default: {option.default:g}",
+    }
+    parser.add_argument(option.name, dest=field, **(arguments | other))
+
+
+def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
+    """Return the scenario, of class `kind`, that the options describe."""
+    from odc_mpi.simulate.scenario import REFERENCE_COST
+
+    names = {field.name for field in fields(kind)}
+    values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
+    scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
+    return scenario

@@ -3,7 +3,7 @@
 import argparse
 
 from odc_mpi.bench.measure import print_result
-from odc_mpi.cli.scenario_options import add_option, add_scenario, build_scenario
+from odc_mpi.cli.options import add_option, add_scenario, build_scenario
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
 

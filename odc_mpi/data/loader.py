@@ -14,7 +14,7 @@ import torch
 
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
-from odc_mpi.data.plan.context_parallel import check_chunks_fit, split_longest
+from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
@@ -286,10 +286,7 @@ class Loader(ShuffledSampler):
             if value < minimum:
                 raise UserError(f"expected {setting} of at least {minimum}, got {value}")
         # Here instead of in the middle of the training.
-        if context_parallel:
-            check_chunks_fit(dataset.lengths, size, max_tokens_per_microbatch)
-        else:
-            check_fit(dataset.lengths, max_tokens_per_microbatch)
+        check_fit(dataset.lengths, max_tokens_per_microbatch, size if context_parallel else 1)
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch
         self._rank, self._size = rank, size

@@ -113,11 +113,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state from the merged `state_dict` of all callbacks.
-
-        Raises:
-            UserError: The state does not fit the run.
-        """
+        """Restore the state from the merged `state_dict` of all callbacks, or raise a UserError if it does not fit."""
 
     def close(self) -> None:
         """Release resources. Called however the run ends."""

@@ -42,10 +42,8 @@ class SummaryField(NamedTuple):
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """``metrics.jsonl``, opened for appending. Creates a missing run directory.
 
-    Lines that cannot be written later are dropped with one warning: a full disk does not end a run.
-
-    Raises:
-        UserError: The directory or the file cannot be written.
+    Raises a UserError if the directory or the file cannot be written. Lines that cannot be written later are dropped
+    with one warning: a full disk does not end a run.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -73,13 +71,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 warn_write_failed(self._path, error)
             self._warned = True
 
-    def close(self) -> None:
-        """Close the file. Idempotent."""
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._file.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, object]]:

@@ -42,13 +42,9 @@ class RankLog:
         self._previous: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
-        """Write the records kept so far, and all later ones, to this rank's file.
+        """Write the records kept so far, and all later ones, to this rank's file in `directory`; None drops them.
 
-        Args:
-            directory: Directory of the files; None drops the records.
-
-        Raises:
-            UserError: The directory cannot be written.
+        Raises a UserError if the directory cannot be written.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)

@@ -132,10 +132,7 @@ def make_console() -> Console:
 def terminal_width() -> int | None:
     """Return the width of the terminal that shows this rank's standard output, or None without one.
 
-    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection.
-
-    Raises:
-        UserError: ``ODC_MPI_PROGRESS`` has another value.
+    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Another value is a UserError.
     """
     requested = os.environ.get("ODC_MPI_PROGRESS", "")
     if requested not in ("", "bar", "plain"):

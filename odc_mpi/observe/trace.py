@@ -79,11 +79,8 @@ class TraceCallback(Callback):
 
     def on_train_end(self) -> dict[str, Any]:
         """Gather the timelines and write the file; a failure is only a warning. Collective."""
-        if self._steps:
-            self._write()
-        return {}
-
-    def _write(self) -> None:
+        if not self._steps:
+            return {}
         max_spans = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))
         steps_of_ranks = self._world.gather_objects([_serialize_step(step, max_spans) for step in self._steps])
         if self._world.rank == 0:
@@ -97,6 +94,7 @@ class TraceCallback(Callback):
             max_tokens = int(self._edges[-1])
             content = {"steps": steps, "max_tokens_per_microbatch": max_tokens, "tokens_per_microbatch": tokens}
             write_or_warn(self._run_dir / NAME, json.dumps(content) + "\n")
+        return {}
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:

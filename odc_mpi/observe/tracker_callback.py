@@ -9,7 +9,6 @@ series with the steps before the checkpoint, from metrics.jsonl. Repeated steps 
 
 import math
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ class TrackerCallback(Callback):
         previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
         run_name = self._run_dir.resolve().name
         for name in self._names:
-            make = partial(_recreate, name, self._run_dir / DIRECTORY / name, run_name, self._config)
+            make = partial(trackers.start_tracker, name, self._run_dir / DIRECTORY / name, run_name, self._config)
             self._threads.append(TrackerThread(name, make, previous))
 
     def on_step_end(self, step: Step) -> None:
@@ -140,10 +139,3 @@ def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
         for key, number in numbers.items()
         if math.isfinite(number)
     }
-
-
-def _recreate(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-    return trackers.start_tracker(name, directory, run_name, config)

@@ -7,6 +7,7 @@ it. A library is imported when its tracker starts, in the thread that writes.
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Check that the packages of trackers are installed, and initialize accelerate.
-
-    Raises:
-        UserError: A package is missing.
-    """
+    """Initialize accelerate, or raise a UserError if a package that the trackers require is not installed."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:
@@ -54,14 +51,16 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker. Call `require_tracker_packages` first.
+    """Start a tracker, and create or empty the directory of its files. Call `require_tracker_packages` first.
 
     Args:
         name: Key of `TRACKERS`.
-        directory: Existing, empty directory for the files of the tracker.
         run_name: Name under which the tracker shows the run.
         config: All settings by name.
     """
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project, options = _options(name, directory.resolve(), run_name)

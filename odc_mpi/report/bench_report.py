@@ -17,9 +17,9 @@ from odc_mpi.report.plot_types import (
     GanttChart,
     GanttRow,
     Panel,
+    Plot,
     Style,
     choose_ranks,
-    make_plot,
 )
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
@@ -132,7 +132,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(make_plot("gantt", "gantt", title, charts, _STYLES), caption)
+    return Figure(Plot("gantt", "gantt", title, (charts, _STYLES)), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -208,7 +208,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     )
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
-    figures.append(Figure(make_plot("curves", "loss", losses_title, [Panel("loss", [curve])], "minibatch")))
+    figures.append(Figure(Plot("curves", "loss", losses_title, ([Panel("loss", [curve])], "minibatch"))))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
@@ -227,7 +227,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
-    speeds_plot = make_plot("curves", "speeds", title, curves, "bytes of a unit", lambda x: format_size(round(x)))
+    speeds_plot = Plot("curves", "speeds", title, (curves, "bytes of a unit", lambda x: format_size(round(x))))
     tables = [
         _table_over_sizes(f"{heading} ± half the interquartile range", sizes, "all_at_once", titles, _gb_per_s)
         for heading, titles in panels.items()

@@ -6,7 +6,7 @@ from typing import Any
 
 from odc_mpi.formatting import format_size
 from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Style, make_plot
+from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
 #: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
 _STYLES = {
@@ -65,13 +65,13 @@ def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterab
             }
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     plotted = [column for column in columns if column.in_plot]
-    parts = [
+    parts = (
         {c.heading: panels[c.heading] for c in plotted},
         [c.number_format for c in plotted],
         [c.line for c in plotted],
-    ]
+    )
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(make_plot("bars", name, title, *parts), caption, [table])
+    return Figure(Plot("bars", name, title, parts), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:

@@ -1,6 +1,6 @@
 """Plain data of plots, with colors and hatches; `report.plots` draws them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,30 +32,23 @@ class Plot:
     """A plot that is drawn on first access.
 
     Attributes:
-        name: Identifier on the command line.
+        kind: Name of the function of `report.plots` that draws it.
+        name: Identifier on the command line, which also determines the ids in the document.
         title: Heading in the plot: its main result.
-        draw: Returns the plot as an SVG document.
+        parts: Arguments of the function.
     """
 
+    kind: str
     name: str
     title: str
-    draw: Callable[[], str]
+    parts: Sequence[Any]
 
     @cached_property
     def svg(self) -> str:
         """The SVG document."""
-        return self.draw()
-
-
-def make_plot(kind: str, name: str, title: str, *parts: Any) -> Plot:
-    """Create a plot, drawn by the function `kind` of `report.plots` with the arguments `parts`."""
-
-    def draw() -> str:
         from odc_mpi.report import plots  # Imported late: matplotlib takes a second, and terminal output needs none.
 
-        return plots.draw(kind, name, title, *parts)
-
-    return Plot(name, title, draw)
+        return plots.draw(self.kind, self.name, self.title, self.parts)
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,8 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def draw(kind: str, name: str, title: str, *parts: Any) -> str:
-    """Draw a plot as an SVG document.
-
-    Args:
-        kind: Name of a function in `KINDS`.
-        name: Name of the plot, which determines the ids in the document.
-        title: Heading of the plot.
-        *parts: Arguments of the function.
-    """
+def draw(kind: str, name: str, title: str, parts: Sequence[Any]) -> str:
+    """Draw a `Plot` with these attributes as an SVG document."""
     settings: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignore the matplotlib configuration of the user

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from odc_mpi.report.plot_types import (
     GanttRow,
     Histogram,
     Panel,
+    Plot,
     Style,
     choose_ranks,
-    make_plot,
 )
 
 #: Spans of trace.json in which a rank waits for all other ranks.
@@ -44,28 +43,6 @@ _MAX_BARS = 80
 _NUM_BINS = 40
 
 
-@dataclass
-class RunData:
-    """The files of a run.
-
-    Attributes:
-        steps: Lines of metrics.jsonl.
-        summary: Content of summary.json; None if the file is missing.
-        trace: Content of trace.json; None if the file is missing.
-        settings: Content of config.yaml, also as `config_text`.
-        lengths: Lengths of the sequences of the data set, int `[sequences]`; None if it is missing or damaged.
-        notes: Sentences about missing data.
-    """
-
-    steps: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    trace: dict[str, Any] | None
-    settings: dict[str, Any]
-    config_text: str
-    lengths: np.ndarray | None
-    notes: list[str]
-
-
 def describe(run_dir: Path) -> ReportPage:
     """Create the report of a run.
 
@@ -73,18 +50,6 @@ def describe(run_dir: Path) -> ReportPage:
         UserError: The path is not a run directory.
         LookupError, TypeError, ValueError: A file in it is damaged.
     """
-    run = _read(run_dir)
-    figures = [_gantt(run.trace)] if run.trace else []
-    figures += [_time_breakdown(run.steps)] if run.steps else []
-    figures += _histograms(run)
-    figures += [_loss(run.steps)] if run.steps else []
-    rows = [[name, _cell(name, value)] for name, value in (run.summary or {}).items()]
-    tables = [Table("Summary", ["", ""], rows)] if rows else []
-    collapsed = {"Configuration": run.config_text} if run.config_text else {}
-    return ReportPage(f"Run {run_dir.resolve().name}", _subtitle(run), run.notes, figures, tables, collapsed)
-
-
-def _read(run_dir: Path) -> RunData:
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
         raise UserError(
@@ -96,10 +61,20 @@ def _read(run_dir: Path) -> RunData:
     if not isinstance(settings, dict):
         raise ValueError("config.yaml is not a mapping")
     steps = _read_lines(metrics, notes)
-    summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes)
+    summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes) or {}
     reason = "it is written at the end of a run, unless run.trace_steps is 0. Without it there is no timeline of ranks"
     trace = _read_json(run_dir / "trace.json", reason, notes)
-    return RunData(steps, summary, trace, settings, text, _read_lengths(settings, notes), notes)
+    lengths = _read_lengths(settings, notes)
+
+    figures = [_gantt(trace)] if trace else []
+    figures += [_time_breakdown(steps)] if steps else []
+    figures += _histograms(lengths, trace)
+    figures += [_loss(steps)] if steps else []
+    rows = [[name, _cell(name, value)] for name, value in summary.items()]
+    tables = [Table("Summary", ["", ""], rows)] if rows else []
+    subtitle = _subtitle(steps, summary, settings.get("data") or {})
+    collapsed = {"Configuration": text} if text else {}
+    return ReportPage(f"Run {run_dir.resolve().name}", subtitle, notes, figures, tables, collapsed)
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -138,16 +113,17 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
     return None
 
 
-def _subtitle(run: RunData) -> list[str]:
-    fields, data = run.summary or {}, run.settings.get("data") or {}
+def _subtitle(
+    steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], data_settings: Mapping[str, Any]
+) -> list[str]:
     lines = []
-    if run.steps:
-        tokens = sum(step["num_input_tokens"] for step in run.steps)
-        speed = tokens / max(1e-9, sum(step["step_s"] for step in run.steps))
-        lines.append(f"{len(run.steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
-    ranks = f"{fields['world_size']} ranks" if "world_size" in fields else ""
-    lines.append(", ".join(str(part) for part in (ranks, data.get("balance"), fields.get("mpi_library")) if part))
-    return [line for line in lines if line]
+    if steps:
+        tokens = sum(step["num_input_tokens"] for step in steps)
+        speed = tokens / max(1e-9, sum(step["step_s"] for step in steps))
+        lines.append(f"{len(steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
+    ranks = f"{summary['world_size']} ranks" if "world_size" in summary else ""
+    parts = [str(part) for part in (ranks, data_settings.get("balance"), summary.get("mpi_library")) if part]
+    return [*lines, ", ".join(parts)] if parts else lines
 
 
 def _gantt(trace: Mapping[str, Any]) -> Figure:
@@ -176,7 +152,7 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
     if left_out_s := sum(sum(local["left_out_s"].values()) for local in locals_):
         caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure(make_plot("gantt", "gantt", title, [GanttChart("", rows, offsets[-1], marks)], _STYLES), caption)
+    return Figure(Plot("gantt", "gantt", title, ([GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption)
 
 
 def _gantt_row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> GanttRow:
@@ -213,25 +189,23 @@ def _time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     panel = Panel("fraction of the time in which ranks waited at the boundary", [every, mean])
     caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure(make_plot("stack", "time", title, x, parts, styles, "step", panel), caption)
+    return Figure(Plot("stack", "time", title, (x, parts, styles, "step", panel)), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(step[name] for step in group) / sum(step["step_s"] for step in group)
 
 
-def _histograms(run: RunData) -> list[Figure]:
+def _histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
     panels, title = [], []
-    if run.lengths is not None and len(run.lengths):
-        counts, edges = np.histogram(run.lengths, _NUM_BINS)
-        median = int(np.median(run.lengths))
+    if lengths is not None and len(lengths):
+        counts, edges = np.histogram(lengths, _NUM_BINS)
+        median = int(np.median(lengths))
         marks = [(median, f"half are below {median:,}")]
         panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))
-        title.append(
-            f"sequences have {run.lengths.min():,} to {run.lengths.max():,} tokens, half of them below {median:,}"
-        )
-    if run.trace:
-        tokens, max_tokens = run.trace["tokens_per_microbatch"], run.trace["max_tokens_per_microbatch"]
+        title.append(f"sequences have {lengths.min():,} to {lengths.max():,} tokens, half of them below {median:,}")
+    if trace:
+        tokens, max_tokens = trace["tokens_per_microbatch"], trace["max_tokens_per_microbatch"]
         middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
         full = float(np.average(middles, weights=tokens["counts"])) / max_tokens if sum(tokens["counts"]) else 0.0
         marks = [(max_tokens, f"at most {max_tokens:,}")]
@@ -239,7 +213,7 @@ def _histograms(run: RunData) -> list[Figure]:
         panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
     text = "; ".join(title)
-    return [Figure(make_plot("histograms", "lengths", text[:1].upper() + text[1:], panels))] if panels else []
+    return [Figure(Plot("histograms", "lengths", text[:1].upper() + text[1:], [panels]))] if panels else []
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
@@ -266,7 +240,7 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     ]
     if skipped := sum(bool(step["skipped"]) for step in steps):
         captions.append(f"{skipped} steps were skipped: their gradients were not finite.")
-    return Figure(make_plot("curves", "loss", title, panels, "step"), " ".join(captions))
+    return Figure(Plot("curves", "loss", title, (panels, "step")), " ".join(captions))
 
 
 def _cell(name: str, value: Any) -> str:

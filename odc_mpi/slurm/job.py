@@ -8,8 +8,7 @@ leave a file that distinguishes this stop from a completed run. The job then req
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from odc_mpi.errors import UserError
 
@@ -150,7 +149,7 @@ class SlurmJob:
 
     Attributes:
         time: Time limit in the format of sbatch.
-        mpi: Value of srun --mpi as a bash expression; see `unless_set`.
+        mpi: Value of srun --mpi as a bash expression.
         choices: Names and values of further options of sbatch.
         arguments: Arguments of odc-mpi train. The script accepts more.
         stage: Directory on each node to which the data set is copied; None: no copy.
@@ -196,37 +195,11 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the exit code of sbatch, which prints the job ID.
-
-    Raises:
-        UserError: sbatch is not installed.
-    """
+    """Submit a batch script and return the exit code of sbatch, which prints the job ID; a UserError without sbatch."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")
     return subprocess.run([sbatch], input=script, text=True, check=False).returncode
-
-
-def unless_set(mpi: str) -> str:
-    """Return the bash expression for SLURM_MPI_TYPE, or `mpi` if it is unset."""
-    return f"${{SLURM_MPI_TYPE:-{mpi}}}"
-
-
-def config_script(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
-    """Return the batch script that trains a configuration.
-
-    Args:
-        job: Resources. This function sets the command.
-        config: Configuration file, with the same path on every node.
-        overrides: Further arguments of odc-mpi train.
-        data: Data set of the configuration, for staging.
-    """
-    # Symbolic links are not resolved: they may have other targets on the nodes.
-    arguments = ("--config", str(config.absolute()), *overrides)
-    job = replace(job, arguments=arguments, data=data if job.stage else None)
-    name = "".join(letter if letter.isprintable() else "?" for letter in config.name)  # in a comment of one line
-    headline = f"Trains {name}. The job saves before its time limit, requeues itself and resumes."
-    return training_script(job, headline, "sbatch FILE [--section.key value ...]")
 
 
 def _site(job: SlurmJob, output: str) -> str:

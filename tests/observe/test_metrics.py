@@ -70,10 +70,8 @@ class TestMetricsWriter:
 
     def test_closing_twice_is_harmless_and_reopening_appends(self, tmp_path):
         for _ in range(2):
-            writer = MetricsWriter(tmp_path)
-            writer.write(STEP)
-            writer.close()
-            writer.close()
+            with MetricsWriter(tmp_path) as writer, writer:
+                writer.write(STEP)
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
     def test_an_impossible_run_directory_is_a_user_error(self, tmp_path):

@@ -282,7 +282,9 @@ def test_pictures_are_text_and_the_same_each_time(tmp_path):
 
 def test_a_page_has_colours_for_both_backgrounds():
     svg = '<?xml version="1.0"?>\n<svg><path style="fill: #ffffff; stroke: #1f2328"/></svg>'
-    page = html(ReportPage("t", [], figures=[Figure(Plot("p", 'a "b"', lambda: svg))]))
+    plot = Plot("gantt", "p", 'a "b"', ())
+    vars(plot)["svg"] = svg
+    page = html(ReportPage("t", [], figures=[Figure(plot)]))
     assert "fill: var(--paper); stroke: var(--ink)" in page
     assert "prefers-color-scheme: dark" in page and "<?xml" not in page
     assert 'aria-label="a &quot;b&quot;"' in page

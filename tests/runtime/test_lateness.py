@@ -103,8 +103,20 @@ def test_description_of_a_rank(status: Status | None, said: str) -> None:
 
 
 def test_a_heartbeat_is_missing_if_two_readings_are_equal() -> None:
-    first = {0: at(6, heartbeat_number=4), 1: at(6, heartbeat_number=4), 2: at(6, heartbeat_number=4), 3: None, 4: at(6, heartbeat_number=4)}
-    second = {0: at(7, heartbeat_number=5), 1: at(6, heartbeat_number=4), 2: at(6, heartbeat_number=4, aborting=True), 3: at(6, heartbeat_number=1), 4: None}
+    first = {
+        0: at(6, heartbeat_number=4),
+        1: at(6, heartbeat_number=4),
+        2: at(6, heartbeat_number=4),
+        3: None,
+        4: at(6, heartbeat_number=4),
+    }
+    second = {
+        0: at(7, heartbeat_number=5),
+        1: at(6, heartbeat_number=4),
+        2: at(6, heartbeat_number=4, aborting=True),
+        3: at(6, heartbeat_number=1),
+        4: None,
+    }
     seen = mark_missing_heartbeats(first, second)
     assert {rank: status.heartbeat_missing for rank, status in seen.items() if status} == {
         0: False,

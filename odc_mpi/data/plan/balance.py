@@ -118,15 +118,16 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 }
 
 
-def check_fit(lengths: Lengths, max_tokens: int) -> None:
-    """Raise a UserError if a sequence is longer than `max_tokens`."""
-    too_long = np.flatnonzero(lengths > max_tokens)
+def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
+    """Raise a UserError if a sequence is longer than `max_chunks` chunks of `max_tokens`."""
+    too_long = np.flatnonzero(lengths > max_chunks * max_tokens)
     if len(too_long):
         index = too_long[0]
+        chunks = f" {max_chunks} chunks of {max_tokens}," if max_chunks > 1 else ""
         raise UserError(
-            f"expected sequences of at most {max_tokens} tokens, got {lengths[index]} in sequence {index} "
-            f"({len(too_long)} of {len(lengths)} are longer): raise data.max_tokens_per_microbatch, or prepare with "
-            "--max-length"
+            f"expected sequences of at most {max_chunks * max_tokens} tokens,{chunks} got {lengths[index]} in sequence "
+            f"{index} ({len(too_long)} of {len(lengths)} are longer): raise data.max_tokens_per_microbatch, or "
+            + ("use more ranks" if max_chunks > 1 else "prepare with --max-length")
         )
 
 

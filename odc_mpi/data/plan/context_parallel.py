@@ -32,7 +32,6 @@ from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SPREADS, SequenceIndices, makespan, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending
-from odc_mpi.errors import UserError
 
 ChunkCounts = npt.NDArray[np.int64]
 
@@ -54,7 +53,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     A sequence may be longer than `max_tokens`, the maximum for a microbatch and a chunk, if `size` chunks suffice. The
     plan is that of `balance.dynamic`, which may be passed as `unsplit`, if splitting gains nothing.
     """
-    check_chunks_fit(lengths, size, max_tokens)
+    check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)
     best: Plan | None = None
     earliest = math.inf
@@ -72,20 +71,6 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
             best, earliest = plan, end
     assert best is not None
     return best
-
-
-def check_chunks_fit(lengths: Lengths, size: int, max_tokens: int) -> None:
-    """Raise a UserError if a sequence is longer than `size` chunks of `max_tokens`."""
-    if size == 1:
-        check_fit(lengths, max_tokens)
-    too_long = np.flatnonzero(lengths > size * max_tokens)
-    if len(too_long):
-        index = too_long[0]
-        raise UserError(
-            f"expected sequences of at most {size * max_tokens} tokens, {size} chunks of {max_tokens}, got "
-            f"{lengths[index]} in sequence {index} ({len(too_long)} of {len(lengths)} are longer): raise "
-            "data.max_tokens_per_microbatch, or use more ranks"
-        )
 
 
 class _Planner:
