@@ -5,7 +5,7 @@
 | `tokens`             | uint32 | [num_tokens] | all sequences, concatenated                                    |
 | `loss_mask`          | uint8  | [num_tokens] | 1 where the token contributes to the loss                      |
 | `offsets`            | int64  | [n + 1]      | first token of each sequence in `tokens`, then `num_tokens`    |
-| `num_trained_tokens` | int32  | [n]          | number of loss tokens of each sequence, without its first token|
+| `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token     |
 
 The first token of a sequence is never predicted, so it does not contribute to the loss. The group `tokenizer` contains
 each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes].

@@ -17,7 +17,7 @@ Several cost thresholds are tried. Each sequence above the threshold is split in
 The plan used is the one that ends earliest, with equal ranks and with ranks whose speeds differ. Chunks cost more than
 their part of a sequence (`CostModel.chunk`), so nothing is split where unsplit sequences end about as early.
 
-Does not use MPI: decisions depend only on arithmetic in a fixed order, so every rank computes the same plan.
+Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
 
 import math

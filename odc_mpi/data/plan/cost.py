@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 #: Cost of a chunk relative to its part of the sequence's cost. A chunk costs more than this part because its attention
-#: is computed in two parts that are joined, and its matrix products are smaller. This is an assumption. A
-#: prototype in plain torch, with 4,096 tokens in two chunks on CPUs, had a factor of 1.01.
+#: is computed in two parts that are joined, and its matrix products are smaller. This is an assumption. A prototype
+#: in plain torch, with 4,096 tokens in two chunks on CPUs, had a factor of 1.01.
 CHUNK_FACTOR = 1.08
 
 
@@ -18,11 +18,11 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Model of the costs of sequences, microbatches and chunks.
 
-    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs their sum plus `constant`.
+    A sequence of s tokens costs linear * s + quadratic * s². The cost of a microbatch is their sum plus `constant`.
 
     Attributes:
         linear: Cost per token, for all operations on single tokens.
-        quadratic: Cost per squared token of a sequence, for attention.
+        quadratic: Cost per square of a sequence's number of tokens, for attention.
         constant: Cost of a microbatch with any content, for fetching parameters and launching kernels.
         piece_factor: Cost of a chunk relative to its part of the sequence's cost, at least 1.
         earlier: Additional cost of a chunk per token of earlier chunks of the sequence, for reading the keys and values
