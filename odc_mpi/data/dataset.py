@@ -4,17 +4,18 @@
 |----------------------|--------|--------------|----------------------------------------------------------------|
 | `tokens`             | uint32 | [num_tokens] | all sequences, concatenated                                    |
 | `loss_mask`          | uint8  | [num_tokens] | 1 where the token contributes to the loss                      |
-| `offsets`            | int64  | [n + 1]      | begin of each sequence, then the end of the last               |
-| `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, without its first, never a label |
+| `offsets`            | int64  | [n + 1]      | first token of each sequence in `tokens`, then `num_tokens`    |
+| `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token     |
 
-The group `tokenizer` contains each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes].
+The first token of a sequence is never predicted, so it does not contribute to the loss. The group `tokenizer` contains
+each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes].
 
-Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content` (digest of
-tokens and loss mask), `tokenizer` and `source` (names, for display), `num_untrained_dropped` and `num_bad_lines` (see
-`PrepareReport`), `request` (digest of the sources, options, tokenizer and versions of `prepare`) and `report` (its
-counts as JSON). They are written last: a file without them is unfinished.
+Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
+(digest of tokens and loss mask), `tokenizer` and `source` (names, for display), `num_untrained_dropped` and
+`num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options, tokenizer and versions that `prepare`
+used) and `report` (counts of `prepare` as JSON). They are written last, so a file without them is unfinished.
 
-Does not use MPI. Any number of ranks may have a file open for reading.
+This module does not use MPI. Any number of ranks may have a file open for reading.
 """
 
 import hashlib
@@ -36,23 +37,23 @@ VERSION = 1
 
 _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
-#: Data sets covered by `content`. The others are read when the file is opened, and then `Dataset.digest` covers them.
+#: HDF5 datasets covered by `content`. `Dataset` reads the others when it opens the file; `Dataset.digest` covers them.
 _DIGESTED = ("tokens", "loss_mask")
 TOKENIZER_GROUP = "tokenizer"
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of a vocabulary. It is equal for tokenizers with the same tokens and token numbers only."""
+    """Return the SHA-256 of a vocabulary, in hexadecimal. It covers all tokens and their numbers."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
-    Leaving the context by an exception closes the file unfinished: `Dataset` rejects it. The attributes
-    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens without first tokens), `longest` (tokens of the
-    longest sequence) and `max_token_id` refer to the sequences appended so far.
+    If an exception leaves the context, the file is closed unfinished, and `Dataset` rejects it. The attributes
+    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, without the first token of each sequence),
+    `longest` (number of tokens of the longest sequence) and `max_token_id` refer to the sequences appended so far.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         """Create the file, which must not exist.
 
         Args:
-            tokenizer: Name of the tokenizer, for display; likewise `source`.
+            vocab_size: Number of tokens of the tokenizer.
+            tokenizer: Name of the tokenizer, for display.
+            source: Name of the source of the text, for display.
             vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
-            tokenizer_files: Contents of the tokenizer's files by name; None stores no tokenizer.
+            tokenizer_files: Contents of the tokenizer's files by name; None to store no tokenizer.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
         self._attributes: dict[str, int | str] = {}
@@ -86,11 +89,16 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Add attributes, which are written when the file is finished."""
+        """Add attributes of the file. They are written when the context ends without an exception."""
         self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
-        """Append a sequence, [length], length at least 2, with at least one loss token besides the first token."""
+        """Append a sequence of at least two tokens. At least one token after the first must be a loss token.
+
+        Args:
+            tokens: Tokens of the sequence, uint32 [length].
+            loss_mask: True for each loss token, bool [length].
+        """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
         self.num_sequences += 1
@@ -131,17 +139,20 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Data set opened for reading; sequences are read one at a time. A context manager.
+    """Data set opened for reading. Sequences are read from the file one at a time.
+
+    The data set is a context manager that closes the file.
 
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
-        num_trained_tokens: Number of loss tokens of each sequence without its first token, int64 [n].
-        max_token_id: Largest token in the file; the model's embedding must be larger.
+        num_trained_tokens: Number of loss tokens of each sequence, not counting its first token, int64 [n].
+        vocab_size: Number of tokens of the tokenizer.
+        max_token_id: Largest token number in the file. The model's embedding must have more rows than this.
         vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file written by `prepare`. Does not communicate; each rank opens the file independently.
+        """Open a file written by `prepare`. Each rank opens the file independently.
 
         Raises:
             UserError: The file is missing, damaged, written by a newer version, or not a data set.
@@ -175,7 +186,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read the tokens, int64 [length], and the loss mask, bool [length], of a sequence."""
+        """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length]."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
@@ -183,9 +194,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
 
     def digest(self) -> str:
-        """Return a digest of the data: ranks with equal digests compute the same plans and train on the same data.
+        """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.
 
-        Tokens and loss mask are not read; the digest that the writer stored is used.
+        The digest of the tokens and the loss mask is the one stored in the file, so this method does not read them.
         """
         texts = f"{self.vocabulary}{self._content}"
         parts = (self.lengths.tobytes(), self.num_trained_tokens.tobytes(), texts.encode())
@@ -200,7 +211,10 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set by name; empty if there are none, or no data set."""
+    """Return the contents of the tokenizer's files in a data set, by name.
+
+    The result is empty if the data set contains no tokenizer, or if `path` is not a data set.
+    """
     try:
         with h5py.File(path, "r", locking=False) as file:
             group = file.get(TOKENIZER_GROUP)
@@ -212,7 +226,10 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of `prepare` by name, if it wrote these data sets, complete, for the request of this digest."""
+    """Return the counts of the earlier call of `prepare` that wrote these data sets, by name.
+
+    The result is None if a data set is missing, unfinished or damaged, or has a digest other than `request`.
+    """
     reports = set()
     for path in paths:
         try:
@@ -226,7 +243,7 @@ def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
 
 
 def _open(path: Path) -> h5py.File:
-    """Open a file without the lock, which some network and read-only file systems do not support."""
+    """Open a file without locking it, since some network and read-only file systems do not support locks."""
     try:
         reason = None if path.is_file() else "no file"
     except OSError as error:  # no permission to search the directory, or a name too long

@@ -1,4 +1,4 @@
-"""Tokenizing examples, with their loss masks. Works with any fast tokenizer of transformers."""
+"""Tokenizing examples and computing their loss masks, with any fast tokenizer of transformers."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,19 +16,24 @@ CharSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenized sequence: uint32 [length], and its loss mask, bool [length], True for loss tokens."""
+    """A tokenized sequence.
+
+    Attributes:
+        tokens: Tokens of the sequence, uint32 [length].
+        loss_mask: True for each loss token, bool [length].
+    """
 
     tokens: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
 
 
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
-    """Tokenize examples of any kind with a fast tokenizer of transformers, in one batch per kind.
+    """Tokenize examples of both kinds with a fast tokenizer of transformers, in one batch per kind.
 
     Raises:
-        UserError: The tokenizer has no end-of-sequence token (for pairs) or no chat template (for conversations), or
-            the assistant's turns cannot be found in the rendered text.
-        InvalidRecordError: The template rejects the messages, or its text cannot be tokenized.
+        UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
+            (needed for `Conversation`), or the assistant's turns cannot be found in the rendered text.
+        InvalidRecordError: The chat template rejects the messages, or renders text that cannot be tokenized.
     """
     pairs = [example for example in examples if isinstance(example, PromptCompletion)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -38,7 +43,7 @@ def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
 
 
 def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded]:
-    """Tokenize prompts and completions separately, so that no token contains the border where the loss begins."""
+    """Tokenize prompts and completions separately, so that no token contains text of both."""
     if not pairs:
         return []
     if tokenizer.eos_token_id is None:
@@ -54,13 +59,15 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts as training data is tokenized; conversations end with the generation prompt.
+    """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
-    `examples` are prompts without completion, and conversations; at least one.
+    Args:
+        tokenizer: Fast tokenizer of transformers.
+        examples: Prompts without completion, and conversations, to which the generation prompt is appended. At least 1.
 
     Raises:
-        UserError: There is no chat template.
-        InvalidRecordError: The template rejects the messages, or a prompt is empty.
+        UserError: A conversation is given, but the tokenizer has no chat template.
+        InvalidRecordError: The chat template rejects the messages, or a prompt has no tokens.
     """
     texts = [render_prompt(tokenizer, each) if isinstance(each, Conversation) else each.prompt for each in examples]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -76,7 +83,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the token that ends an assistant turn; None if no special token does."""
+    """Return the token that ends an assistant turn. Returns None if turns do not end with a special token."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     try:
         turn = render_prompt(tokenizer, chat, for_generation=False)
@@ -87,13 +94,13 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []."""
+    """Return the tokens that begin each sequence: the bos token if the tokenizer adds it, as Llama's does, or none."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
-    """Tokenize conversations as a whole, and find the assistant's tokens by their character offsets."""
+    """Tokenize complete conversations, and find the assistant's tokens by their character offsets."""
     if not chats:
         return []
     special = special_tokens(tokenizer)
@@ -114,8 +121,8 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
 def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool_]:
     """Return the loss mask: True for tokens that contain at least one character of a span.
 
-    This includes tokens across the border of a span: some tokenizers join the blank before the first word to it, others
-    the line break to the end-of-turn token, and both tokens must be trained.
+    Tokens that extend beyond a span are included, since they must be trained: some tokenizers join a turn's first word
+    with the blank before it, others join the end-of-turn token with the line break after it.
     """
     # np.array takes twice as long for a list of tuples.
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
@@ -129,13 +136,16 @@ def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool
 
 
 def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...]) -> tuple[str, list[CharSpan]]:
-    """Render a conversation with the chat template, and find the assistant's turns. Errors are those of `encode`.
+    """Render a conversation with the chat template, and find the assistant's turns. Raises the errors of `encode`.
 
-    Returns the text, and the character range (begin, end) of each assistant turn, including its end token, which is one
-    of the tokenizer's `special` tokens.
+    A turn is the text that the template adds for a message, without the generation prompt. This works for every
+    template that only appends text for each message, with or without `{% generation %}`.
 
-    A turn is the text that the template adds for one more message, without the generation prompt. This works for every
-    template whose output only grows with the messages, with or without `{% generation %}`. An empty turn has no loss.
+    Args:
+        special: Special tokens of the tokenizer; see `special_tokens`.
+
+    Returns:
+        The text, and the character range (begin, end) of each trained turn, including its end-of-turn token.
     """
     trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
     prompts = _render(tokenizer, chat, trained, for_generation=True)
@@ -153,17 +163,19 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...]) ->
 
 
 def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
-    """Render messages with the chat template, for the assistant to continue. Errors are those of `encode`.
+    """Render messages with the chat template, for the assistant to continue. Raises the errors of `encode`.
 
-    `for_generation` appends the generation prompt, the beginning of an assistant turn.
+    Args:
+        for_generation: True to append the generation prompt, which is the beginning of an assistant turn.
     """
     return _render(tokenizer, chat, [len(chat.messages)], for_generation=for_generation)[0]
 
 
 def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
-    """Render the first `count` messages for each count. Any exception of the template becomes an InvalidRecordError.
+    """Render the first `count` messages for each count. An exception in the template raises an InvalidRecordError.
 
-    One call for all counts: each call converts tools and special tokens again, which takes as long as rendering.
+    All counts are rendered in one call, because each call also converts tools and special tokens, which takes as long
+    as rendering.
     """
     if not counts:
         return []
@@ -190,11 +202,15 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the special tokens. Cache the result: the tokenizer builds a dictionary in each call."""
+    """Return the tokenizer's special and added tokens. The call is slow, since the tokenizer builds a dictionary."""
     return tuple(tokenizer.get_added_vocab())
 
 
 def end_of_turn(turn: str, special: tuple[str, ...]) -> int:
-    """Return the length of a turn with its end token, but without the line break that templates append."""
+    """Return the length of a turn up to its end-of-turn token, which is one of `special`, in characters.
+
+    White space after this token, which templates append, is not counted. Without such a token, the turn is counted
+    completely.
+    """
     stripped = turn.rstrip()
     return len(stripped) if special and stripped.endswith(special) else len(turn)

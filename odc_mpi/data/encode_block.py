@@ -1,7 +1,7 @@
-"""Tokenizing blocks of records, in this process or in several. Does not use MPI.
+"""Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
 
-Processes are spawned, not forked: a fork would copy the threads of the tokenizers library and the locks of h5py in an
-invalid state. At most `_AHEAD` blocks per process are in flight, so memory is bounded.
+Worker processes are spawned, not forked, because a fork would copy the threads of the library tokenizers and the locks
+of h5py in an invalid state. At most `_AHEAD` blocks per process are submitted in advance, so memory is bounded.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _AHEAD = 4  # blocks of each process that are submitted before the result of the
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Rules that select the sequences to write; see `PrepareOptions`."""
+    """Rules for long sequences and for held-out sequences. `PrepareOptions` explains the attributes."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop"] = "truncate"
@@ -42,14 +42,14 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of truncated and dropped sequences; see `PrepareReport`."""
+    """Counts of truncated and dropped sequences. `PrepareReport` explains the attributes."""
 
     num_truncated: int = 0
     num_dropped: int = 0
     num_untrained_dropped: int = 0
 
     def add(self, other: "FilterCounts") -> None:
-        """Add other counts to these."""
+        """Add the counts of `other` to this object."""
         self.num_truncated += other.num_truncated
         self.num_dropped += other.num_dropped
         self.num_untrained_dropped += other.num_untrained_dropped
@@ -57,7 +57,13 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Sequences of a block for training, held-out sequences, counts of others, and messages of invalid records."""
+    """Tokenized block.
+
+    Attributes:
+        sequences: Sequences for training, and held-out sequences.
+        counts: Numbers of sequences that were truncated or dropped.
+        invalid: Error message of each invalid record.
+    """
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
@@ -65,7 +71,7 @@ class EncodedBlock:
 
 
 def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
-    """Tokenize the examples of a block, and filter the sequences. The result is independent of other blocks."""
+    """Tokenize the examples of a block, and filter the sequences. The result does not depend on other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example] = {}
     for i, (location, record) in enumerate(block.records()):
@@ -86,7 +92,7 @@ def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filt
 
 
 def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str]) -> Iterator[Encoded]:
-    """Tokenize in batches. Examples that the chat template rejects are added to `invalid`."""
+    """Tokenize examples in batches. If the chat template rejects an example, add the error message to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
@@ -101,7 +107,7 @@ def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int,
 
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
-    """Return a sequence, truncated if necessary, or None if it is dropped."""
+    """Return the sequence, truncated if necessary, or None if it is to be dropped. Updates `counts`."""
     limit = sequence_filter.max_length
     too_long = limit is not None and len(sequence.tokens) > limit
     if too_long and sequence_filter.overlong == "drop":
@@ -117,7 +123,7 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Return True for a pseudorandom fraction of sequences, depending on their tokens only (see `PrepareOptions`)."""
+    """Return True for about this fraction of all sequences. The result depends on the tokens of the sequence only."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -130,14 +136,20 @@ def encode_blocks(
     sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, which end with the generator, and yield the results in order.
+    """Tokenize blocks in worker processes, and yield the results in the order of the blocks.
+
+    The worker processes end when the generator ends or is closed.
 
     Args:
-        blocks: Index of the source, block, and field names of its records. The index is yielded with the result.
-        tokenizer_source: Directory or data set of the tokenizer, or contents of its files by name.
+        blocks: Tuples of the index of a source, a block of it, and the field names of the block's records.
+        tokenizer_source: Directory or data set that contains the tokenizer, or contents of its files by name.
+        num_proc: Number of worker processes.
+
+    Yields:
+        The index of the source, and the tokenized block.
 
     Raises:
-        UserError: `encode_block` raised it, for the first such block; or a process has ended early.
+        UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -160,7 +172,7 @@ def encode_blocks(
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in the enclosed code and in processes started there: only this process handles Ctrl-C."""
+    """Block SIGINT in the enclosed code and in processes started there, so that only this process handles Ctrl-C."""
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -183,7 +195,7 @@ def _start_worker(tokenizer_source: Path | Mapping[str, bytes], sequence_filter:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent was killed. The pipes of the pool would keep it alive."""
+    """End this process when its parent has ended. The pipes of the pool would otherwise keep it alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

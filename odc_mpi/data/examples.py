@@ -1,7 +1,8 @@
-"""Examples to train on, parsed from the records (lines or rows) of a source.
+"""Training examples, parsed from the records (lines or rows) of a source.
 
-Records may have any of the forms of published data sets. Error messages contain file and line. Texts may be empty, and
-an example may have no loss tokens (`has_loss`). This module neither tokenizes nor reads files.
+Records may have any of the forms that are common in published data sets (see `parse_example`). Error messages contain
+the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`). This module
+neither tokenizes nor reads files.
 """
 
 import json
@@ -13,7 +14,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
 _ROLES = ("system", "user", "assistant", "tool")
-#: Roles in `conversations`, as in ShareGPT and similar data sets.
+#: Roles in the field `conversations` of ShareGPT and similar data sets, with the corresponding role in `_ROLES`.
 _SHAREGPT_ROLES = dict.fromkeys(("human",), "user")
 _SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 _SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
@@ -23,15 +24,18 @@ _MAX_CHARS = 200  # of a text from a file, in a message
 
 
 class InvalidRecordError(UserError):
-    """A line or row cannot be used; the message contains file and line."""
+    """Error that a line or row cannot be used. The message contains the file and the line."""
 
 
 class InvalidRecords:
-    """Counter of invalid records, which are skipped, or an error.
+    """Counter of skipped invalid records.
+
+    Args:
+        skip: True to skip invalid records; False to raise a UserError for the first one.
 
     Attributes:
         num_skipped: Number of records skipped so far.
-        first: Messages of the first three.
+        first: Error messages of the first three skipped records.
     """
 
     def __init__(self, skip: bool = False) -> None:
@@ -40,7 +44,7 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count a skipped record, or raise a UserError."""
+        """Count an invalid record and keep its message. Raises a UserError unless invalid records are skipped."""
         if not self._skip:
             raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
         self.num_skipped += 1
@@ -50,11 +54,12 @@ class InvalidRecords:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and its completion, which is trained.
+    """A prompt and its completion. The model is trained on the completion only.
 
     Attributes:
-        location: File and line, for messages.
-        prompt: Context without loss; empty for records with only `text`.
+        location: File and line of the record, for error messages.
+        prompt: Context without loss. It is empty for records that have only `text`.
+        completion: Text to train on. It is empty if only the prompt is used, for generation.
     """
 
     location: str
@@ -63,19 +68,19 @@ class PromptCompletion:
 
     @property
     def has_loss(self) -> bool:
-        """True if there is text with loss."""
+        """True if the completion is not empty."""
         return bool(self.completion)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages, of which those of the assistant are trained.
+    """Chat messages. The model is trained on those of the assistant.
 
     Attributes:
-        location: File and line, for messages.
-        messages: Messages of the record, without fields that are null; each has the strings `role` and `content`.
-        tools: Tools that the assistant may call, for the chat template.
-        num_context: Number of messages at the start that are context without loss, whatever their role.
+        location: File and line of the record, for error messages.
+        messages: Messages, without their null fields. Each message has the strings `role` and `content`.
+        tools: Definitions of the tools that the assistant may call, for the chat template; None without tools.
+        num_context: Number of initial messages that are context without loss, including those of the assistant.
     """
 
     location: str
@@ -85,16 +90,16 @@ class Conversation:
 
     @property
     def has_loss(self) -> bool:
-        """True if a message has loss."""
+        """True if the model is trained on at least one message."""
         return any(self.message_has_loss(i) for i in range(len(self.messages)))
 
     def message_has_loss(self, index: int) -> bool:
-        """Return True if a message is trained."""
+        """Return True if the model is trained on message `index`."""
         return index >= self.num_context and has_loss(self.messages[index])
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return True for a message in which the assistant says or calls something."""
+    """Return True for a message of the assistant that contains text or tool calls."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -103,14 +108,22 @@ Example = PromptCompletion | Conversation
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names of the fields with prompt and completion. If they are not the defaults, these fields are required."""
+    """Names of the fields that contain prompt and completion. If a name differs from its default, both are required."""
 
     prompt: str = "prompt"
     completion: str = "completion"
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record, or raise an InvalidRecordError if it is not a JSON object."""
+    """Decode a line into a record.
+
+    Args:
+        line: Line of the file.
+        location: File and line number, for error messages.
+
+    Raises:
+        InvalidRecordError: The line is not a JSON object in UTF-8.
+    """
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -129,12 +142,15 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return the example in a record, by the first form whose fields are all present, or raise an InvalidRecordError.
+    """Return the example that a record contains.
 
-    The forms, in this order: `messages`; `prompt` and `completion`, both texts or both lists of messages;
-    `conversations` of `from` and `value`; `instruction` and `output`, optionally with `input`; `text`. Conversations
-    also use `tools`, a list or a list as JSON text, and `system`, if they have no system message. Custom names in
-    `fields` exclude all other fields.
+    The form of the record is the first of these whose fields are all present: `messages`; `prompt` and `completion`,
+    both texts or both lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and
+    `output`, optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and
+    `system`, unless the first message is a system message. If `fields` has custom names, no other form is accepted.
+
+    Raises:
+        InvalidRecordError: The record has none of these forms, or a field has an invalid value.
     """
     if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
         return _prompt_and_completion(record, location, fields)
@@ -156,11 +172,14 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
 
 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
-    """Return the prompt of a record, `messages` or `prompt` (text or messages), as an example without completion.
+    """Return the prompt of a record as an example without completion.
 
-    Assistant turns at the end of messages, as in training files, are dropped: they are what the model generates. Other
-    fields are ignored, except for `system` and `tools` of a conversation. Without prompt, an InvalidRecordError is
-    raised.
+    The prompt is the field `messages`, or the field `prompt`, a text or a list of messages. Assistant messages at the
+    end are removed, because the model generates them. Conversations also use the fields `system` and `tools`. All other
+    fields are ignored.
+
+    Raises:
+        InvalidRecordError: The record has no prompt, or a field has an invalid value.
     """
     for field in ("messages", "prompt"):
         if (field == "messages" and field in record) or isinstance(record.get(field), list):
@@ -174,7 +193,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return the example of prompt and completion: two texts, or two lists of messages, which form one conversation."""
+    """Return the example of a prompt and a completion, which are two texts or two lists of messages."""
     prompt, completion = record.get(fields.prompt), record.get(fields.completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         text = _text(record, fields.completion, location)
@@ -186,7 +205,7 @@ def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: Fie
 def _conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
-    """Return a conversation with the system prompt and the tools that the record has in other fields."""
+    """Return a conversation of messages, with the system prompt and the tools from other fields of the record."""
     if record.get("system") and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
         num_context += bool(num_context)
@@ -209,7 +228,7 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
 
 
 def _from_sharegpt(turns: Any) -> Any:
-    """Rename `from` and `value` to `role` and `content`, if present."""
+    """Rename the fields `from` and `value` of each turn to `role` and `content`, and translate the roles."""
     if not isinstance(turns, list):
         return turns
     renamed = []
@@ -222,7 +241,7 @@ def _from_sharegpt(turns: Any) -> Any:
 
 
 def _tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools. Tables contain it as JSON text, since its fields differ between rows."""
+    """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -238,7 +257,7 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
-    """Check the types of a conversation, and convert each content to one string."""
+    """Check the types of a list of messages, and convert the content of each message to one string."""
     if not isinstance(messages, list):
         raise InvalidRecordError(f"{location}: expected {field!r} to be a list of objects, got {_kind(messages)}")
     checked = []
@@ -257,7 +276,7 @@ def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
 
 
 def _content(message: dict[str, Any], location: str) -> str:
-    """Return the text of a message. Its content is a string, a list of parts, or null (if it has tool calls)."""
+    """Return the text of a message. Its content is a string, a list of parts of the type "text", or null."""
     content = message.get("content")
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""
@@ -275,7 +294,7 @@ def _content(message: dict[str, Any], location: str) -> str:
 
 
 def _text(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return a required text field."""
+    """Return the text of a required field."""
     if field not in record:
         raise InvalidRecordError(
             f"{location}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"

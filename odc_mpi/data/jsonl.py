@@ -1,4 +1,4 @@
-"""Reading JSON lines in blocks, uncompressed or compressed by gzip or Zstandard. `examples` parses the lines."""
+"""Reading JSON lines in blocks. Files may be compressed with gzip or Zstandard. `examples` parses the lines."""
 
 import codecs
 import gzip
@@ -16,35 +16,47 @@ from odc_mpi.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".zst")
-#: Text of a block: enough to keep a process busy, little enough for the memory of the tokens' offsets.
+#: Bytes of text in a block: enough to keep a process busy, and few enough to keep the tokens' offsets in memory.
 _BLOCK_BYTES = 1 << 19
 _BLOCK_LINES = 1024
-#: Compressed bytes that are read at a time.
+#: Number of compressed bytes to read at a time.
 _PACKED_BYTES = 1 << 14
 
-#: Returns how often to use a line or row. Called once for each, in the order of the file.
+#: Function that returns how often to use a line or row. It is called once for each, in the order of the file.
 RepeatFn = Callable[[], int]
 
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Some lines of a file, none blank, with their numbers from 1."""
+    """Some lines of a file that are not blank.
+
+    Attributes:
+        name: Path of the file.
+        numbers: Line number of each line, from 1.
+        lines: Content of each line.
+    """
 
     name: str
     numbers: list[int]
     lines: list[bytes]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield file and line for messages, and a function that returns the record or raises InvalidRecordError."""
+        """Yield, for each line, its location for error messages and a function that returns the record.
+
+        The function raises an InvalidRecordError if the line is not a JSON object.
+        """
         for number, line in zip(self.numbers, self.lines, strict=True):
             location = f"{self.name}, line {number}"
             yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
 
 
 def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[LineBlock]:
-    """Yield the lines of a file in blocks, in its order, without blank lines; see `DataSource.read`.
+    """Yield the lines of a file in blocks, in the order of the file, without blank lines.
 
-    The file is decompressed if its name ends in .gz or .zst.
+    The file is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments.
+
+    Raises:
+        UserError: The file cannot be read or decompressed, or the package zstandard is missing.
     """
     block, size = LineBlock(str(path), [], []), 0
     for number, line in _numbered(path, on_bytes_read):
@@ -60,12 +72,12 @@ def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int],
 
 
 def count_lines(path: Path) -> int:
-    """Return the number of lines that are not blank, or raise a UserError if the file cannot be read."""
+    """Return the number of lines that are not blank. Raises a UserError if the file cannot be read."""
     return sum(1 for _ in _numbered(path, lambda _: None))
 
 
 def _numbered(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and content of each line that is not blank."""
+    """Yield the number and the content of each line that is not blank."""
     number = position = 0
     try:
         with path.open("rb") as file:
@@ -84,7 +96,7 @@ def _numbered(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tupl
 
 
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    """Return a stream of the file's text."""
+    """Return a stream of the file's decompressed bytes."""
     if path.suffix == ".gz":
         return cast(BinaryIO, _gzip_file()(fileobj=file, mode="rb"))
     if path.suffix == ".zst":
@@ -101,7 +113,7 @@ def _gzip_file() -> Any:
 
 
 def _open_zstd(file: BinaryIO, path: Path) -> Any:
-    """Open a file with the standard library, from Python 3.14 on, or with the package zstandard."""
+    """Open a Zstandard file with the standard library (Python 3.14 or later), or else with the package zstandard."""
     with suppress(ImportError):
         from compression import zstd  # type: ignore[import-not-found]
 
@@ -114,7 +126,10 @@ def _open_zstd(file: BinaryIO, path: Path) -> Any:
 
 
 class _ZstdText(io.RawIOBase):
-    """Decompressed text of Zstandard frames. The stream of the package would silently end in a truncated file."""
+    """Stream of the decompressed bytes of Zstandard frames.
+
+    It raises an error if the file is truncated. The stream of the package zstandard would end silently.
+    """
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor

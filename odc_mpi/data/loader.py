@@ -1,7 +1,7 @@
 """Loader: an endless, resumable sequence of minibatches, and the microbatches of each rank as tensors.
 
-All ranks construct the same loader, except for `rank`, and get the same minibatches and plans in the same order without
-communication. A rank reads only its own sequences from the file, each when it is needed.
+All ranks construct the loader with the same arguments, except for `rank`. They get the same minibatches and plans in
+the same order without communication. A rank reads only its own sequences, and each of them only when it is needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,19 +26,19 @@ IGNORED_LABEL = -100  # the default `ignore_index` of `torch.nn.functional.cross
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Concatenated sequences without padding, or a chunk of one sequence: the data of one forward and backward.
+    """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
         inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (from 0 in each sequence) and
             `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the bounds of
-            the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, False: otherwise attention
-            implementations that ignore the bounds would not separate the sequences by their positions. Labels are -100
-            for tokens without loss and for the first token of each sequence, so a model that shifts labels never
-            predicts it from another sequence.
-        num_tokens: Number of loss tokens, whose labels are not -100.
-        num_input_tokens: T.
+            the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, which is False, because with a cache
+            attention implementations that ignore the bounds do not separate the sequences by their positions. Labels
+            are -100 for tokens without loss and for the first token of each sequence. A model that shifts labels thus
+            never predicts this token from another sequence.
+        num_tokens: Number of loss tokens, which are the tokens whose labels are not -100.
+        num_input_tokens: Number of tokens T.
         indices: Indices of the sequences in the data set, int64 [num_sequences].
-        is_chunk: True for a chunk of one sequence, whose other chunks are on other ranks.
+        is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
 
     inputs: dict[str, Any]
@@ -48,7 +48,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the microbatch with its tensors on a device. The bounds of sequences stay on the host."""
+        """Return the microbatch with its tensors on `device`. The bounds of the sequences stay on the host."""
         if device.type == "cpu":
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -61,19 +61,20 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The sequences of one optimizer step over all ranks. Iterating reads and yields this rank's microbatches.
+    """Sequences of one optimizer step, on all ranks. Iterating reads and yields the microbatches of one rank.
 
-    A plan with a pool has microbatches without a rank. Iterating such a minibatch is an error, since it would silently
-    skip the pool; use `microbatches`.
+    Iteration raises a UserError if the plan has split sequences, or a pool (microbatches that any idle rank may claim).
+    `microbatches` also yields the microbatches that this rank claims from the pool.
 
     Attributes:
-        data_epoch: Number of complete passes over the data set before this one.
-        position: Number of sequences in this data epoch before this minibatch.
+        data_epoch: Number of complete passes over the data set before the current one.
+        position: Number of sequences of the current pass that precede this minibatch.
         indices: Indices of all ranks' sequences in the data set, int64 [n].
-        num_tokens: Number of loss tokens over all ranks, the divisor for a sum of losses.
-        num_input_tokens: Number of tokens over all ranks.
-        plan: Microbatches of the ranks. They refer to sequences by positions in `indices`.
-        rank: Rank whose microbatches iterating yields.
+        num_tokens: Number of loss tokens of all ranks. The sum of all losses is divided by it.
+        num_input_tokens: Number of tokens of all ranks.
+        plan: Assignment of the sequences to microbatches and ranks. It refers to sequences by positions in `indices`.
+        rank: Rank whose microbatches iteration yields.
+        dataset: Data set from which the sequences are read.
     """
 
     data_epoch: int
@@ -89,7 +90,7 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Create the minibatch of some sequences, without reading them."""
+        """Create a minibatch of the sequences with these indices, and count its tokens. No sequence is read."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
@@ -112,9 +113,10 @@ class Minibatch:
             yield read_microbatch(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield the shortest sequence once for each microbatch that another rank has more than this one.
+        """Yield dummy microbatches, so that this rank runs as many microbatches as any other rank.
 
-        For collectives within microbatches. The losses and gradients of these dummy microbatches must be ignored.
+        Use them with collectives, which all ranks call once per microbatch. Each dummy consists of the minibatch's
+        shortest sequence. The losses and gradients of dummy microbatches must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -124,7 +126,9 @@ class Minibatch:
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, then those that it claims from the pool, one at a time.
 
-        `claim(length of the pool)` yields positions that no other rank gets, as `Tickets.draw` does.
+        Args:
+            claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool, and yields
+                positions in the pool. It yields each position on one rank only.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -133,7 +137,7 @@ class Minibatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences of these indices, int64 [num_sequences], at least one, into a microbatch."""
+    """Read the sequences with these indices, int64 [num_sequences], at least one, and return a microbatch of them."""
     sequences = [dataset[i] for i in indices]
     lengths = [len(tokens) for tokens, _ in sequences]
     labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
@@ -150,11 +154,11 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens from `begin` to `end` of the sequence `index`, with their positions, into a microbatch.
+    """Read a chunk of a sequence, its tokens `begin:end`, and return it as a microbatch.
 
-    Its `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's successor, so that the
-    last token of a chunk predicts the first token of the next; and `num_items_in_batch`, the number of loss tokens, at
-    least 1: a chunk may have none, and its mean loss would be NaN.
+    The chunk's `inputs` have two more entries. `shift_labels`, int64 [1, T], is the label of each token's successor, so
+    that the last token of a chunk predicts the first token of the next chunk. `num_items_in_batch` is the number of
+    loss tokens, but at least 1, because the mean loss of a chunk without loss tokens would otherwise be NaN.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
@@ -173,22 +177,23 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
 
 
 def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers."""
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`."""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
-    # With a cache, which is the default, transformers silently ignores the bounds of sequences.
+    # With a cache, which is the default, transformers silently does not separate sequences by their positions.
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
 
 
 class ShuffledSampler:
-    """Endless sampler of the sequences or prompts of minibatches. Its state is the position of the next minibatch.
+    """Endless sampler of the sequences or prompts of minibatches.
 
-    Each data epoch is one pass over the data set in a new random order; its last minibatch may be smaller. The order
-    depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
+    Each data epoch is one pass over the data set in a new random order. Its last minibatch may be smaller than others.
+    The order depends on the seed and the data epoch only, so a run can resume on another number of ranks.
 
     Args:
-        dataset: Data set; the caller closes it.
-        num_samples: Number of sequences or prompts in a minibatch, over all ranks.
+        dataset: Data set. The caller remains responsible for closing it.
+        num_samples: Number of sequences or prompts in the minibatch of all ranks.
+        seed: Seed of the random orders, the same on every rank.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -197,14 +202,19 @@ class ShuffledSampler:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch, the same on every rank.
+        """Return the position of the next minibatch. It is the same on every rank.
 
-        `position` is the number of sequences or prompts of the data epoch `data_epoch` that were sampled already.
+        `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts already sampled
+        in this data epoch.
         """
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict` for the same seed and data set; a UserError if it is another."""
+        """Continue at the position of a `state_dict` that was created with the same seed and data set.
+
+        Raises:
+            UserError: The position is not in the data set.
+        """
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
@@ -214,7 +224,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
-        """Return the position of the next minibatch and its sequences or prompts, and advance to the one after it."""
+        """Return the position and the indices of the next minibatch, and advance to the following minibatch."""
         position, indices = self.state_dict(), self._order[self._position : self._position + self._num_samples]
         if self._position + len(indices) < len(self._dataset):
             self._position += len(indices)
@@ -231,7 +241,7 @@ class Loader(ShuffledSampler):
     """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost of sequences. It may be changed between minibatches, to the same on every rank.
+        cost: Cost of sequences, for the plans. It may be changed between minibatches, but must be equal on all ranks.
     """
 
     def __init__(
@@ -248,18 +258,22 @@ class Loader(ShuffledSampler):
         context_parallel: bool = False,
         exact: bool = False,
     ) -> None:
-        """Check the settings against the data.
+        """Create the loader, and check the settings against the data.
 
         Args:
-            minibatch_sequences: Number of sequences in a minibatch, over all ranks.
+            dataset: Data set. The caller remains responsible for closing it.
+            minibatch_sequences: Number of sequences in the minibatch of all ranks.
+            max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
-            seed: Seed of the random order, at least 0, the same on every rank.
+            seed: Seed of the random orders, at least 0, the same on every rank.
             rank: Rank whose microbatches the minibatches yield.
-            context_parallel: True to allow split sequences. Requires the balance `dynamic`, without `exact`.
+            size: Number of ranks.
+            cost: Initial value of the attribute `cost`.
+            context_parallel: True to allow split sequences. Only with the balance `dynamic`, and without `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
 
         Raises:
-            UserError: A setting is out of range, or a sequence is too long.
+            UserError: A setting is out of range, `balance` is unknown, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         strategy = rank_independent_packing(balance, cost) if exact else _find_strategy(balance)
@@ -282,7 +296,7 @@ class Loader(ShuffledSampler):
         return self
 
     def __next__(self) -> Minibatch:
-        """Sample and plan the next minibatch, without reading its sequences."""
+        """Return the next minibatch with its plan. No sequence is read."""
         position, indices = self._next_indices()
         plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)

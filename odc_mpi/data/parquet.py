@@ -1,6 +1,6 @@
-"""Reading Parquet files in batches of rows, in bounded memory. Requires pyarrow, the extra `parquet`.
+"""Reading Parquet files in batches of rows, in bounded memory. Requires pyarrow, which the extra `parquet` installs.
 
-Missing columns and missing fields of structures are null in a table; here they are dropped, as in lines of JSON.
+Fields that a row does not have are null in a table. They are removed here, so that rows are like lines of JSON.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,30 @@ from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
-#: Bytes of a column to read at a time, instead of whole row groups, which may be as large as the file.
+#: Number of bytes of a column to read at a time. Complete row groups may be as large as the file.
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some rows of a file, in Arrow's streaming format, with their numbers from 1."""
+    """Some rows of a file.
+
+    Attributes:
+        name: Path of the file.
+        numbers: Row number of each row, from 1.
+        batch: Rows in Arrow's streaming format.
+    """
 
     name: str
     numbers: list[int]
     batch: bytes
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield file and row for messages, and a function that returns the record."""
+        """Yield, for each row, its location for error messages and a function that returns the record.
+
+        Raises:
+            UserError: The rows contain a value that Python cannot represent, or pyarrow is missing.
+        """
         pyarrow = _library(self.name)
         try:
             with pyarrow.ipc.open_stream(self.batch) as stream:
@@ -46,7 +56,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
-    """Yield the rows of a file in blocks, in its order; see `DataSource.read`. Numbers of bytes are approximate."""
+    """Yield the rows of a file in blocks, in the order of the file.
+
+    `DataSource.read` explains the other arguments. The number of bytes that `on_bytes_read` receives is approximate.
+
+    Raises:
+        UserError: The file cannot be read, or pyarrow is missing.
+    """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
     with _opened(path) as file:
@@ -63,14 +79,14 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows, or raise a UserError if the file cannot be read or pyarrow is missing."""
+    """Return the number of rows. Raises a UserError if the file cannot be read or pyarrow is missing."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file, and convert read errors in the enclosed code to errors that contain its path."""
+    """Open a file, and convert read errors in the enclosed code to a UserError that contains the path."""
     pyarrow = _library(str(path))
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:

@@ -1,9 +1,9 @@
 """`odc-mpi prepare`: tokenize text into a data set.
 
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
-one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. A second
-data set with held-out sequences is optional. Files are written atomically, and are identical, byte for byte, for any
-number of processes. Does not use MPI.
+one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
+sequences are written to a second data set. Files are written atomically. They are byte for byte identical for any
+number of processes. This module does not use MPI.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import truncate_text
 
-#: With less text, one process has tokenized most of it before others have loaded their libraries.
+#: Bytes of text. One process tokenizes most of a smaller text before other processes have loaded their libraries.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
 
@@ -42,19 +42,19 @@ class PrepareOptions:
     """Options of `prepare`.
 
     Attributes:
-        tokenizer: Directory of a tokenizer, or data set that contains one. None trains one on the sources.
+        tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         max_length: Maximum number of tokens in a sequence; None for no limit.
-        overlong: Treatment of longer sequences.
-        prompt_field: Field with the prompt; required in each line unless it is "prompt".
-        completion_field: Field with the completion; required in each line unless it is "completion".
-        vocab_size: Maximum number of tokens of a trained tokenizer.
-        bad_lines: Treatment of invalid lines; skipped ones are counted.
-        eval_fraction: Approximate fraction of the sequences to hold out, in `eval_output_path(out)`. The selection
-            depends on a sequence's tokens only: equal sequences stay together, and adding others changes nothing for
-            it.
-        seed: Seed for the selection of examples from sources with weights.
-        stopping_strategy: Length of a mixture with weights, see `mix`.
-        num_proc: Number of processes. Default: the number of cores that this process may use, or one for little text.
+        overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them.
+        prompt_field: Name of the field with the prompt.
+        completion_field: Name of the field with the completion. If one of the two names differs from its default, each
+            record must have both fields.
+        vocab_size: Maximum number of tokens of a tokenizer that is trained.
+        bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
+        eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. Whether a
+            sequence is held out depends on its tokens only, not on the other sequences.
+        seed: Seed for the random selection of examples from sources with weights.
+        stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
+        num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
     """
 
     tokenizer: Path | None = None
@@ -82,17 +82,19 @@ class PrepareOptions:
 def prepare(
     source_specs: Sequence[str], out: Path, options: PrepareOptions | None = None, console: Console | None = None
 ) -> PrepareReport:
-    """Tokenize sources into a data set. Does not communicate; starts processes and ends them.
+    """Tokenize sources, and write a data set.
 
-    A data set that the same call wrote before, from sources that have not changed since, is not written again.
+    If an earlier call wrote the data set with the same options from the same sources, which have not changed since, it
+    is not written again.
 
     Args:
         source_specs: Sources: paths of files or folders, or "stdlib", each optionally followed by a colon and a weight.
         out: File to write. It remains unchanged if an error occurs.
-        console: Console for a progress bar; None for no bar. The caller prints the report.
+        options: Options; None for the defaults.
+        console: Console for a progress bar; None for no progress bar. The report is not printed.
 
     Raises:
-        UserError: The arguments, the sources or the tokenizer are invalid; nothing was written.
+        UserError: The arguments, the sources or the tokenizer are invalid. No file has been written.
     """
     plan = _plan(source_specs, out, options or PrepareOptions())
     if (counts := find_counts(plan.output_paths, plan.request)) is not None:
@@ -109,7 +111,7 @@ def prepare(
 
 
 def eval_output_path(out: Path) -> Path:
-    """Return the path of the held-out sequences of a data set: chats.eval.h5 for chats.h5."""
+    """Return the path of the data set with held-out sequences, such as chats.eval.h5 for chats.h5."""
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
@@ -118,9 +120,9 @@ class _Plan:
     """Inputs and outputs of a call of `prepare`, checked before any source is read.
 
     Attributes:
-        output_paths: Data set to write, then the one with held-out sequences, if any.
-        tokenizer_path: Origin of the tokenizer; the data set itself if it is trained.
-        files: Contents of the tokenizer's files by name; empty if it is trained.
+        output_paths: Path of the data set, then path of the data set with held-out sequences, if any.
+        tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
+        files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
         request: Digest of everything that determines the result.
     """
 
@@ -168,7 +170,7 @@ def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, file
 
 
 def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSource]) -> list[Path]:
-    """Return the files to write. A directory or a source among them is a UserError."""
+    """Return the paths of the files to write. Raises a UserError if one is a directory or a source."""
     output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
     for path in output_paths:
         if path.is_dir():
@@ -180,7 +182,7 @@ def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSour
 
 @contextmanager
 def _new_file(out: Path) -> Iterator[Path]:
-    """Provide a path to write to. At the end the file replaces `out`. A folder that is not writable is a UserError."""
+    """Provide a temporary file that replaces `out` at the end. Raises a UserError if the folder is not writable."""
     with ExitStack() as stack:
         try:
             path = stack.enter_context(atomic_write(out))
@@ -192,7 +194,7 @@ def _new_file(out: Path) -> Iterator[Path]:
 def _write(
     plan: _Plan, paths: Sequence[Path], reader: "_Reader", tokenizer: Any, files: Mapping[str, bytes]
 ) -> PrepareReport:
-    """Tokenize the sources into new files."""
+    """Tokenize the sources, and write the sequences to new files."""
     options, begin = plan.options, time.monotonic()
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
@@ -247,7 +249,7 @@ def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> No
 
 
 class _Reader:
-    """Reader of the sources, with a progress bar. It can read them several times."""
+    """Reader of the sources, with a progress bar. The sources can be read several times."""
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
@@ -256,7 +258,7 @@ class _Reader:
         self._progress = progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, FieldNames]]:
-        """Yield the index of the source, a block, and the field names of its records."""
+        """Yield blocks of all sources, each with the index of its source and the field names of its records."""
         total = self._mixture.num_bytes or None
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
         for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):
@@ -267,7 +269,7 @@ class _Reader:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on. Skipped lines are counted by the second reading."""
+        """Yield the texts to train a tokenizer on. Invalid lines are not counted here, but when they are tokenized."""
         invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, fields in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():

@@ -1,4 +1,4 @@
-"""Counts of a prepared data set, and their display."""
+"""Counts of sequences and tokens in a prepared data set, and their display."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,19 +20,22 @@ class PrepareReport:
     """Counts of a prepared data set.
 
     Attributes:
-        tokenizer: Directory or data set from which the tokenizer was loaded; `path` if it was trained.
-        trained_on: Sources that the tokenizer was trained on; empty if it was loaded.
-        num_trained_tokens: Number of loss tokens, without the first token of each sequence.
+        path: Path of the data set.
+        tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
+        trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
+        num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_truncated: Number of sequences that were truncated to the maximum length and written.
         num_dropped: Number of sequences dropped because they were longer than the maximum length.
         num_untrained_dropped: Number of examples dropped because they have no loss tokens (after truncation).
-        num_bad_lines: Number of invalid lines skipped.
-        bad_lines: Messages of the first three of them.
+        num_bad_lines: Number of invalid lines that were skipped.
+        bad_lines: Error messages of the first three invalid lines.
         longest: Number of tokens of the longest sequence.
-        eval_path: Data set with the held-out sequences; None if there are none.
-        shares: Name, number of sequences (with held-out ones) and number of loss tokens of each source, if several.
-        folders: Line about the files in each folder.
-        elapsed_s: Time of tokenizing and writing; None if the data set existed already.
+        eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
+        shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source. It is
+            empty for a single source and for more than 50 sources.
+        folders: Line of text about the files in each folder.
+        elapsed_s: Time for tokenizing and writing, in seconds; None if the data set existed already.
+        num_proc: Number of processes that tokenized.
     """
 
     path: Path
@@ -101,7 +104,12 @@ class PrepareReport:
 
 
 class PrepareStats:
-    """Counters of the sequences and invalid records of all sources, which are given by name."""
+    """Counters of the sequences and invalid records of all sources.
+
+    Args:
+        invalid: Counter of invalid records.
+        sources: Name of each source.
+    """
 
     def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
         self._invalid = invalid
@@ -109,7 +117,11 @@ class PrepareStats:
         self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
 
     def add(self, source: int, block: EncodedBlock) -> None:
-        """Count a block of a source, given by its index, or raise a UserError for an invalid record."""
+        """Count the sequences and invalid records of a block. `source` is the index of its source.
+
+        Raises:
+            UserError: The block has an invalid record, and invalid records are not skipped.
+        """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
         self._counts.add(block.counts)
@@ -119,7 +131,12 @@ class PrepareStats:
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport`, which are JSON-serializable."""
+        """Return the counts of a `PrepareReport` by attribute name. They are JSON-serializable.
+
+        Args:
+            writer: Writer of the sequences for training.
+            held_out: Writer of the held-out sequences, if any.
+        """
         return {
             "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,
@@ -134,7 +151,7 @@ class PrepareStats:
         }
 
     def explain(self, max_length: int | None) -> str:
-        """Return the reason why no sequence is left, as the end of an error message."""
+        """Return the end of an error message that explains why there are no sequences to write."""
         counts, invalid = self._counts, self._invalid
         if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
             return ": SOURCE contains no examples"

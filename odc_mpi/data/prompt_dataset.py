@@ -1,6 +1,7 @@
-"""Prompts for generation, read from JSON lines or Parquet: tokens, text, and columns for reward functions.
+"""Prompts for generation, with columns for reward functions, read from JSON lines or Parquet.
 
-Does not use MPI: each rank reads the file independently. Ranks with equal `PromptDataset.digest` have the same prompts.
+This module does not use MPI. Each rank reads the file independently. Ranks for which `PromptDataset.digest` returns the
+same value have the same prompts.
 """
 
 import hashlib
@@ -18,19 +19,20 @@ from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, par
 from odc_mpi.data.sources import DataSource
 from odc_mpi.errors import UserError
 
-#: Fields of a record that are not columns, since the prompt consists of them.
+#: Fields that make up the prompt. All other fields of a record are columns.
 _NO_COLUMNS = ("prompt", "messages", "system", "tools")
-#: Names of the other arguments of reward functions, which no column may have.
+#: Names of the arguments that reward functions receive besides the columns. A column may not have such a name.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 class PromptRecord(NamedTuple):
-    """A prompt, as text or as messages with role and content.
+    """A prompt and its columns.
 
     Attributes:
         tokens: Tokens of the prompt, at least one.
-        columns: Arguments of reward functions, by name.
+        prompt: Text of the prompt, or a list of messages with `role` and `content`.
+        columns: Other fields of the record by name. Reward functions receive them as keyword arguments.
     """
 
     tokens: list[int]
@@ -44,14 +46,15 @@ class PromptRecord(NamedTuple):
 
 
 def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
-    """Yield the prompts of a file in blocks, each prompt with all fields of its record.
+    """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
 
     Args:
-        path: Parquet if the name ends in .parquet; else JSON lines (decompressed if it ends in .gz or .zst).
-        setting: Setting or option that specifies the file, for messages.
+        path: Parquet file if the name ends in .parquet, otherwise JSON lines, compressed if it ends in .gz or .zst.
+        setting: Name of the setting or option that specifies the file, for error messages.
 
     Raises:
-        UserError: The file cannot be read, contains no prompt, or has a line or row without one (InvalidRecordError).
+        UserError: The file cannot be read or contains no lines or rows.
+        InvalidRecordError: A line or row contains no valid prompt.
     """
     expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
     try:
@@ -73,20 +76,26 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
 
 
 class PromptDataset:
-    """Prompts of a file, in memory.
+    """All prompts of a file, in memory.
 
     Attributes:
         lengths: Number of tokens of each prompt, int64 [n].
-        locations: File and line or row of each prompt, for messages.
-        vocab_size: Number of tokens of the tokenizer, whose `vocabulary_digest` is `vocabulary`.
-        max_token_id: Largest token of the prompts.
+        locations: File and line (or row) of each prompt, for error messages.
+        vocab_size: Number of tokens of the tokenizer.
+        vocabulary: `vocabulary_digest` of the tokenizer.
+        max_token_id: Largest token number in the prompts.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts of a file with a fast tokenizer of transformers; see `read_prompts`.
+        """Read and tokenize all prompts of a file.
+
+        Args:
+            path: File of prompts; see `read_prompts`.
+            tokenizer: Fast tokenizer of transformers.
+            setting: Name of the setting or option that specifies the file, for error messages.
 
         Raises:
-            UserError: The file, a prompt or a column is invalid.
+            UserError: The file, a prompt or a column is invalid, or the tokenizer has no chat template for messages.
         """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
@@ -107,12 +116,12 @@ class PromptDataset:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> PromptRecord:
-        """Return one prompt."""
+        """Return the prompt with this index."""
         content = json.loads(self._texts[index])
         return PromptRecord(self._tokens[index].tolist(), content["prompt"], content["columns"])
 
     def digest(self) -> str:
-        """Return a digest of the prompts, their tokens and columns, and the vocabulary."""
+        """Return a digest of the prompts, of their tokens and columns, and of the vocabulary."""
         parts = (self.vocabulary.encode(), self.lengths.astype("<i8"), *(each.astype("<i8") for each in self._tokens))
         return hashlib.sha256(b"".join([*map(bytes, parts), *(text + b"\n" for text in self._texts)])).hexdigest()
 

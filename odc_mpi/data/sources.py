@@ -1,8 +1,9 @@
 """Sources of text: files, folders of files and the standard library, optionally mixed by weights.
 
-Without weights, each example of each source is used once. With weights, a source's weight is its share of the examples
-(lines or rows) that are used. A seed selects them, and none is used twice unless the strategy allows it. The sources
-follow one another in the order of the command line: training shuffles. Sources that cannot be read raise a UserError.
+Without weights, each example of each source is used once. With weights, the numbers of examples (lines or rows) used
+from the sources are proportional to the weights. The examples are selected at random. None is used twice, unless the
+strategy allows it (see `mix`). Sources are read in the order of the command line, since training shuffles sequences. A
+source that cannot be read raises a UserError.
 """
 
 import random
@@ -25,21 +26,24 @@ _EXPANSION = 4  # approximate ratio of text to compressed file
 
 
 class Block(Protocol):
-    """Some examples of a source, in the order of the file. It is pickled for other processes."""
+    """Some examples of a source, in the order of the file. Blocks are pickled and sent to worker processes."""
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield location for messages, and a function that returns the record or raises InvalidRecordError."""
+        """Yield, for each example, its location for error messages and a function that returns the record.
+
+        The function raises an InvalidRecordError if the example cannot be parsed.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class StdlibBlock:
-    """Some functions of the standard library."""
+    """Block of functions of the Python standard library."""
 
     samples: Sequence[stdlib.StdlibFunction]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield "stdlib" and a function that returns the record."""
+        """Yield, for each function, "stdlib" as its location and a function that returns the record."""
         for sample in self.samples:
             record = {"prompt": sample.prompt, "completion": sample.completion}
             yield STDLIB, lambda record=record: record  # type: ignore[misc]
@@ -50,9 +54,9 @@ class DataSource:
     """A source of examples.
 
     Attributes:
-        name: Name as specified by the user, without weight.
-        weight: Share of the examples, relative to the other weights; None if not given.
-        files: Files in the order in which they are read; empty for the standard library.
+        name: Path or "stdlib", as specified by the user, without the weight.
+        weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
+        files: Files, in the order in which they are read. There are none for the standard library.
     """
 
     name: str
@@ -65,24 +69,24 @@ class DataSource:
         return bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
-        """Return a line about the files of a folder, for display."""
+        """Return a line with the number and the names of the folder's files, for display."""
         names = [file.name for file in self.files]
         if len(names) > _MAX_NAMES:
             names = [*names[: _MAX_NAMES - 1], "...", names[-1]]
         return f"{self.name}: {len(self.files)} {'files' if len(self.files) > 1 else 'file'}, {', '.join(names)}"
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size in bytes and time in ns of each file."""
+        """Return the path, the size in bytes and the modification time in ns of each file."""
         return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files."""
+        """Total size of the files, in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def num_text_bytes(self) -> int:
-        """Approximate size of the text in the files."""
+        """Approximate total size of the text in the files after decompression, in bytes."""
         packed = (*jsonl.COMPRESSED, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
@@ -91,11 +95,11 @@ class DataSource:
         return list(stdlib.functions())
 
     def fields(self, fields: FieldNames) -> FieldNames:
-        """Return the field names of the records: `fields`, or the defaults for the standard library."""
+        """Return the field names of the records: the defaults for the standard library, otherwise `fields`."""
         return fields if self.files else FieldNames()
 
     def count(self) -> int:
-        """Return the number of examples, including invalid ones. Reads compressed files."""
+        """Return the number of examples, including invalid ones. Reads JSON lines completely to count them."""
         if not self.files:
             return len(self._samples)
         return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
@@ -104,8 +108,8 @@ class DataSource:
         """Yield the examples in blocks.
 
         Args:
-            num_repeats: Called for each example in order. Returns how often to use it.
-            on_bytes_read: Called with the number of bytes read since the last call.
+            num_repeats: Function that returns how often to use an example. It is called for each example, in order.
+            on_bytes_read: Function that is called now and then with the number of bytes read since its last call.
         """
         if not self.files:
             samples = [sample for sample in self._samples for _ in range(num_repeats())]
@@ -116,10 +120,14 @@ class DataSource:
 
 
 def find_sources(specs: Sequence[str]) -> list[DataSource]:
-    """Find the sources that a user specified, each by a path, or by a path, a colon and a weight.
+    """Return the sources that the user specified.
 
-    If a file or folder has the complete specification as its name, including the colon, there is no weight. All sources
-    must have a weight, or none.
+    Args:
+        specs: Specification of each source: a path or "stdlib", optionally followed by a colon and a weight. If the
+            complete specification is the path of a file or folder, it has no weight.
+
+    Raises:
+        UserError: A source does not exist, a folder has no data files, or only some of the sources have a weight.
     """
     sources = [_find(spec) for spec in specs]
     without = [source.name for source in sources if source.weight is None]
@@ -146,7 +154,7 @@ def _find(spec: str) -> DataSource:
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
-    """Return the name of a source, and its weight if the specification ends in one."""
+    """Return the name of a source and its weight, which is None if the specification does not end in a weight."""
     name, colon, number = spec.rpartition(":")
     if not colon or Path(spec).exists():
         return spec, None
@@ -160,7 +168,7 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a folder with a supported suffix, sorted."""
+    """Return the files in a folder whose suffix is supported, sorted by path."""
     files = tuple(sorted(path for path in folder.iterdir() if _is_supported(path) and path.is_file()))
     if not files:
         suffixes = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
@@ -187,8 +195,9 @@ class Mixture:
     """Sources, and the number of examples to use from each.
 
     Attributes:
-        counts: Number of examples in each source, and number of those to use; None without weights: each example once.
-        seed: Seed for the selection of examples.
+        sources: Sources, in the order in which they are read.
+        counts: Number of examples in each source and number of examples to use from it; None to use each example once.
+        seed: Seed for the random selection of examples.
     """
 
     sources: Sequence[DataSource]
@@ -197,18 +206,22 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read, counting repeated reads."""
+        """Number of bytes to read. A file that is read several times is counted as often."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the index of the source and a block of its examples, for all examples to use; see `DataSource.read`."""
+        """Yield the index of a source and a block of its examples, until all examples to use were yielded.
+
+        Args:
+            on_bytes_read: See `DataSource.read`.
+        """
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
     def _passes(self, index: int) -> list[RepeatFn]:
-        """Return, for each pass over a source, the function that selects the examples."""
+        """Return the function that selects the examples, for each pass over a source."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]
@@ -218,13 +231,18 @@ class Mixture:
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
-    """Compute how many examples of each source to use. With weights, the sources are read to count their examples.
+    """Compute the number of examples to use from each source. With weights, this counts the examples of all sources.
 
     Args:
-        sources: Sources, all with a weight or all without.
-        strategy: Strategy of `datasets.interleave_datasets`. "first_exhausted": no example is used twice; the source
-            with the fewest examples for its weight is used completely, the others in part. "all_exhausted": each source
-            is used completely; the one with the most examples for its weight once, the others repeatedly.
+        sources: Sources, all with a weight or all without a weight.
+        seed: Seed for the random selection of examples.
+        strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses
+            no example twice. The source with the fewest examples relative to its weight is used completely, the others
+            in part. "all_exhausted" uses every example. The source with the most examples relative to its weight is
+            used once, the others repeatedly.
+
+    Raises:
+        UserError: A source with a weight is empty, or the weights require more than 1000 passes over a source.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)
@@ -256,7 +274,7 @@ def _once() -> int:
 
 
 def _sample_without_replacement(count: int, num_samples: int, seed: str) -> RepeatFn:
-    """Select `num_samples` of `count` examples with equal probability (Knuth, TAOCP 2, algorithm S)."""
+    """Return a function that selects `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same on every version of Python
     left = [count, num_samples]
 

@@ -1,7 +1,7 @@
 """Functions of the Python standard library, as prompts and completions.
 
-This data set is on every machine and needs no download, and its sequence lengths are heavy-tailed, which is what the
-project is about.
+This text is available on every machine without a download. Its sequence lengths have a heavy-tailed distribution, for
+which this project is made.
 """
 
 import ast
@@ -21,18 +21,25 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 @dataclass(frozen=True)
 class StdlibFunction:
-    """A function in two parts: decorators, signature and docstring, ending in a newline, and the code after them."""
+    """A function in two parts.
+
+    Attributes:
+        prompt: Decorators, signature and docstring, ending in a newline.
+        completion: Code after the docstring.
+    """
 
     prompt: str
     completion: str
 
 
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
-    """Yield the functions and methods that have a docstring, from all Python files in a folder, without duplicates.
+    """Yield the functions and methods in a folder that have a docstring, sorted by path and line, without duplicates.
 
-    The order is that of the sorted paths, and within a file that of the source. Duplicates occur in backports and
-    generated code. Files that do not parse are skipped. A completion has at least `MIN_COMPLETION_CHARS`, a function at
-    most `MAX_CHARS` characters. The default folder is the standard library of the running interpreter.
+    Duplicates occur in backports and generated code. Files that cannot be parsed are skipped, as are functions whose
+    completion is shorter than `MIN_COMPLETION_CHARS` characters or that are longer than `MAX_CHARS` characters.
+
+    Args:
+        root: Folder, including its subfolders; None for the standard library of the running interpreter.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):
@@ -44,7 +51,7 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """Yield the Python files in sorted order, without visiting excluded folders (site-packages can be huge)."""
+    """Yield the paths of Python files in sorted order. Excluded folders, which can be huge, are not visited."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             if path.name not in _EXCLUDED_FOLDERS:
@@ -54,7 +61,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
-    """Yield the functions of a file; none if it does not parse."""
+    """Yield the functions of a file. Yields none if the file cannot be parsed."""
     try:
         with tokenize.open(path) as file:  # respects the encoding declaration
             source = file.read()
@@ -72,7 +79,7 @@ def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
 
 
 def _split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> StdlibFunction | None:
-    """Split a function after its docstring; None if it has no docstring, or no code on later lines."""
+    """Split a function after its docstring. Returns None if it has no docstring, or no code on the lines after it."""
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

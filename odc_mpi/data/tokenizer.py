@@ -1,10 +1,10 @@
-"""Tokenizers: training, loading, and reading their files.
+"""Tokenizers: training and loading tokenizers, and reading their files.
 
-A tokenizer is loaded from a directory that `save_pretrained` wrote, or from a data set, which contains a copy of its
-tokenizer's files (`dataset`). Nothing is downloaded, and no code of a tokenizer is executed.
+A tokenizer is loaded from a directory that `save_pretrained` wrote, or from a data set, which contains a copy of the
+tokenizer's files (see `dataset`). Nothing is downloaded, and code from the tokenizer's directory is not executed.
 
-transformers and tokenizers take seconds to import, so they are imported where they are used: an error in the arguments
-is reported without that delay.
+The libraries transformers and tokenizers take seconds to import. They are imported where they are used, so errors in
+the arguments are reported without that delay.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files in a directory or data set, by name; empty if there are none."""
+    """Return the contents of the tokenizer's files in a directory or data set, by name. Without files it is empty."""
     if not location.is_dir():
         return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
     paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
@@ -53,13 +53,14 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer of transformers from a directory that `save_pretrained` wrote, or from a data set.
+    """Load a fast tokenizer of transformers.
 
     Args:
-        setting: Setting or option that specifies `location`, for messages.
+        location: Directory that `save_pretrained` wrote, or data set that contains a tokenizer.
+        setting: Name of the setting or option that specifies `location`, for error messages.
 
     Raises:
-        UserError: There is no tokenizer, its files do not load, or it has no fast implementation.
+        UserError: `location` has no tokenizer, the tokenizer does not load, or it has no fast implementation.
     """
     if location.is_dir():
         return _load(location, location, setting)
@@ -73,7 +74,15 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from the contents of its files, by name. Otherwise as `load_tokenizer`."""
+    """Load a fast tokenizer from the contents of its files by name.
+
+    Args:
+        location: Origin of the files, for error messages.
+        setting: Name of the setting or option that specifies the tokenizer, for error messages.
+
+    Raises:
+        UserError: The tokenizer does not load, or it has no fast implementation.
+    """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), location, setting)
@@ -95,7 +104,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and with the ChatML chat template."""
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and add the ChatML chat template to it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,12 @@
 """Balance strategies: assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-    local_sort   no balance: for comparison
-    lb_micro     equal numbers of microbatches on all ranks, balanced k by k: for collectives
-    lb_mini      equal total cost on all ranks, any number of microbatches: for windows
-    dynamic      microbatches that idle ranks claim: for windows
+    local_sort   does not balance (for comparison)
+    lb_micro     equal numbers of microbatches on all ranks, and about equal costs of the k-th ones (for collectives)
+    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
+    dynamic      microbatches that idle ranks claim (for windows)
 
-Does not use MPI. A plan depends on nothing that differs between ranks, and ties are broken by index, so every rank
-computes the same plan. All strategies have the signature `BalanceStrategy`.
+This module does not use MPI. Every rank computes the same plan, because plans depend only on values that are equal on
+all ranks, and ties are broken by index. All strategies have the signature `BalanceStrategy`.
 """
 
 import math
@@ -35,15 +35,15 @@ BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Microbatches of a minibatch, and the ranks that run them.
+    """Assignment of the sequences of a minibatch to microbatches, and of the microbatches to ranks.
 
     Attributes:
-        microbatches: Microbatches of each rank in order, each a tuple of positions in the minibatch. Ranks may have
-            different numbers of microbatches, or none. An empty microbatch is skipped, or, where ranks synchronize in
-            each microbatch, replaced by a dummy microbatch.
-        pool: Microbatches without a rank: idle ranks claim the next. None is empty.
-        splits: Split sequences, in the order in which every rank runs its chunks, before all microbatches. They are not
-            in any microbatch. See `data.plan.context_parallel`.
+        microbatches: Microbatches of each rank, in order. Each microbatch is a tuple of positions of sequences in the
+            minibatch. Ranks may have different numbers of microbatches, or none. An empty microbatch is skipped, or
+            replaced by a dummy microbatch where ranks synchronize in each microbatch.
+        pool: Microbatches that are not assigned to a rank. An idle rank claims the next of them. None of them is empty.
+        splits: Sequences that are split into chunks on several ranks, and are not in any microbatch. Ranks run their
+            chunks in this order, before all microbatches. See `data.plan.context_parallel`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -54,8 +54,8 @@ class Plan:
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign sequences to ranks round robin, one per microbatch, the longest first.
 
-    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058): no balance between ranks, but
-    the first microbatch shows the maximum memory. The cost is unused.
+    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058). It does not balance ranks, but
+    the first microbatch reaches the maximum memory. The argument `cost` is not used.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -65,14 +65,14 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 
 
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign equal numbers of sequences and of microbatches to all ranks, the k-th microbatches of about equal cost.
+    """Assign equal numbers of microbatches to all ranks, so that the k-th microbatches have about equal costs.
 
-    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching, for collectives: all ranks run their
-    k-th microbatches together and wait for the costliest. Sequences are assigned by differencing with equal counts.
-    Each rank also splits its own by differencing, into the largest number of microbatches that a rank needs, and runs
-    them by decreasing cost; a rank with fewer sequences ends with empty ones. Where differencing overfills a
-    microbatch, verl tries one more of them; here the split falls back to packing, which keeps their number at the
-    minimum that packing finds.
+    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching. It is for collectives, with which all
+    ranks run their k-th microbatches together and wait for the costliest. Sequences are assigned to ranks by
+    differencing (`partition_evenly`), in numbers that differ by at most one. The sequences of each rank are split, also
+    by differencing, into the largest number of microbatches that any rank needs. They run by decreasing cost. A rank
+    with fewer sequences than that ends with empty microbatches. If differencing overfills a microbatch, verl adds
+    another microbatch. Here packing is used instead, so the number remains the minimum that packing finds.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -85,12 +85,12 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> P
 
 
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
+    """Assign about equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
-    This is LB-Mini of ODC (arXiv 2601.19362): ranks that do not synchronize between microbatches may have different
-    numbers of them. Ranks are balanced with the largest differencing method. Microbatches are packed first-fit
-    decreasing and run by decreasing cost, so memory peaks at once, and the last microbatches, the shortest, even out
-    the ends.
+    This is LB-Mini of ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
+    synchronize between microbatches. Ranks are balanced with the largest differencing method (`partition`).
+    Microbatches are packed first-fit decreasing and run by decreasing cost, so memory
+    peaks at once. The last microbatches are the shortest, so ranks end at about the same time.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -101,8 +101,8 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Pack microbatches for idle ranks to claim, the costliest first.
 
-    This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) while the
-    minibatch runs: a rank that is slow, or whose work was estimated too low, claims less. See
+    This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
+    A rank that is slow, or whose microbatches cost more than estimated, claims fewer of them. See
     `data.plan.dynamic_packing`.
     """
     check_fit(lengths, max_tokens)
@@ -119,7 +119,7 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
-    """Raise a UserError if a sequence is longer than `max_chunks` chunks of `max_tokens`."""
+    """Raise a UserError if a sequence is longer than `max_chunks` chunks of `max_tokens` tokens each."""
     too_long = np.flatnonzero(lengths > max_chunks * max_tokens)
     if len(too_long):
         index = too_long[0]
@@ -134,7 +134,10 @@ def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
 def _split(
     part: list[int], packed: list[list[int]], count: int, lengths: Lengths, max_tokens: int, costs: Costs
 ) -> tuple[SequenceIndices, ...]:
-    """Split a rank's sequences into `count` microbatches of even cost, costliest first. `packed` is known to fit."""
+    """Split the sequences of a rank into `count` microbatches of about equal cost, costliest first.
+
+    `packed` is a split into at most `count` microbatches, none of which exceeds `max_tokens`.
+    """
     part_lengths, part_costs = lengths[part], costs[part]
     bins = partition(part_costs.tolist(), count)
     tokens = part_lengths.tolist()
@@ -149,7 +152,10 @@ def _split(
 
 
 def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
-    """Assign each sequence, costliest first, to the cheapest microbatch with enough space; None if none has."""
+    """Assign each sequence, costliest first, to the cheapest microbatch with enough space.
+
+    Returns None if no microbatch has enough space for a sequence.
+    """
     free_tokens, load = np.full(count, max_tokens), np.zeros(count)
     bins: list[list[int]] = [[] for _ in range(count)]
     for i in argsort_descending(costs):
@@ -163,7 +169,7 @@ def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list
 
 
 def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[SequenceIndices, ...]:
-    """Convert bins of indices in `part` to bins of positions, costliest first, equal ones by their lowest position."""
+    """Convert bins of indices into `part` to bins of positions, costliest first. Ties are broken by lowest position."""
     each = costs[part].tolist()
     pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
     return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))

@@ -1,4 +1,4 @@
-"""Splitting a sequence into chunks of equal cost under causal attention. Does not use MPI.
+"""Splitting a sequence into chunks of about equal cost under causal attention. Does not use MPI.
 
 A token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
 (arXiv 2310.01889) splits into equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
@@ -12,18 +12,19 @@ from itertools import pairwise
 
 from odc_mpi.data.plan.cost import CostModel
 
-#: Number of bisections in the search for the cost of the costliest chunk. The first interval is the cost of one token.
+#: Number of bisections in the search for the cost of the costliest chunk. The first interval is as wide as the cost of
+#: one token.
 NUM_BISECTIONS = 20
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """A sequence split into chunks on different ranks. Chunk `i` contains the tokens bounds[i]:bounds[i + 1].
+    """A sequence that is split into chunks on different ranks. Chunk `i` contains the tokens bounds[i]:bounds[i + 1].
 
     Attributes:
         position: Position of the sequence in the minibatch.
-        bounds: Bounds of the chunks, in tokens: increasing, from 0 to the length of the sequence, [chunks + 1].
-        ranks: Rank of each chunk, all different, [chunks].
+        bounds: Bounds of the chunks, in tokens, increasing from 0 to the length of the sequence, [chunks + 1].
+        ranks: Rank of each chunk, [chunks]. All ranks are different.
     """
 
     position: int
@@ -39,12 +40,14 @@ class SequenceSplit:
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
     """Return the bounds of at most `count` chunks of a sequence that minimize the cost of the costliest chunk.
 
-    The minimum is found by bisection: for a given maximum cost, the fewest chunks result from making each chunk as long
-    as possible, beginning at the first token. There are fewer than `count` only if more would make none cheaper.
+    The minimum is found by bisection. For a given maximum cost, the fewest chunks result from making each chunk as long
+    as possible, beginning at the first token. The result has fewer chunks than `count` only if more chunks would not
+    reduce the maximum cost.
 
     Args:
         length: Number of tokens of the sequence, at least 1.
-        max_tokens: Maximum number of tokens in a chunk; `count` times this is at least `length`.
+        count: Maximum number of chunks. `count * max_tokens` must be at least `length`.
+        max_tokens: Maximum number of tokens in a chunk.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share of the cost without `earlier`.
@@ -66,7 +69,10 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Return bounds of chunks as long as `max_cost` allows, from the first token on; None if over `count`."""
+    """Return the bounds of chunks as long as `max_cost` allows, from the first token on.
+
+    Returns None if more than `count` chunks would be needed.
+    """
     bounds = [0]
     while bounds[-1] < length and len(bounds) <= count:
         end = min(_reach(bounds[-1], cost, max_cost, length), bounds[-1] + max_tokens)
@@ -77,7 +83,7 @@ def _longest_first(
 
 
 def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
-    """Return the largest end, at most `length`, of a chunk from `begin` that costs at most `max_cost`."""
+    """Return the largest end, at most `length`, of a chunk that begins at `begin` and costs at most `max_cost`."""
     # piece_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier * b = max_cost, for e, without cancellation.
     part = (max_cost - cost.earlier * begin) / cost.piece_factor
     total = part + cost.linear * begin + cost.quadratic * begin * begin

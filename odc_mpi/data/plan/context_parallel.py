@@ -1,23 +1,23 @@
 """Context parallelism on demand: split the sequences of a minibatch that are too long for one rank.
 
 A minibatch cannot end before its longest sequence. So sequences above some cost are split into chunks of equal cost
-(`data.plan.chunks`), each on another rank, and only these ranks wait for each other. Megatron's hybrid context
-parallelism (Megatron-LM, `hybrid_cp_schedule.py`) and ByteScale's hybrid data parallelism (arXiv 2502.21231) do this
+(`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each other. Hybrid context
+parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) do this
 with collectives in groups of ranks. Here any number of ranks can share a sequence, and no other rank is involved.
 
     1. chunks    each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
                  the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   ranks that have run their chunks claim microbatches of unsplit sequences, which evens out the costs of
-                 chunks.
+    2. tickets   ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
+                 next microbatch). This evens out the costs of chunks.
 
 This is free of deadlocks: a chunk waits for chunks of its own sequence only, and the first unfinished sequence in the
 common order is on ranks that have nothing else to run first.
 
 Several cost thresholds are tried. Each sequence above the threshold is split into the fewest chunks that are below it.
-The plan that ends earliest is used, on equal ranks and on ranks whose speeds differ. Chunks cost more than their part
-of a sequence (`CostModel.chunk`), so nothing is split where unsplit sequences end about as early.
+The plan used is the one that ends earliest, with equal ranks and with ranks whose speeds differ. Chunks cost more than
+their part of a sequence (`CostModel.chunk`), so nothing is split where unsplit sequences end about as early.
 
-Does not use MPI: decisions depend only on arithmetic in a fixed order, so every rank computes the same plan.
+Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
 
 import math
@@ -35,23 +35,26 @@ from odc_mpi.data.plan.partition import argsort_descending
 
 ChunkCounts = npt.NDArray[np.int64]
 
-#: Thresholds: the lowest, relative to an even share of the minibatch's cost, and the ratio of one to the next, up to
-#: the costliest sequence.
+#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of each threshold to the previous
+#: one. The thresholds rise up to the costliest sequence.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
-#: Maximum number of chunks, in total or per rank, unless max_tokens requires more: planning with thousands takes long
-#: and gains nothing.
+#: Maximum number of chunks, in total or per rank, unless max_tokens requires more. Planning with thousands of chunks
+#: takes long and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
 #: Number of the most promising plans that are computed completely.
 NUM_FINALISTS = 3
-#: Maximum time of a plan with splits relative to that without. Smaller gains are within the error of costs.
+#: Maximum time of a plan with splits, relative to the plan without splits. Smaller gains are within the error of costs.
 MAX_RELATIVE_TIME = 0.98
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
-    """Split the sequences that cost too much for one rank, and leave all others to be claimed. A `BalanceStrategy`.
+    """Split the sequences that cost too much for one rank, and put all others in the pool. A `BalanceStrategy`.
 
-    A sequence may be longer than `max_tokens`, the maximum for a microbatch and a chunk, if `size` chunks suffice. The
-    plan is that of `balance.dynamic`, which may be passed as `unsplit`, if splitting gains nothing.
+    If splitting gains nothing, the plan is that of `balance.dynamic`.
+
+    Args:
+        max_tokens: Maximum number of tokens in a microbatch and in a chunk. A sequence may have `size` times as many.
+        unsplit: Plan of `balance.dynamic` for the same arguments; None to compute it.
     """
     check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)

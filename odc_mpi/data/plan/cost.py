@@ -1,6 +1,6 @@
-"""Cost of a sequence: estimated work as a function of its length.
+"""Cost of a sequence: the estimated work as a function of its length.
 
-Plans depend on ratios of costs only, so the unit is arbitrary: tokens, FLOPs or seconds.
+Plans depend on ratios of costs only, so the unit of costs is arbitrary, such as tokens, FLOPs or seconds.
 """
 
 from dataclasses import dataclass
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Cost of a chunk computed separately, relative to its part of the sequence's cost: attention in two parts that are
-#: joined, and smaller matrix products. An assumption. A prototype in plain torch, with 4,096 tokens in two chunks on
-#: CPUs, had a factor of 1.01.
+#: Cost of a chunk relative to its part of the sequence's cost. A chunk costs more than this part because its attention
+#: is computed in two parts that are joined, and its matrix products are smaller. This is an assumption. A prototype
+#: in plain torch, with 4,096 tokens in two chunks on CPUs, had a factor of 1.01.
 CHUNK_FACTOR = 1.08
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of a sequence of s tokens, linear * s + quadratic * s², and constant cost of a microbatch.
+    """Model of the costs of sequences, microbatches and chunks.
+
+    A sequence of s tokens costs linear * s + quadratic * s². The cost of a microbatch is their sum plus `constant`.
 
     Attributes:
-        linear: Cost per token, of all operations on single tokens.
-        quadratic: Cost per pair of tokens, of attention.
-        constant: Cost of a microbatch of any content, of fetching units and launching kernels.
+        linear: Cost per token, for all operations on single tokens.
+        quadratic: Cost per square of a sequence's number of tokens, for attention.
+        constant: Cost of a microbatch with any content, for fetching parameters and launching kernels.
         piece_factor: Cost of a chunk relative to its part of the sequence's cost, at least 1.
-        earlier: Additional cost of a chunk per token of earlier chunks, of reading their keys and values and
-            accumulating the gradients of these.
+        earlier: Additional cost of a chunk per token of earlier chunks of the sequence, for reading the keys and values
+            of these tokens and accumulating the gradients of keys and values.
     """
 
     linear: float = 1.0
@@ -34,12 +36,12 @@ class CostModel:
     earlier: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the costs of sequences with these lengths in tokens, float64, in the shape of `lengths`."""
+        """Return the costs of sequences with these lengths in tokens, as float64 in the shape of `lengths`."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
     def chunk(self, begin: int, end: int) -> float:
-        """Return the cost of a chunk, the tokens from `begin` to `end` of a sequence, without the constant.
+        """Return the cost of a chunk, the tokens `begin:end` of a sequence, without the constant cost of a microbatch.
 
         Under causal attention a token attends to all earlier tokens, so a chunk's part of the sequence's cost is the
         cost of `end` tokens minus that of `begin` tokens.
@@ -48,29 +50,31 @@ class CostModel:
         return self.piece_factor * part + self.earlier * begin
 
     def microbatch(self, lengths: npt.ArrayLike) -> float:
-        """Return the cost of a microbatch of sequences with these lengths, [n], including the constant."""
+        """Return the cost of a microbatch of sequences with these lengths in tokens, [n], including `constant`."""
         return self.constant + float(self.sequence(lengths).sum())
 
 
-#: Constant cost of a microbatch, in tokens: each parameter's gradient is computed, flattened and pushed once, for any
-#: number of tokens. Measured 79 on CPUs (benchmarks/notes/balance.md); memory bandwidth and matrix speed of an A100
-#: suggest several hundred. Where it is 79, `dynamic` packs about equally well with 40 to 250; with 0 its microbatches
-#: are far too small.
+#: Constant cost of a microbatch, as the number of tokens with that cost. It exists because each parameter's gradient is
+#: computed, flattened and pushed once, for any number of tokens. Measured: 79 on CPUs (benchmarks/notes/balance.md).
+#: Memory bandwidth and matrix speed of an A100 suggest several hundred. Where it is 79, `dynamic` packs about equally
+#: well with values of 40 to 250. With 0, its microbatches are far too small.
 MICROBATCH_TOKENS = 100
 
 
 def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostModel:
-    """Return the FLOPs of forward and backward through a decoder-only transformer as a cost.
+    """Return a cost model in FLOPs for forward and backward passes of a decoder-only transformer.
 
-    Matrices: a token passes every parameter once with one multiplication and one addition, 2 N in forward; backward
-    computes two products of that size (for the inputs and for the weights), so 6 N per token (Kaplan et al. 2020,
-    arXiv 2001.08361, section 2.1). `num_parameters` is without the embedding table, but with the output head.
+    Matrices: the forward pass has one multiplication and one addition per token and parameter. The backward pass
+    computes two products of that size, for the inputs and for the weights. The sum for N parameters is 6 N per token
+    (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 
-    Attention: scores and weighted values are 2 s² h each per layer, so 4 s² h in forward; the causal mask leaves half
-    of it, 2 s² h; backward is twice the forward: 6 s² h per layer. Recomputation by kernels in backward is not
-    included. `hidden_size` is the number of heads times their dimension.
+    Attention: scores and weighted values are 2 s² h each per layer, 4 s² h in total, of which the causal mask leaves
+    half. The backward pass has twice the FLOPs of the forward pass, so the sum is 6 s² h per layer. Recomputation by
+    kernels in the backward pass is not included. The constant cost is that of `MICROBATCH_TOKENS` tokens.
 
-    The constant cost of a microbatch is that of `MICROBATCH_TOKENS` tokens.
+    Args:
+        num_parameters: Number N of parameters, including the output head, but not the embedding table.
+        hidden_size: Number of attention heads times their dimension, h.
     """
     linear = 6.0 * num_parameters
     return CostModel(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)

@@ -1,13 +1,14 @@
-"""Packing a minibatch into the microbatches that ranks claim, costliest first.
+"""Packing a minibatch into microbatches that idle ranks claim, costliest first.
 
-The ends of ranks differ by up to one microbatch, so the last ones must be small; each microbatch has a constant cost in
-addition to its sequences, so there should be few. Hence large ones first, about equally many for each rank, and a tail
-of small ones made of the shortest sequences, as in factoring (Hummel, Schonberg and Flynn, "Factoring: a method for
-scheduling parallel loops", 1992). Several numbers per rank and sizes of the tail are tried. The packing that ends
-earliest on equal ranks and on ranks whose speeds differ is used, since costs are estimates.
+Ranks end at times that differ by up to one microbatch, so the last microbatches must be small. But each microbatch has
+a constant cost in addition to its sequences, so there should be few microbatches. Hence large microbatches come first,
+about equally many per rank, and then a tail of small microbatches of the shortest sequences, as in factoring (Hummel,
+Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers per rank and sizes of
+the tail are tried. Since costs are estimates, the packing used is the one that ends earliest, with equal ranks and with
+ranks whose speeds differ.
 
-Does not use MPI: decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so every process
-computes the same packing.
+This module does not use MPI. Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
+every process computes the same packing.
 """
 
 import math
@@ -25,14 +26,14 @@ SequenceIndices = tuple[int, ...]
 
 #: Numbers of large microbatches per rank, unless max_tokens requires more.
 PER_RANK = (1, 2, 3, 4, 8)
-#: Parts of the cost in the tail.
+#: Fractions of the minibatch's cost that the tail contains.
 TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
-#: Ratios of the cost of a large microbatch to one of the tail.
+#: Ratios of the cost of a large microbatch to the cost of a microbatch in the tail.
 TAIL_RATIOS = (2, 4)
-#: Relative differences of the slowest and the fastest rank from the mean, for which packings are evaluated.
+#: Relative differences of the slowest and the fastest rank from the mean speed, for which packings are evaluated.
 SPREADS = (0.0, 0.1)
-#: With this many sequences per microbatch, costs are even without the differencing method; with this many in total, it
-#: takes too long.
+#: Limits of the differencing method: with this many sequences per microbatch, costs are even without it, and with this
+#: many sequences in total, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
@@ -49,9 +50,11 @@ def pack_pool(
     Args:
         lengths: Number of tokens of each sequence, int64 [n], n at least 1, each at most `max_tokens`.
         costs: Cost of each sequence, float64 [n].
+        max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        available_at: Time, in units of cost, at which each rank begins to claim, float64 [size], for each of `SPREADS`.
-            Default: 0.
+        size: Number of ranks.
+        available_at: Time at which each rank begins to claim, in units of cost, float64 [size], for each value of
+            `SPREADS`; None for 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: tuple[Bins, npt.NDArray[np.intp]] | None = None
@@ -74,12 +77,13 @@ def pack_pool(
 def makespan(
     work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
 ) -> float:
-    """Return the time at which the last rank ends, if ranks claim items of work in this order.
+    """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in their order.
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds: ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
-        available_at: Time at which each rank begins to claim, float64 [size]. Default: 0.
+        size: Number of ranks.
+        spread: Spread of speeds. Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
+        available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
@@ -98,11 +102,11 @@ def makespan(
 
 
 class Bins:
-    """Bins of positions in the minibatch.
+    """Bins of sequences, given by their positions in the minibatch.
 
     Args:
-        members: Positions, grouped by bin, int64 [n].
-        sizes: Number of positions in each bin, at least 1, int64 [bins].
+        members: Positions of the sequences, grouped by bin, int64 [n].
+        sizes: Number of sequences in each bin, at least 1, int64 [bins].
     """
 
     def __init__(self, members: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
@@ -111,7 +115,7 @@ class Bins:
 
     @classmethod
     def from_lists(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
-        """Create bins from lists of indices into an array of positions."""
+        """Create bins from lists of indices into `part`, an array of positions."""
         members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
         return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
 
@@ -119,7 +123,7 @@ class Bins:
         return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
 
     def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the sum of each bin, of one value per position, exact before rounding."""
+        """Return the sum of the values in each bin. `values` has one value per position. Sums are correctly rounded."""
         sums = np.add.reduceat(values[self._members], self._begins)  # correctly rounded for one or two values
         many = np.flatnonzero(self._sizes > 2)
         flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
@@ -127,25 +131,25 @@ class Bins:
         return sums
 
     def firsts(self) -> npt.NDArray[np.int64]:
-        """Return the lowest position in each bin."""
+        """Return the lowest position in each bin, int64 [bins]."""
         return np.minimum.reduceat(self._members, self._begins)
 
     def as_tuples(self) -> list[SequenceIndices]:
-        """Return the positions in each bin."""
+        """Return a tuple of positions for each bin."""
         members, begins = self._members.tolist(), self._begins.tolist()
         return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
 
 
 @dataclass(frozen=True)
 class _PoolPacker:
-    """Packs the sequences of a minibatch into bins of at most `max_tokens`."""
+    """Packer of the sequences of a minibatch into bins of at most `max_tokens` tokens."""
 
     lengths: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     max_tokens: int
 
     def candidates(self, size: int) -> Iterator[Bins]:
-        """Yield packings for `size` ranks."""
+        """Yield different packings for `size` ranks."""
         rising = np.array(argsort_descending(self.costs))[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))

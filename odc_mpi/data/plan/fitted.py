@@ -1,17 +1,17 @@
-"""A cost model fitted to the times of the run's own microbatches.
+"""A cost model fitted to the measured times of a run's microbatches.
 
 The model is seconds = slowness of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). The
-time of a chunk is its part of this, times a factor (`CostModel.chunk`). Every rank observes its own microbatches and
-sums them up in a row of numbers. The rows are gathered with the other values that ranks exchange at the end of a
-minibatch, and every rank fits the same cost to the same rows.
+time of a chunk is its part of this time, multiplied by a factor (`CostModel.chunk`). Each rank observes its own
+microbatches and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows together
+with other values, and every rank fits the same cost to the same rows.
 
-    observe   after each microbatch
-    report    before the exchange: this rank's row
-    update    after the exchange, with the rows of all ranks
+    observe   call after each microbatch
+    report    call before the exchange, for this rank's row
+    update    call after the exchange, with the rows of all ranks
 
-None of these communicates. `update` uses only additions and multiplications in a fixed order, no matrix products of a
-library, so ranks on different processors get bitwise identical costs. Otherwise their plans would differ, and sequences
-would be lost or trained twice.
+These methods do not communicate. `update` uses only additions and multiplications in a fixed order, and no matrix
+products of a library, so ranks on different processors get bitwise identical costs. With different costs, plans would
+differ, and sequences would be lost or trained twice.
 """
 
 import math
@@ -36,9 +36,9 @@ _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 #: Factor on the weight of an observation after each minibatch. It is a half after 30 of them: enough to average noise,
 #: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
 DECAY = 0.97716
-#: With fewer microbatches, over all ranks, the prior is used.
+#: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
-#: Number of this rank's microbatches for the median ratio.
+#: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
 HISTORY = 256
 #: Weight of the prior, relative to an observation. Times scatter by a tenth, the prior by its own size, and Bayes' rule
 #: compares the squares of these.
@@ -50,15 +50,15 @@ NUM_ALTERNATIONS = 4
 
 
 class FittedCostModel:
-    """Fit of the coefficients of a `CostModel` while a run continues.
+    """Fit of the coefficients of a `CostModel` during a run.
 
-    It is robust against outliers: a time is compared to the current cost times this rank's median ratio, and the more
-    it exceeds this product, the less it weighs. Relative errors are minimized, not seconds, so that short microbatches
-    matter, too. Ranks may have different speeds. If the data does not determine the coefficients, for example if all
-    lengths are equal, they keep the ratios of the prior.
+    The fit is robust against outliers. The expected time of a microbatch is its current cost times the median ratio of
+    time to cost on this rank. The more a time exceeds it, the lower is its weight. Relative errors are minimized, so
+    short microbatches matter, too. Ranks may have different speeds. If the data does not determine the coefficients,
+    for example if all lengths are equal, they keep the ratios of the prior.
 
     Args:
-        prior: Cost until there is enough data, in any unit.
+        prior: Cost to use until there is enough data, in any unit.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -71,13 +71,13 @@ class FittedCostModel:
 
     @property
     def cost(self) -> CostModel:
-        """Current cost, the same on every rank: first the prior, then seconds on a rank of mean speed."""
+        """Current cost, the same on every rank: first the prior, later the time in seconds on a rank of mean speed."""
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time of a microbatch of this rank, with sequences of these lengths in tokens.
+        """Record the time that this rank took for a microbatch with sequences of these lengths in tokens.
 
-        An empty microbatch is ignored, and `seconds` unless finite and above 0.
+        The call does nothing if the microbatch is empty, or if `seconds` is not a finite number above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -86,15 +86,15 @@ class FittedCostModel:
             self._new.append(observation)
 
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
-        """Record the time of a chunk, the tokens from `begin` to `end`, on this rank, without waits for other chunks.
+        """Record the time that this rank took for a chunk, the tokens `begin:end` of a sequence.
 
-        `seconds` is ignored unless finite and above 0.
+        `seconds` excludes waits for other chunks. The call does nothing if it is not a finite number above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return sums over this rank's observations since the last update, float64 [ROW_LENGTH]."""
+        """Return a row with sums over this rank's observations since the last update, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         self._num_reported = len(self._new)
         if self._new:
@@ -121,7 +121,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the reports of all ranks, float64 [size, ROW_LENGTH], with decayed sums of earlier ones."""
+        """Fit the cost to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed sums of earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         del self._new[: self._num_reported]
@@ -135,11 +135,11 @@ class FittedCostModel:
         self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fit as floats and lists, the same on every rank."""
+        """Return the state of the fit as floats and lists. It is the same on every rank."""
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, on any number of ranks."""
+        """Continue from a `state_dict`, which may come from another number of ranks."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)

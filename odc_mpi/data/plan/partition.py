@@ -1,7 +1,7 @@
-"""Number partitioning and bin packing. The functions take numbers and return lists of indices; `balance` builds plans.
+"""Number partitioning and bin packing. The functions take arrays of numbers and return lists of indices.
 
-Ties are broken by index, and decisions depend only on comparisons and additions in a fixed order, so every process with
-the same numbers gets the same result.
+Ties are broken by index, and decisions depend only on comparisons and additions in a fixed order. So every process gets
+the same result for the same numbers. `balance` builds plans from these results.
 """
 
 import heapq
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: If changed bins are fewer than the others by this factor, they are inserted one by one, instead of sorting all.
+#: If there are fewer changed bins than other bins by this factor, each is inserted. Otherwise all are sorted.
 FEW = 16
-#: Maximum number of pairs of items that are compared in one matrix.
+#: Maximum number of pairs of items for which all differences are computed in one matrix.
 FEW_PAIRS = 4096
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
@@ -26,13 +26,19 @@ _Split = tuple[float, int, list[_Bin]]
 
 
 def partition(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split indices into `size` parts of nearly equal cost with the largest differencing method.
+    """Split items into `size` parts of nearly equal cost with the largest differencing method.
 
-    Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD 82/113, 1982), for any
-    number of parts: start with one partial split per item, and keep joining the two whose largest and smallest bins
-    differ most, the largest bin of one to the smallest of the other, until one split is left. Bins without items are
-    not stored, which keeps the first joins short. Costs are at least 0. Indices in a part are sorted, and the part with
-    the largest cost is the first.
+    The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
+    82/113, 1982), for any number of parts. It starts with one split into `size` bins per item. It repeatedly joins the
+    two splits whose largest and smallest bins differ most, the largest bins of one with the smallest bins of the other,
+    until one split is left. Empty bins are not stored, so the first joins are fast.
+
+    Args:
+        costs: Cost of each item, at least 0, [n].
+        size: Number of parts.
+
+    Returns:
+        The indices of the items in each part, sorted. The part with the largest cost comes first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -41,14 +47,14 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split indices into parts of nearly equal cost whose numbers of items differ by at most one.
+    """Split items into parts of nearly equal cost whose numbers of items differ by at most one.
 
-    This is the balanced form of the largest differencing method, as in verl's
-    `get_seqlen_balanced_partitions(equal_size=True)`: an initial split is not one item but `size` neighbors in the
-    order of their costs, one per bin, and joins keep the numbers equal. If `size` does not divide the number of items,
-    items without cost fill the cheapest split. Each part then has one of the costliest items, which equal counts do not
-    require. So swaps between the costliest and the cheapest part follow: for 256 log-normal costs in 8 parts they
-    reduce the excess over the mean from 9 % to less than 0.1 %. Arguments and result are those of `partition`.
+    Arguments and result are those of `partition`. This is the balanced form of the largest differencing method, as in
+    verl's `get_seqlen_balanced_partitions(equal_size=True)`. An initial split contains `size` items that are adjacent
+    in the order of costs, one per bin, and joins keep the numbers of items equal. If `size` does not divide the number
+    of items, the cheapest split is filled with items of cost 0. With this method, each part has one of the costliest
+    items, which equal numbers do not require. So items of the costliest and the cheapest part are then swapped. For 256
+    log-normal costs in 8 parts, swaps reduce the excess over the mean from 9 % to less than 0.1 %.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64))
@@ -150,10 +156,16 @@ def _flatten(contents: Any) -> list[int]:
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007).
+    """Pack items into bins with the first-fit decreasing method.
 
-    `sizes` is int64 [n], at most `capacity`. The result is bins of indices, each by decreasing size, in the order in
-    which they were opened.
+    The number of bins is at most 11/9 times the minimum, plus 6/9 (Dósa 2007).
+
+    Args:
+        sizes: Size of each item, int64 [n], at most `capacity`.
+        capacity: Maximum total size of the items in a bin.
+
+    Returns:
+        The indices of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -180,14 +192,18 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 def even_fit(
     sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
-    """Pack items by decreasing cost, each into the cheapest bin, or into a new one if it does not fit there.
+    """Pack items by decreasing cost, each into the cheapest bin, or into a new bin if it does not fit there.
 
-    Bins have about equal costs, and only a single item may exceed `max_cost`. They are returned in the order in which
-    they were opened. O(n log n).
+    The bins have about equal costs. The complexity is O(n log n).
 
     Args:
         sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
+        capacity: Maximum total size of the items in a bin.
+        max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
+
+    Returns:
+        The indices of the items in each bin. Bins are in the order in which they were opened.
     """
     order = argsort_descending(costs)
     falling = costs[order]
@@ -215,5 +231,5 @@ def even_fit(
 
 
 def argsort_descending(values: npt.NDArray[Any]) -> list[int]:
-    """Return the indices by decreasing value, equal ones by index."""
+    """Return the indices that sort the values in decreasing order. Equal values are sorted by index."""
     return np.argsort(-values, kind="stable").tolist()

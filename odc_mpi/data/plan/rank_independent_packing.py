@@ -1,8 +1,8 @@
-"""Balance strategies whose microbatches do not depend on the number of ranks; only the rank of a microbatch does.
+"""Balance strategies whose microbatches do not depend on the number of ranks.
 
 The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
-So the minibatch is packed by its sequences alone, and complete microbatches are assigned to ranks. Packing uses a cost
-that never changes; assignment may use one that does, such as a fitted cost. Does not use MPI.
+So packing depends only on the sequences and on a cost that never changes. Complete microbatches are then assigned to
+ranks, for which the cost may change, such as a fitted cost. This module does not use MPI.
 """
 
 import math
@@ -15,14 +15,19 @@ from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, partition
 from odc_mpi.errors import UserError
 
-#: A minibatch is packed as by `dynamic` for one rank per this number of sequences, rounded up.
+#: Number of sequences per assumed rank. A minibatch is packed as `dynamic` does it for this assumed number of ranks.
 SEQUENCES_PER_RANK = 4
 
 
 def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
-    """Return a balance strategy whose microbatches are the same on any number of ranks, or raise a UserError.
+    """Return a balance strategy whose microbatches are equal for any number of ranks.
 
-    `packing_cost` is used for packing. The cost passed to the strategy is used for the assignment to ranks only.
+    Args:
+        name: Name of one of `BALANCE_STRATEGIES`.
+        packing_cost: Cost for packing. The cost passed to the strategy is used for the assignment to ranks only.
+
+    Raises:
+        UserError: The microbatches of the strategy depend on the number of ranks.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
