@@ -31,22 +31,22 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file, a few megabytes. A rank that has more than its share keeps the longest ones.
+#: Maximum number of spans in the file, for a few megabytes. A rank with more spans than its share keeps the longest.
 MAX_SPANS = 100_000
-#: Minimum share of a rank, per minibatch.
+#: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50
-#: Bins of the histogram.
+#: Number of bins of the histogram `tokens_per_microbatch`.
 NUM_BINS = 40
 
 
 class TraceCallback(Callback):
-    """Records the timeline of the last minibatches, and writes the file at the end of the run.
+    """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
     Args:
         world: Ranks whose timelines the file contains.
-        run_dir: Directory of the file.
-        spans: Recorder of the model, whose parameters were published just now.
-        num_steps: Number of minibatches in the file; 0 disables it.
+        run_dir: Run directory, in which the file is written.
+        spans: Recorder of the model. The model's parameters must have been published just before.
+        num_steps: Number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
     """
 
@@ -67,7 +67,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record the step that has just ended with the publication of parameters."""
+        """Record a step. Call it right after the publication of parameters, which ends the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -78,7 +78,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines and write the file; a failure is only a warning. Collective."""
+        """Gather the timelines and write the file. If it cannot be written, only print a warning. Collective."""
         if not self._steps:
             return {}
         max_spans = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))
