@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe the MPI library and return the exit code. Collective, in the children of this process."""
+    """Probe the MPI library in child processes of the ranks and return the exit code. Collective."""
     from odc_mpi.probe.doctor import doctor
 
     return doctor(arguments.json)

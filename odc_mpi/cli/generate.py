@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate completions and return the exit code. Collective."""
+    """Generate completions of the prompts and return the exit code. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a report, print its path, and return the exit code."""
+    """Write a report, or one figure of it, print the path and return the exit code."""
     from odc_mpi.report import report
 
     print(report.write(arguments.source, arguments.out, arguments.picture))
