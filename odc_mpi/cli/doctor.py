@@ -1,4 +1,4 @@
-"""`odc-mpi doctor`: its options. The probe and its tables are in `odc_mpi.probe`."""
+"""`odc-mpi doctor`: the options of the command. The probe and its tables are in `odc_mpi.probe`."""
 
 import argparse
 

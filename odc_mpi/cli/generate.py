@@ -1,4 +1,4 @@
-"""`odc-mpi generate`: its options, and the start of its ranks."""
+"""`odc-mpi generate`: initialize the ranks and complete prompts."""
 
 import argparse
 from pathlib import Path

@@ -4,8 +4,8 @@
 2   user error: one line on standard error, from one rank
 75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
 130 interrupted
-141 the reader of the output is gone, as in `odc-mpi checkpoint show RUN | head`; the code of shells for SIGPIPE
-1   anything else
+141 the output pipe was closed, as by head in `odc-mpi checkpoint show RUN | head`; shells use this code for SIGPIPE
+1   any other failure
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Start of an `odc-mpi` command under mpiexec.
 
-Does not use MPI: this process waits for mpiexec, returns its exit code, and terminates it on SIGINT or SIGTERM.
+Does not use MPI. This process waits for mpiexec, returns its exit code, and terminates mpiexec on SIGINT or SIGTERM.
 """
 
 import os

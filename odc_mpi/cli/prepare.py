@@ -1,4 +1,4 @@
-"""`odc-mpi prepare`: its options. Does not use MPI."""
+"""`odc-mpi prepare`: tokenize text into a data set. Does not use MPI."""
 
 import argparse
 import dataclasses

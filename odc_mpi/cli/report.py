@@ -1,4 +1,4 @@
-"""`odc-mpi report`: its options. Does not use MPI."""
+"""`odc-mpi report`: write an HTML report. Does not use MPI."""
 
 import argparse
 from pathlib import Path

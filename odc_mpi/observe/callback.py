@@ -1,11 +1,11 @@
-"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are callbacks, too.
+"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
     on_train_begin     before the first step; may be collective
     on_step_begin      before the first microbatch
     on_microbatch_end  after each microbatch of this rank
-    local_values       gradients complete: this rank's values for the all-gather, one for each of `gathered_names`
-    on_gathered        after the all-gather, before the optimizer step: the values of all ranks
-    on_step_end        parameters published; may be collective (checkpoints, evaluation)
+    local_values       when the gradients are complete; returns a value for the all-gather for each of `gathered_names`
+    on_gathered        after the all-gather, before the optimizer step; receives the values of all ranks
+    on_step_end        after the publication of parameters; may be collective (checkpoints, evaluation)
     on_train_end       after the last step; may be collective; returns entries of summary.json
 
 The other hooks do not communicate. Values travel with the all-gather that completes the gradients, so a callback adds

@@ -1,11 +1,12 @@
-"""Progress of a run on the terminal of rank 0: a line per step, a progress bar, the closing table.
+"""Progress of a run on the terminal of rank 0: a line per step, a progress bar, and a closing table.
 
 Terminals under mpiexec (tested with MPICH 5.0 and Open MPI 5.0 on a pseudo-terminal): the type of rank 0's standard
 output is not informative. With MPICH it is a pipe, and no rank has a controlling terminal, even on a user's terminal.
 With Open MPI it is a pseudo-terminal of the launcher, even if mpiexec writes to a file. Both forward the output of rank
 0 immediately and unchanged, so a live display works if and only if the output of *mpiexec* is a terminal.
-`terminal_width` determines this from /proc. With a launcher on another node, or with Slurm's, it finds none, and output
-is plain lines. Output of other ranks or of mpiexec appears after the bar, which is drawn again on the next line.
+`terminal_width` determines this from /proc. It finds no terminal if the launcher is Slurm's or is on another node; the
+output then has plain lines only. Output of other ranks or of mpiexec appears after the bar, which is drawn again on
+the next line.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Callback that sends the metrics of a run to trackers such as TensorBoard. Only rank 0 has trackers.
 
-Each tracker has a thread, so no step waits for its library. A tracker that is too slow, hangs or fails is disabled with
-a warning. The tags are those of the callbacks of transformers: `train/loss`, `eval/loss`.
+Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
+warning. The tags are those of the callbacks in transformers, such as `train/loss` and `eval/loss`.
 
-Files of trackers are in `trackers/` of the run directory. A tracker cannot delete points, so a resumed run starts a new
-series with the steps before the checkpoint, from metrics.jsonl. Repeated steps then appear once.
+The files of trackers are in `trackers/` of the run directory. A tracker cannot delete points. A resumed run therefore
+starts a new series, and first writes the steps before the checkpoint from metrics.jsonl. Repeated steps appear once.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Batch scripts for Slurm that train a configuration. jobs/batch_scripts.py writes templates from the same parts.
 
-Does not use MPI. The scripts are plain bash, to be read and edited; settings of a site are at the top. Before the time
-limit Slurm signals only the batch script, which forwards the signal to the running command. The ranks save, exit, and
-leave a file that distinguishes this stop from a completed run. The job then requeues itself.
+Does not use MPI. The scripts are plain bash that users can edit. Settings of a site are at the top. Before the time
+limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
+checkpoint, exit, and leave a file that distinguishes this stop from a completed run. The job then requeues itself.
 """
 
 import shlex
