@@ -1,6 +1,6 @@
 """`odc-mpi bench`: the benchmarks.
 
-Outside mpiexec, a benchmark starts mpiexec, and waits. Only the ranks import the modules that measure.
+Outside mpiexec, a benchmark starts mpiexec and waits for it. Only the ranks import the benchmark modules.
 """
 
 import argparse
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Prints a line of progress.
+#: Function that prints a line of progress.
 ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: its line in the help, a function that adds its options, and one that returns the exit code."""
+    """A benchmark, with its help text, a function that adds its options, and a function that runs it."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Collective, under mpiexec."""
+    """Run a benchmark and return the exit code. Starts mpiexec if not running under it. Collective under mpiexec."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 
@@ -62,7 +62,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Start the ranks; on a rank measure, print on rank 0 and return the exit code. Collective, under mpiexec.
+    """Run a benchmark on the ranks and return the exit code. Rank 0 prints the result. Collective under mpiexec.
+
+    Outside mpiexec, start the ranks and wait for them.
 
     Args:
         arguments: Parsed command line.

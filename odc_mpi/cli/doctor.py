@@ -1,4 +1,4 @@
-"""`odc-mpi doctor`: its options. The probe and its tables are in `odc_mpi.probe`."""
+"""`odc-mpi doctor`: the options of the command. The probe and its tables are in `odc_mpi.probe`."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe the MPI library and return the exit code. Collective, in the children of this process."""
+    """Probe the MPI library in child processes of the ranks and return the exit code. Collective."""
     from odc_mpi.probe.doctor import doctor
 
     return doctor(arguments.json)

@@ -1,4 +1,4 @@
-"""`odc-mpi generate`: its options, and the start of its ranks."""
+"""`odc-mpi generate`: initialize the ranks and complete prompts."""
 
 import argparse
 from pathlib import Path
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate completions and return the exit code. Collective."""
+    """Generate completions of the prompts and return the exit code. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:

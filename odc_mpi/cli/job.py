@@ -1,4 +1,4 @@
-"""`odc-mpi job`: batch script for Slurm from a configuration."""
+"""`odc-mpi job`: print or submit a Slurm batch script that trains with a configuration."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
 HELP = "print a Slurm batch script for a configuration, or submit it"
-#: Options for the size of the job, with defaults and help.
+#: Options for the size of the job: name, default and help text.
 JOB = (
     ("--nodes", job.SlurmJob.nodes, "number of nodes"),
     ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, submit it if requested, and return the exit code, with --submit that of sbatch."""
+    """Print the batch script and return the exit code. With --submit, submit it and return that of sbatch."""
     # Imported late: other commands need neither.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration

@@ -4,8 +4,8 @@
 2   user error: one line on standard error, from one rank
 75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
 130 interrupted
-141 the reader of the output is gone, as in `odc-mpi checkpoint show RUN | head`; the code of shells for SIGPIPE
-1   anything else
+141 the output pipe was closed, as by head in `odc-mpi checkpoint show RUN | head`; shells use this code for SIGPIPE
+1   any other failure
 """
 
 import argparse
@@ -21,8 +21,8 @@ from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import exit_as_interrupted
 
-#: Modules with `HELP`, `add_arguments` and `run`, in the order of the help. `run` imports slow modules, and raises
-#: UserError for invalid arguments and input.
+#: Command modules by name, in the order of the help. Each has `HELP`, `add_arguments` and `run`. `run` imports slow
+#: modules, and raises UserError for invalid arguments and input.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. It raises UserError instead of exiting."""
+    """Return the parser of all commands. For invalid arguments it raises a UserError instead of exiting."""
     description = "Sharded post-training (SFT, LoRA, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
@@ -59,8 +59,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command, with all of `argv` as `words` and the settings as `overrides`.
+    """Parse the command line.
 
+    In the result, `words` is a copy of `argv`, and `overrides` are the settings, `--SECTION.KEY VALUE`, not yet parsed.
     Raises a UserError if the command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
@@ -72,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code. Collective if the command is."""
+    """Run the command in `argv`, by default `sys.argv[1:]`, and return the exit code. Collective if the command is."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         code = COMMANDS[arguments.command].run(arguments)

@@ -1,6 +1,6 @@
 """Start of an `odc-mpi` command under mpiexec.
 
-Does not use MPI: this process waits for mpiexec, returns its exit code, and terminates it on SIGINT or SIGTERM.
+Does not use MPI. This process waits for mpiexec, returns its exit code, and terminates mpiexec on SIGINT or SIGTERM.
 """
 
 import os
@@ -24,17 +24,17 @@ _OPEN_MPI = {
 }
 #: Maximum number of ranks on a node with fewer cores: each is a process that imports torch.
 MAX_RANKS = 64
-#: Seconds from SIGTERM to SIGKILL for mpiexec, in which it ends its ranks. They end themselves if it is killed.
+#: Time for mpiexec to end its ranks after SIGTERM, in seconds. Then it is killed, and the ranks end themselves.
 GRACE_S = 10.0
 
 
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
-    """Run `odc-mpi` with these arguments on `ranks` ranks of this node, and wait for the end.
+    """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard output and error. SIGINT or SIGTERM to this process ends them.
+    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks.
 
     Returns:
-        The exit code of mpiexec, or 128 plus the number of the signal that killed it.
+        Exit code of mpiexec, or 128 plus the number of the signal that killed mpiexec.
 
     Raises:
         UserError: mpiexec is not installed, or there are too many ranks for one node.
@@ -63,7 +63,10 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the path of the mpiexec beside this Python, to whose MPI it belongs, or on the PATH; else a UserError."""
+    """Return the path of mpiexec. An mpiexec in the directory of this Python precedes the one on the PATH.
+
+    Raises a UserError if there is neither.
+    """
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -73,7 +76,7 @@ def mpiexec() -> str:
 
 @contextmanager
 def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals by `handler` in the block, and restore the previous handlers."""
+    """Call `handler` for the signals `numbers` in the with block, then restore the previous handlers."""
     previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield

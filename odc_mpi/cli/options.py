@@ -1,4 +1,4 @@
-"""Options that several commands share, and types of options."""
+"""Options that several commands share, and functions that parse the values of options."""
 
 import argparse
 from dataclasses import fields, replace
@@ -26,7 +26,7 @@ def positive_int(text: str) -> int:
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse a size in bytes."""
+    """Parse a size such as 512M and return it in bytes."""
     num_bytes = parse_size(text)
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
@@ -41,7 +41,7 @@ def attention_name(text: str) -> str:
 
 
 def step_seconds(text: str) -> float:
-    """Parse the seconds of a step."""
+    """Parse the duration of a step, from 0.001 to 3600 seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -52,7 +52,7 @@ def step_seconds(text: str) -> float:
 
 
 def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options of a scenario to `simulate` or `bench schedule`; `defaults` replaces defaults of `SCENARIO`."""
+    """Add the options of a simulated scenario. `defaults` replaces defaults of `SCENARIO`, by field name."""
     for field, option in SCENARIO.items():
         add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
     for field, option in CACHES.items():
@@ -61,7 +61,7 @@ def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
-    """Add an option; `other` replaces arguments of `add_argument`."""
+    """Add an option whose value becomes attribute `field`. `other` overrides arguments of `add_argument`."""
     kind = type(option.default)
     arguments = {
         "type": kind,
@@ -73,7 +73,7 @@ def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **ot
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Return the scenario, of class `kind`, that the options describe."""
+    """Create a scenario of class `kind` from the parsed options."""
     from odc_mpi.simulate.scenario import REFERENCE_COST
 
     names = {field.name for field in fields(kind)}

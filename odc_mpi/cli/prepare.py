@@ -1,4 +1,4 @@
-"""`odc-mpi prepare`: its options. Does not use MPI."""
+"""`odc-mpi prepare`: tokenize text into a data set. Does not use MPI."""
 
 import argparse
 import dataclasses
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set and return the exit code."""
+    """Write a data set and return the exit code."""
     if arguments.prompts_only:
         raise UserError(
             "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "

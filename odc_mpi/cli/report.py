@@ -1,4 +1,4 @@
-"""`odc-mpi report`: its options. Does not use MPI."""
+"""`odc-mpi report`: write an HTML report. Does not use MPI."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a report, print its path, and return the exit code."""
+    """Write a report, or one figure of it, print the path and return the exit code."""
     from odc_mpi.report import report
 
     print(report.write(arguments.source, arguments.out, arguments.picture))

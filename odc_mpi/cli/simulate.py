@@ -1,4 +1,4 @@
-"""`odc-mpi simulate`: its options. Does not use MPI."""
+"""`odc-mpi simulate`: estimate the speed-up of balancing strategies. Does not use MPI."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
-#: Default limit of sequences in all minibatches together: a thousand ranks then need ten seconds.
+#: Default limit of sequences in all minibatches together. The simulation of a thousand ranks then takes ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
 
 

@@ -1,4 +1,4 @@
-"""`odc-mpi train`: start of the ranks. Its options are settings of `training.settings`."""
+"""`odc-mpi train`: initialize the ranks and train. The options are the settings in `training.settings`."""
 
 import argparse
 import importlib
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train a model and return the exit code. With invalid settings no file is written. Collective."""
+    """Train a model and return the exit code. If settings are invalid, no file is written. Collective."""
     if arguments.help:
         from odc_mpi.training import settings
 

@@ -1,11 +1,11 @@
-"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are callbacks, too.
+"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
     on_train_begin     before the first step; may be collective
     on_step_begin      before the first microbatch
     on_microbatch_end  after each microbatch of this rank
-    local_values       gradients complete: this rank's values for the all-gather, one for each of `gathered_names`
-    on_gathered        after the all-gather, before the optimizer step: the values of all ranks
-    on_step_end        parameters published; may be collective (checkpoints, evaluation)
+    local_values       when the gradients are complete; returns a value for the all-gather for each of `gathered_names`
+    on_gathered        after the all-gather, before the optimizer step; receives the values of all ranks
+    on_step_end        after the publication of parameters; may be collective (checkpoints, evaluation)
     on_train_end       after the last step; may be collective; returns entries of summary.json
 
 The other hooks do not communicate. Values travel with the all-gather that completes the gradients, so a callback adds
@@ -28,12 +28,12 @@ _EXACT_SUM_BITS = 44
 
 
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
-    """Round a summand so that float64 sums are exact and independent of the order of summation.
+    """Round a summand so that float64 sums of such summands are exact in any order of summation.
 
     Args:
-        value: Non-finite values are returned unchanged.
-        max_magnitude: Bound of all summands, above 0; the same for all of them. The rounding unit is at most 2**-44 of
-            it, and sums below 2**8 times it are exact.
+        value: Summand to round. A non-finite value is returned unchanged.
+        max_magnitude: Upper bound of the magnitudes of all summands, above 0. The rounding unit is at most 2**-44 of
+            this bound. Sums below 2**8 times this bound are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value
@@ -44,10 +44,10 @@ class Step:
     """One step of a run.
 
     Attributes:
-        number: Counted from 1.
-        minibatch: Data of all ranks.
-        metrics: Line of ``metrics.jsonl``, filled by the callbacks. Equal on all ranks, except for values that depend
-            on this rank's clock.
+        number: Number of the step, counted from 1.
+        minibatch: Minibatch of the step, with the data of all ranks.
+        metrics: Metrics that the callbacks add. They become one line of ``metrics.jsonl`` and are equal on all ranks,
+            except for values that depend on this rank's clock.
     """
 
     number: int
@@ -59,10 +59,11 @@ class MicrobatchResult(NamedTuple):
     """A microbatch that this rank has run.
 
     Attributes:
-        loss: Contribution to the objective.
-        began: Start, in seconds of `time.perf_counter`.
-        ended: End, likewise.
-        busy_s: Seconds of work, including fetches and pushes, without waits for slower ranks.
+        microbatch: Data of the microbatch.
+        loss: Contribution of the microbatch to the objective.
+        began: Start time on the clock `time.perf_counter`, in seconds.
+        ended: End time on the same clock, in seconds.
+        busy_s: Time of the work, in seconds. Includes fetches and pushes, but not waits for slower ranks.
     """
 
     microbatch: "Microbatch"
@@ -73,12 +74,12 @@ class MicrobatchResult(NamedTuple):
 
 
 class Callback:
-    """Hooks of the training loop. Every hook has no effect unless a subclass overrides it.
+    """Base class with the hooks of the training loop. The hooks do nothing unless a subclass overrides them.
 
     Attributes:
-        gathered_names: Names of `local_values`. Equal on all ranks, and different from those of other callbacks.
-        columns: Columns of the progress line on the terminal.
-        summary: Entries of ``summary.json`` that are reduced from this callback's metrics.
+        gathered_names: Names of the `local_values`. Equal on all ranks, and not used by any other callback.
+        columns: Columns that the callback adds to the progress line on the terminal.
+        summary: Entries of ``summary.json`` that are reduced from this callback's metrics, by key.
     """
 
     gathered_names: Sequence[str] = ()
@@ -86,34 +87,37 @@ class Callback:
     summary: ClassVar[Mapping[str, SummaryField]] = {}
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Prepare to train after `completed_steps` steps of an earlier start. May be collective."""
+        """Prepare for training. A resumed run has `completed_steps` steps before this start. May be collective."""
 
     def on_step_begin(self, step: Step) -> None:
-        """Prepare for a step, before its first microbatch."""
+        """Prepare for a step. Called before the first microbatch."""
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Record a microbatch of this rank."""
+        """Process the result of a microbatch that this rank has run."""
 
     def local_values(self) -> Sequence[float]:
         """Return this rank's values for the all-gather, one for each of `gathered_names`."""
         return ()
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Use the values of all ranks, before the optimizer step. The outcome must be the same on every rank."""
+        """Process the gathered values of all ranks before the optimizer step, with the same outcome on every rank."""
 
     def on_step_end(self, step: Step) -> None:
-        """Run between two steps: parameters are published and metrics complete. May be collective."""
+        """Run after a step, when the parameters are published and the metrics are complete. May be collective."""
 
     def on_train_end(self) -> Mapping[str, Any]:
         """Finish the run and return entries of ``summary.json``. May be collective."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state on which the next step depends, for checkpoints; JSON-serializable."""
+        """Return the state on which the next step depends, as JSON-serializable entries of a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state from the merged `state_dict` of all callbacks, or raise a UserError if it does not fit."""
+        """Restore this callback's state from the merged `state_dict` of all callbacks.
+
+        Raises a UserError if the state does not match this run.
+        """
 
     def close(self) -> None:
-        """Release resources. Called however the run ends."""
+        """Release resources. Called at the end of every run, including one that fails."""

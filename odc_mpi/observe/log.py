@@ -11,14 +11,16 @@ from odc_mpi.observe.terminal import ProgressReporter
 
 
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
-    """Writes and prints the metrics on rank 0; other ranks only reduce them. Runs after the callbacks that fill them.
+    """Writes and prints the metrics on rank 0. Other ranks only reduce them.
+
+    Must run after the callbacks that add the metrics.
 
     Args:
         run_dir: Directory of metrics.jsonl and summary.json.
         steps: Number of steps of the whole run.
-        startup_lines: Text to print first.
-        callbacks: Callbacks that report metrics.
-        is_main_rank: True on the rank that writes and prints.
+        startup_lines: Text to print before the metrics.
+        callbacks: Callbacks whose columns are printed and whose summary entries are written.
+        is_main_rank: Whether this rank writes and prints. True on rank 0 only.
     """
 
     def __init__(
@@ -36,14 +38,14 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_step_end(self, step: Step) -> None:
-        """Write and print the metrics of the step."""
+        """Add the metrics of the step to the summary. The main rank also writes and prints them."""
         self._summary.add(step.metrics)
         if self._writer and self._reporter:
             self._writer.write(step.metrics)
             self._reporter.report(step.metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Complete, write, print and return the summary."""
+        """Return the summary, with `fields` added. The main rank also writes and prints it."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -1,7 +1,7 @@
-"""Metrics of a run: ``metrics.jsonl``, an object per step, and ``summary.json``, both in the run directory.
+"""Files of metrics in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
 
 A callback (`observe.callback`) declares how its metrics appear on the terminal and in the summary, and reduces them
-over the ranks. Nothing here communicates. Files are written by rank 0.
+over the ranks. This module does not communicate. Rank 0 writes the files.
 """
 
 import json
@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 
 
 class ProgressColumn(NamedTuple):
-    """A column of the progress line, `width` characters wide. `format_cell` formats it from the step's metrics."""
+    """A column of the progress line, `width` characters wide. `format_cell` returns its text for a step's metrics."""
 
     title: str
     width: int
@@ -30,9 +30,9 @@ class SummaryField(NamedTuple):
     """An entry of ``summary.json`` that is reduced from a metric of all steps.
 
     Attributes:
-        metric: Key in ``metrics.jsonl``.
-        reduce: `mean` weights each step by its seconds, `per_step` divides the sum by the number of steps. `first`,
-            `last` and `min` ignore skipped steps.
+        metric: Key of the metric in ``metrics.jsonl``.
+        reduce: Reduction over the steps. `mean` weights each step by its duration. `per_step` divides the sum by the
+            number of steps. `first`, `last` and `min` ignore skipped steps.
     """
 
     metric: str
@@ -40,10 +40,10 @@ class SummaryField(NamedTuple):
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """``metrics.jsonl``, opened for appending. Creates a missing run directory.
+    """Appends lines to ``metrics.jsonl``. Creates the run directory if it is missing.
 
-    Raises a UserError if the directory or the file cannot be written. Lines that cannot be written later are dropped
-    with one warning: a full disk does not end a run.
+    Raises a UserError if the directory or the file cannot be opened for writing. Later, a line that cannot be written
+    is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -57,7 +57,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line immediately, so that a crash loses no completed step. nan and inf become null."""
+        """Append a line without buffering, so that a crash loses no completed step. NaN and infinity become null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -77,7 +77,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
-    """Return the lines of metrics.jsonl up to a step, without partial lines of killed runs."""
+    """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines."""
     lines: dict[int, dict[str, object]] = {}
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -90,11 +90,11 @@ def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
 
 
 class Summary:
-    """Content of ``summary.json``, reduced step by step.
+    """Reduces the metrics of all steps to the content of ``summary.json``.
 
     Args:
-        fields: Entries by their key in ``summary.json``.
-        previous_lines: Lines of ``metrics.jsonl`` from before a resumed run was started again.
+        fields: Entries to reduce, by their key in ``summary.json``.
+        previous_lines: Lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
     def __init__(self, fields: Mapping[str, SummaryField], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -109,7 +109,7 @@ class Summary:
         self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of one step."""
+        """Add the metrics of one step. `step_s` and `skipped` are required."""
         self._num_steps += 1
         self._step_s += metrics["step_s"]
         for key, (metric, reduce) in self._fields.items():
@@ -129,11 +129,12 @@ class Summary:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: Further entries. If one has the key of a reduced sum, it is the more precise value since this start:
-                it replaces the sum over these steps, and the sum over earlier steps is added.
+            fields: Further entries. An entry with the key of a reduced sum is a more precise value for the time since
+                this start. It replaces the sum over the steps of this start; the sum over earlier steps is added.
 
         Returns:
-            `fields`, the reduced entries, `steps`, and `elapsed_s`: seconds since this start and of the steps before.
+            `fields`, the reduced entries, `steps` (number of all steps), and `elapsed_s` (time since this start plus
+            duration of earlier steps, in seconds).
         """
         values = dict(self._values)
         for key, (_, reduce) in self._fields.items():
@@ -148,7 +149,7 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically. A failure is only a warning."""
+    """Write ``summary.json`` atomically. If the file cannot be written, only print a warning."""
     write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 

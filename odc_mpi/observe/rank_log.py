@@ -1,7 +1,7 @@
 """A log file for each rank, for the warnings of libraries, which must not break the metrics table.
 
-Python warnings and log records of libraries go to the files of run.log_dir, one per rank, each message once per
-logger; without run.log_dir they are dropped. Rank 0 also prints its own records of level ERROR and above, in one line
+Python warnings and log records of libraries are written to run.log_dir, in one file per rank, and each message once
+per logger. Without run.log_dir they are dropped. Rank 0 also prints its records of level ERROR and above, in one line
 each. Messages of odc_mpi that a user can act on are printed by `errors.warn` and do not pass through here.
 """
 
@@ -25,10 +25,10 @@ _SEPARATE_LOGGERS = ("transformers",)
 
 
 class RankLog:
-    """Context manager that redirects warnings and log records.
+    """Context manager that redirects warnings and log records to a file.
 
-    Enter it before large libraries are imported: imports warn, too. Until `open`, records are kept in memory; leaving
-    before `open` drops them.
+    Enter the context before large libraries are imported, because imports can cause warnings. Records are kept in
+    memory until `open` is called. They are dropped if the context ends before.
 
     Args:
         rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.
@@ -42,7 +42,9 @@ class RankLog:
         self._previous: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
-        """Write the records kept so far, and all later ones, to this rank's file in `directory`; None drops them.
+        """Write the records kept in memory and all later records to this rank's file in `directory`.
+
+        If `directory` is None, all records are dropped.
 
         Raises a UserError if the directory cannot be written.
         """
@@ -77,7 +79,7 @@ class RankLog:
 
 
 def rank_header(world: "World") -> str:
-    """Return the header of this rank's file: rank, host, cores, process, MPI library, Slurm job."""
+    """Return the header of this rank's log file: its rank, host, cores, process, MPI library and Slurm job."""
     cores = sorted(os.sched_getaffinity(0))
     fields = {
         "rank": f"{world.rank} of {world.size}",

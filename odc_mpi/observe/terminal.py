@@ -1,11 +1,12 @@
-"""Progress of a run on the terminal of rank 0: a line per step, a progress bar, the closing table.
+"""Progress of a run on the terminal of rank 0: a line per step, a progress bar, and a closing table.
 
 Terminals under mpiexec (tested with MPICH 5.0 and Open MPI 5.0 on a pseudo-terminal): the type of rank 0's standard
 output is not informative. With MPICH it is a pipe, and no rank has a controlling terminal, even on a user's terminal.
 With Open MPI it is a pseudo-terminal of the launcher, even if mpiexec writes to a file. Both forward the output of rank
 0 immediately and unchanged, so a live display works if and only if the output of *mpiexec* is a terminal.
-`terminal_width` determines this from /proc. With a launcher on another node, or with Slurm's, it finds none, and output
-is plain lines. Output of other ranks or of mpiexec appears after the bar, which is drawn again on the next line.
+`terminal_width` determines this from /proc. It finds no terminal if the launcher is Slurm's or is on another node; the
+output then has plain lines only. Output of other ranks or of mpiexec appears after the bar, which is drawn again on
+the next line.
 """
 
 import os
@@ -31,12 +32,13 @@ _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun"
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with elapsed and remaining time.
 
-    Without a terminal there are no control characters. Every line is flushed. Use it as a context manager, so that the
-    bar is removed before an error is printed.
+    Without a terminal, the output has no cursor control. Every line is flushed. Use the reporter as a context manager
+    to remove the bar before an error is printed.
 
     Args:
-        columns: Columns of a line, after the step. For a skipped step only the first is printed.
-        console: Output; None for `make_console()`.
+        total_steps: Number of steps of the whole run.
+        columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
+        console: Console to print to. None: the result of `make_console()`.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
@@ -47,7 +49,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Print a completed step."""
+        """Print the line of a completed step and advance the bar."""
         step = f"{metrics['step']}/{self._total_steps}"
         cells = [column.format_cell(metrics) for column in self._columns]
         if metrics["skipped"]:
@@ -63,7 +65,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Remove the bar. Idempotent."""
+        """Remove the bar. May be called more than once."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -91,7 +93,7 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the closing table of a run from the content of ``summary.json``; absent entries are "-"."""
+    """Return the closing table of a run from the content of ``summary.json``. Missing entries appear as "-"."""
 
     def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
         value = summary.get(name)
@@ -120,9 +122,10 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console on standard output that is a terminal if and only if `terminal_width` finds one.
+    """Return a console on standard output. It counts as a terminal if and only if `terminal_width` finds one.
 
-    ``FORCE_COLOR`` colors plain lines, too. It does not enable the bar, which a log with colors cannot show.
+    With ``FORCE_COLOR`` in the environment, plain lines are colored, too. The variable does not enable the bar, which
+    a log file cannot show.
     """
     width = terminal_width()
     colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
@@ -130,9 +133,9 @@ def make_console() -> Console:
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal that shows this rank's standard output, or None without one.
+    """Return the width of the terminal that shows this rank's standard output, or None without a terminal.
 
-    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Another value is a UserError.
+    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Other values raise a UserError.
     """
     requested = os.environ.get("ODC_MPI_PROGRESS", "")
     if requested not in ("", "bar", "plain"):

@@ -1,4 +1,4 @@
-"""Metrics of time and traffic: busy and waiting seconds of the ranks, the slowest rank, and transferred bytes."""
+"""Metrics of time and traffic: busy and waiting time of the ranks, the slowest rank, and transferred bytes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,12 +13,12 @@ from odc_mpi.shard.minibatch_stats import TRAFFIC
 
 
 class StepTimeMetrics(Callback):
-    """Reports busy and waiting time of the ranks.
+    """Reports how long the ranks work and wait.
 
     Args:
-        world: Ranks that are compared.
-        model: Source of the wait times and of the number of collectives.
-        clock: Returns this rank's busy seconds, as `training.loop.Trainer` counts them.
+        world: Ranks of the run.
+        model: Model that counts the wait times, the collectives and the peak memory.
+        clock: Function that returns this rank's busy time so far, in seconds, as counted by `training.loop.Trainer`.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -76,9 +76,9 @@ class StepTimeMetrics(Callback):
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return waits of the whole run, including those for the gradient norm and for publication, and peak memory.
+        """Return the wait times since this start and the peak memory. Collective.
 
-        Collective.
+        The wait times include the waits for the gradient norm and for the publication of parameters.
         """
         model = self._model
         caches = model.cache_bytes
@@ -101,9 +101,9 @@ class StepTimeMetrics(Callback):
 
 
 class TrafficReport(Callback):
-    """Reports the bytes that a rank fetches and pushes per minibatch, within its node and to others, on average.
+    """Reports the bytes fetched and pushed per minibatch, within nodes and between nodes, averaged over ranks.
 
-    Fetches of an evaluation are included in the minibatch after it.
+    Fetches during an evaluation count toward the next minibatch.
     """
 
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}

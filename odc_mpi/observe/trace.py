@@ -4,11 +4,12 @@ The clocks of nodes differ. A rank's times are therefore relative to the moment 
 parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
 end of the run.
 
-    steps                     list, the oldest first, of
+    steps                     list of minibatches, the oldest first, each with
         step                  number, counted from 1
-        ranks                 for each rank: `end_s`, when it left the publication of parameters; `microbatches`, a list
-                              of [began_s, ended_s, tokens]; for each kind of `shard.step_phases` a list of [began_s,
-                              ended_s]; `left_out_s`, by kind, seconds of spans that are too short to be in the file
+        ranks                 for each rank: `end_s`, when the rank left the publication of parameters; `microbatches`,
+                              a list of [began_s, ended_s, tokens]; for each kind of `shard.step_phases` a list of
+                              [began_s, ended_s]; `left_out_s`, by kind, total time of spans that are too short to be in
+                              the file, in seconds
     max_tokens_per_microbatch
     tokens_per_microbatch     histogram over all ranks and all steps since this start, `first_step` to `last_step`:
                               `counts` between `edges`
@@ -31,22 +32,22 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file, a few megabytes. A rank that has more than its share keeps the longest ones.
+#: Maximum number of spans in the file, for a few megabytes. A rank with more spans than its share keeps the longest.
 MAX_SPANS = 100_000
-#: Minimum share of a rank, per minibatch.
+#: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50
-#: Bins of the histogram.
+#: Number of bins of the histogram `tokens_per_microbatch`.
 NUM_BINS = 40
 
 
 class TraceCallback(Callback):
-    """Records the timeline of the last minibatches, and writes the file at the end of the run.
+    """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
     Args:
         world: Ranks whose timelines the file contains.
-        run_dir: Directory of the file.
-        spans: Recorder of the model, whose parameters were published just now.
-        num_steps: Number of minibatches in the file; 0 disables it.
+        run_dir: Run directory, in which the file is written.
+        spans: Recorder of the model. The model's parameters must have been published just before.
+        num_steps: Number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
     """
 
@@ -67,7 +68,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record the step that has just ended with the publication of parameters."""
+        """Record a step. Call it right after the publication of parameters, which ends the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -78,7 +79,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines and write the file; a failure is only a warning. Collective."""
+        """Gather the timelines and write the file. If it cannot be written, only print a warning. Collective."""
         if not self._steps:
             return {}
         max_spans = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))

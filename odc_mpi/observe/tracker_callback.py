@@ -1,10 +1,10 @@
-"""Callback that sends the metrics of a run to trackers such as TensorBoard. On rank 0.
+"""Callback that sends the metrics of a run to trackers such as TensorBoard. Only rank 0 has trackers.
 
-Each tracker has a thread, so no step waits for its library. A tracker that is too slow, hangs or fails is disabled with
-a warning. The tags are those of the callbacks of transformers: `train/loss`, `eval/loss`.
+Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
+warning. The tags are those of the callbacks in transformers, such as `train/loss` and `eval/loss`.
 
-Files of trackers are in `trackers/` of the run directory. A tracker cannot delete points, so a resumed run starts a new
-series with the steps before the checkpoint, from metrics.jsonl. Repeated steps then appear once.
+The files of trackers are in `trackers/` of the run directory. A tracker cannot delete points. A resumed run therefore
+starts a new series, and first writes the steps before the checkpoint from metrics.jsonl. Repeated steps appear once.
 """
 
 import math
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 DIRECTORY = "trackers"
-#: Maximum number of steps that are queued for a tracker; a slower tracker is disabled.
+#: Maximum number of steps in the queue of a tracker. A tracker that falls further behind is disabled.
 MAX_WAITING = 10_000
-#: Seconds that trackers have at the end of a run to write their queued steps.
+#: Time for trackers to write their queued steps at the end of a run, in seconds.
 FINISH_S = 30.0
-#: Step and its values by tag. Step 0 is before the first.
+#: Step number, and values of the step by tag. Step 0 is the state before the first step.
 LogRecord: TypeAlias = tuple[int, dict[str, float]]
 
 
 class TrackerCallback(Callback):
-    """Sends the metrics of every step to trackers. Runs after the callbacks that fill the metrics.
+    """Sends the metrics of every step to trackers. Must run after the callbacks that add the metrics.
 
     Args:
-        names: Keys of `trackers.TRACKERS`; empty on all ranks except 0.
-        run_dir: Directory with metrics.jsonl.
-        config: All settings by name.
-        steps_per_epoch: Steps of a pass over the data.
-        finish_s: Seconds to wait for the trackers at the end.
+        names: Names of the trackers, keys of `trackers.TRACKERS`. Must be empty on all ranks except 0.
+        run_dir: Run directory, with metrics.jsonl.
+        config: All settings of the run, by name.
+        steps_per_epoch: Number of steps in one pass over the data.
+        finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Start the threads, which first write the completed steps."""
+        """Start a thread per tracker. The threads first write the completed steps of a resumed run."""
         if not self._names:
             return
         previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
@@ -72,7 +72,7 @@ class TrackerCallback(Callback):
             thread.put(list(self._records(step.metrics)))
 
     def close(self) -> None:
-        """Wait up to `finish_s` for the trackers to write their queues."""
+        """Wait for the trackers to write their queued steps, for at most `finish_s` in total."""
         end = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.put(None)
@@ -89,7 +89,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that writes queued steps to a tracker. It creates the tracker, too."""
+    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued steps."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -100,7 +100,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, records: list[LogRecord] | None) -> None:
-        """Queue the records of a step; None ends the thread. A full queue disables the tracker with a warning."""
+        """Queue the records of a step. None ends the thread. If the queue is full, disable the tracker and warn."""
         if self._failed:
             return
         try:
@@ -109,7 +109,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread; disable the tracker with a warning if it does not end in time."""
+        """Wait for the thread to end. If it does not end within `timeout_s`, disable the tracker and warn."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -132,7 +132,7 @@ class TrackerThread:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers by tag, in the form of `rewrite_logs` of transformers."""
+    """Return the finite numbers in `metrics`, by tag. The tags are those of `rewrite_logs` in transformers."""
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number

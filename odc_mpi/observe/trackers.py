@@ -1,4 +1,4 @@
-"""Trackers of accelerate, configured for a run directory. On rank 0.
+"""Trackers of accelerate, configured for a run directory. Used on rank 0 only.
 
 Trackers write into the run directory and do not use the network, unless environment variables of the library request
 it. A library is imported when its tracker starts, in the thread that writes.
@@ -32,7 +32,10 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Initialize accelerate, or raise a UserError if a package that the trackers require is not installed."""
+    """Check that the packages of the trackers `names` are installed, and initialize accelerate if `names` is not empty.
+
+    Raises a UserError if a package is missing.
+    """
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:
@@ -51,12 +54,13 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker, and create or empty the directory of its files. Call `require_tracker_packages` first.
+    """Start a tracker. Call `require_tracker_packages` first.
 
     Args:
-        name: Key of `TRACKERS`.
+        name: Name of the tracker, a key of `TRACKERS`.
+        directory: Directory for the files of the tracker. An existing directory is removed first.
         run_name: Name under which the tracker shows the run.
-        config: All settings by name.
+        config: All settings of the run, by name.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -1,8 +1,8 @@
 """Batch scripts for Slurm that train a configuration. jobs/batch_scripts.py writes templates from the same parts.
 
-Does not use MPI. The scripts are plain bash, to be read and edited; settings of a site are at the top. Before the time
-limit Slurm signals only the batch script, which forwards the signal to the running command. The ranks save, exit, and
-leave a file that distinguishes this stop from a completed run. The job then requeues itself.
+Does not use MPI. The scripts are plain bash that users can edit. Settings of a site are at the top. Before the time
+limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
+checkpoint, exit, and leave a file that distinguishes this stop from a completed run. The job then requeues itself.
 """
 
 import shlex
@@ -131,7 +131,7 @@ if [ -e "$ODC_MPI_STOPPED_FILE" ] || [ "$code" -eq 75 ]; then
 fi
 exit "$code"
 """
-#: Seconds from the signal to the time limit. Slurm may send the signal up to a minute early.
+#: Time from the stop signal to the time limit, in seconds. Slurm may send the signal up to a minute earlier.
 SIGNAL_S = 120
 #: Options of sbatch that a site may require, with examples. Options that are not given are comments in the script.
 _CHOICES = {
@@ -148,12 +148,13 @@ class SlurmJob:
     """Resources that a batch script requests from Slurm, and the command that it runs.
 
     Attributes:
-        time: Time limit in the format of sbatch.
-        mpi: Value of srun --mpi as a bash expression.
-        choices: Names and values of further options of sbatch.
-        arguments: Arguments of odc-mpi train. The script accepts more.
-        stage: Directory on each node to which the data set is copied; None: no copy.
-        data: Path of the data set to copy.
+        time: Time limit, in the format of sbatch.
+        mpi: Value of `srun --mpi`, as a bash expression.
+        choices: Further options of sbatch, as pairs of name and value.
+        arguments: Arguments of `odc-mpi train`. Arguments given to the script are appended.
+        stage: Directory on each node to which the data set is copied. None: the variable STAGE of the job's
+            environment; without it, nothing is copied.
+        data: Path of the data set to copy. None: the variable DATA of the job's environment.
     """
 
     nodes: int = 1
@@ -173,10 +174,10 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
     Args:
         job: Resources and command.
-        headline: Purpose of the script, its first line.
-        usage: Command that submits the script.
-        array: Value of sbatch --array; no array if empty.
-        settings: Bash code that appends the settings of each job of the array.
+        headline: Purpose of the script, for the comment at its start.
+        usage: Command that submits the script, for the same comment.
+        array: Value of `sbatch --array`. Empty: not a job array.
+        settings: Bash code that appends settings to the arguments of the script, such as those of a job of the array.
     """
     stage = shlex.quote(job.stage) if job.stage else "${STAGE:-}"
     data = shlex.quote(job.data) if job.data else "${DATA:-}"
@@ -195,7 +196,10 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the exit code of sbatch, which prints the job ID; a UserError without sbatch."""
+    """Submit a batch script and return the exit code of sbatch, which prints the job ID.
+
+    Raises a UserError if sbatch is not on the PATH.
+    """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")
