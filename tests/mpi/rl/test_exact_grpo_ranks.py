@@ -13,6 +13,7 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.training import run as runs
 from odc_mpi.training.exact import required_settings
 from odc_mpi.training.objectives.grpo import GRPOObjective
+from odc_mpi.training.rl import source
 from odc_mpi.training.rl.source import RolloutSource
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -166,7 +167,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
         alone, _ = train("fp32_alone", world.self_world())
     assert wanted != digest != alone
     with monkeypatch.context() as patch:
-        patch.setattr(RolloutSource, "_decode_batches", lambda self, minibatch: [list(range(len(minibatch.indices)))])
+        patch.setattr(source, "longest_first_batches", lambda lengths, *_: [list(range(len(lengths)))])
         _, lines = train("decoded", world)
     assert [line["entropy"] for line in lines] != [line["entropy"] for line in wanted_lines]
     # Without space in a store a rank trains the groups that it decoded together, in microbatches that hold both.
