@@ -58,7 +58,7 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """Base of classes that run plans on a transport. Construction is collective.
+    """Base class of runners, which run plans on a transport. Construction is collective.
 
     Args:
         transport: Transport on which nothing has been allocated yet.

@@ -115,7 +115,10 @@ class Saver:
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Wait until the thread of this rank has written its file, or failed. The caller must set a deadline."""
+        """Wait until this rank's writer thread has written its file or has failed, and do not raise if it failed.
+
+        There is no time limit: call this within `World.deadline`.
+        """
         if self._pending:
             self._pending.writing.wait()
 

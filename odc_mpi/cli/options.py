@@ -19,7 +19,7 @@ BASE_HELP = "for adapters: directory of their base model; default: its directory
 
 
 def positive_int(text: str) -> int:
-    """Parse an integer above 0."""
+    """Parse an integer from 1 to `MAX_VALUE`."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MAX_VALUE):
         raise argparse.ArgumentTypeError(f"expected an integer above 0, at most {MAX_VALUE:,}, got {text!r}")
     return int(text)

@@ -23,7 +23,7 @@ MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Sleep that data on the TCP connections of this process ends early. Not thread-safe."""
+    """Sleeps, but wakes up early if data arrives on a TCP connection of this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")

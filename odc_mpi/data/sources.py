@@ -38,7 +38,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class StdlibBlock:
-    """Block of functions of the Python standard library."""
+    """`Block` whose examples are functions of the Python standard library."""
 
     samples: Sequence[stdlib.StdlibFunction]
 

@@ -118,7 +118,7 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return the result and the cause of a problem, or None without a problem. Collective.
+        """Try an operation. Return the result and the cause of the problem, or None if there was none. Collective.
 
         Args:
             name: Operation, one of `OPERATIONS_BY_NAME`.

@@ -41,7 +41,10 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0."""
+    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0.
+
+    A prompt without a pattern has no reward: None.
+    """
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 

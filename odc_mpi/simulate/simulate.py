@@ -191,7 +191,12 @@ def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known
 def simulate_timing(
     minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
 ) -> SimulatedTiming:
-    """Simulate a minibatch that is run by a plan on a transport. `transport`: `collective` or `window`."""
+    """Simulate one minibatch that is run according to a plan, and return its timing.
+
+    Args:
+        transport: "collective" or "window". A plan with a pool or split sequences requires "window".
+        ticket_s: Time to claim a microbatch, in seconds.
+    """
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
         return _simulate_dynamic(minibatch, plan, ticket_s, num_units)

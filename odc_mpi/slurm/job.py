@@ -198,7 +198,8 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 def submit(script: str) -> int:
     """Submit a batch script and return the exit code of sbatch, which prints the job ID.
 
-    Raises a UserError if sbatch is not on the PATH.
+    Raises:
+        UserError: sbatch is not on the PATH.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:

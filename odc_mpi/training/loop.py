@@ -69,10 +69,11 @@ class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     Args:
-        model: Model whose parameters are published.
-        callbacks: Further callbacks. Each hook is called on objective, update and source first, then on these in order.
-        clock: Function that returns a time in seconds, by which microbatches are timed. It excludes waits for slower
-            ranks.
+        model: Model to train.
+        callbacks: Additional callbacks. Hooks are called on objective, update and source first, then on these in order.
+            Only `on_train_end` is called in reverse order.
+        clock: Function that returns a time in seconds, with which microbatches are timed. The time must not advance
+            while this rank waits for slower ranks.
 
     Attributes:
         callbacks: All callbacks. The caller can append more before `start`.

@@ -100,11 +100,11 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the offset in the window of the slot for keys and values of `layer`, in bytes."""
+        """Return the byte offset of the slot for the keys and values of `layer` within the window."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the offset in the window of the slot for gradients of `layer`, in bytes."""
+        """Return the byte offset of the gradient slot of `layer` within the window. Layers use the two slots in turn."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 

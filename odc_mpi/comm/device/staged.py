@@ -104,7 +104,7 @@ class StagedParameters(ParameterStore):
 
 
 class StagedGradients(DeviceGradients):
-    """Gradient store that copies gradients from a device to pinned memory, and then pushes them with `inner`."""
+    """Gradient store that copies gradients from a device to pinned memory, then pushes them with the store `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)

@@ -156,7 +156,10 @@ class Window(ReadableWindow):
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a shard with `values`, int64. One-sided. Each is written atomically."""
+        """Overwrite the first elements of the shard of rank `target` with the int64 array `values`. One-sided.
+
+        Each element is written atomically.
+        """
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:

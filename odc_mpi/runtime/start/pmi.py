@@ -130,9 +130,9 @@ class PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """Close the PMI connection if the child did not close it, since the launcher would report a failure.
+        """Close the PMI connection if the child left it open. Otherwise, the launcher would report a failure.
 
-        `rank` is the rank of this process. If parents run on several nodes, rank 0 requests the end of the job instead.
+        `rank` is the rank of this process. If parents run on several nodes, rank 0 asks the launcher to end the job.
         """
         if not self._is_open:
             return

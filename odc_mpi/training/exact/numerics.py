@@ -26,8 +26,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return that of this rank. Collective.
 
-    If the run was resumed, also compare with the checkpoint. Differences from it only cause a warning, except those in
-    `run.threads`. Between ranks, only a different name of the processor is tolerated, with a warning.
+    Between ranks, a different processor only causes a warning, and any other difference is an error. If the run was
+    resumed, the fingerprint is also compared with that in the checkpoint. There, a different `run.threads` is an error,
+    and any other difference only causes a warning.
 
     Raises:
         AllRanksUserError: The fingerprints differ in an entry that must not differ.

@@ -118,7 +118,7 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of the loss summed over a minibatch, which is at least 1.
+    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch.
 
     Args:
         num_tokens: Number of loss tokens in the minibatch.
