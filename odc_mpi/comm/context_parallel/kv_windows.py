@@ -104,7 +104,7 @@ class KVWindows:
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the byte offset of the gradient slot of `layer` within the window. Layers use the two slots in turn."""
+        """Return the byte offset of the gradient slot of `layer` within the window. Layers use two slots in turn."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
