@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.errors import UserError
+from odc_mpi.hdf5_file import create_hdf5
 
 FORMAT = "odc_mpi.dataset"
 VERSION = 1
@@ -78,7 +79,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
         self._attributes: dict[str, int | str] = {}
         self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
-        self._file = h5py.File(path, "x", locking=False)
+        self._creation = create_hdf5(path)
+        self._file = self._creation.__enter__()
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
         for name, content in (tokenizer_files or {}).items():
@@ -135,7 +137,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
                     self._attributes, content=content, max_token_id=self.max_token_id, format=FORMAT, version=VERSION
                 )
         finally:
-            self._file.close()
+            self._creation.__exit__(None, None, None)
 
 
 class Dataset(AbstractContextManager["Dataset"]):
