@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import h5py
+
 from odc_mpi.cli import prepare as prepare_command
 
 
@@ -104,8 +106,20 @@ def mutation(rng):
     return f"{kind} {size} at {where:.4f}", apply
 
 
-def flip(position, bit):
-    def apply(content):
-        return content[:position] + bytes([content[position] ^ (1 << bit)]) + content[position + 1 :]
+def damaged_dataset(zone, where, bit):
+    """Damage: flip a bit of the stored bytes of a dataset of data.h5, or of any byte of the file."""
 
-    return apply
+    def damage(directory):
+        content = bytearray((directory / "data.h5").read_bytes())
+        begin, size = 0, len(content)
+        if zone != "anywhere":
+            with h5py.File(directory / "data.h5", "r") as file:
+                item = file[zone]
+                if isinstance(item, h5py.Group):
+                    item = max(item.values(), key=len)
+                size = item.nbytes
+                begin = item.id.get_chunk_info(0).byte_offset if item.chunks else item.id.get_offset()
+        content[min(begin + int(where * size), len(content) - 1)] ^= 1 << bit
+        (directory / "data.h5").write_bytes(content)
+
+    return damage

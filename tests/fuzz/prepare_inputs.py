@@ -5,8 +5,10 @@ import json
 import os
 import resource
 import socket
+from pathlib import Path
 
-from case import Case, change, mutation, prepare, write
+import h5py
+from case import Case, change, damaged_dataset, mutation, prepare, write
 
 FAMILY = "a prepare"
 RIGHT = (0, 2)
@@ -112,18 +114,7 @@ def _outputs():
     """Outputs that exist: only a data set of ours may be replaced."""
     for old in (("prepare", "a.jsonl", "b.jsonl"), ("prepare", "a.jsonl", "notes.txt"), ("prepare", "a.jsonl")):
         yield Case(FAMILY, f"no output named: {' '.join(old)}", (*old, "--vocab-size", "300"))
-    for out in (
-        "a.jsonl",
-        "c.jsonl.gz",
-        "notes.txt",
-        "config.yaml",
-        "run",
-        "full",
-        "missing/out.h5",
-        "",
-        ".",
-        "/dev/null",
-    ):
+    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "missing/out.h5", "", "."):
         yield Case(FAMILY, f"output {out!r}", prepare(out=out))
     for out in ("x" * 300, "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
         yield Case(FAMILY, f"output {out[:40]!r}", prepare(out=out), codes=(0, 2))
@@ -133,13 +124,13 @@ def _outputs():
     eval_out = prepare(options=("--eval-fraction", "0.2"))
     yield Case(FAMILY, "held-out output is a user's file", eval_out, write("out.eval.h5", "mine"))
     kinds = {
-        "a FIFO": lambda path: os.mkfifo(path),
+        "a FIFO": os.mkfifo,
         "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
         "a dangling link": lambda path: path.symlink_to("nowhere"),
         "a link to itself": lambda path: path.symlink_to(path.name),
         "a link to notes": lambda path: path.symlink_to("notes.txt"),
-        "an empty file": lambda path: path.touch(),
-        "HDF5 of another program": lambda path: _other_hdf5(path),
+        "an empty file": Path.touch,
+        "HDF5 of another program": _other_hdf5,
     }
     if os.geteuid() == 0:
         kinds["a device"] = lambda path: os.mknod(path, 0o20666, os.makedev(1, 3))
@@ -149,34 +140,13 @@ def _outputs():
         yield Case(FAMILY, f"output is {name}", prepare(out="o"), damage, codes, writes=writes)
     for name in ("tokens", "offsets"):
         # As `train` says "damaged: prepare it again", the same call must not take it for done.
-        yield Case(
-            FAMILY,
-            f"the same call over damaged {name}",
-            prepare(out="data.h5"),
-            _damaged(name),
-            (0,),
-            writes=("data.h5",),
-        )
+        argv, damage = prepare(out="data.h5"), damaged_dataset(name, 0.3, 2)
+        yield Case(FAMILY, f"the same call over damaged {name}", argv, damage, (0,), writes=("data.h5",))
 
 
 def _other_hdf5(path):
-    import h5py
-
     with h5py.File(path, "w") as file:
         file["theirs"] = 1
-
-
-def _damaged(name):
-    def damage(directory):
-        import h5py
-
-        with h5py.File(directory / "data.h5", "r") as file:
-            position = file[name].id.get_chunk_info(0).byte_offset
-        content = bytearray((directory / "data.h5").read_bytes())
-        content[position + 8] ^= 4
-        (directory / "data.h5").write_bytes(content)
-
-    return damage
 
 
 def _full_disks():

@@ -134,9 +134,10 @@ def _enter(case, directory, output):
 
 
 def _wait(pid, limit_s):
-    """Wait for a process and end its group. Return its exit code, or None after the limit."""
+    """Wait for a process and end its group. Return its exit code, or None after the limit, longer under load."""
+    busy = max(1.0, os.getloadavg()[0] / os.cpu_count())
     descriptor = os.pidfd_open(pid)
-    ended = bool(select.select([descriptor], [], [], limit_s)[0])
+    ended = bool(select.select([descriptor], [], [], busy * limit_s)[0])
     if not ended:
         os.killpg(pid, signal.SIGTERM)  # a launcher ends its ranks, which are in groups of their own
         select.select([descriptor], [], [], 2)
