@@ -1,7 +1,7 @@
 """Give the commands damaged files and bad input, and judge what comes of it.
 
     python tests/fuzz/fuzz.py --seed 0 --jobs 2                 all inputs: make fuzz SEED=0
-    python tests/fuzz/fuzz.py --part 20                         every 20th of each family
+    python tests/fuzz/fuzz.py --part 20                         a random twentieth of each family
     python tests/fuzz/fuzz.py --match "c: .*mask" --verbose     those whose name matches, with their output
 
 The last line counts inputs, tracebacks, hangs, wrong exit codes, losses of files and silently wrong results.
@@ -42,7 +42,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent inputs")
-    parser.add_argument("--part", type=int, default=1, metavar="N", help="only every Nth input of a family")
+    parser.add_argument("--part", type=int, default=1, metavar="N", help="only one in N inputs")
     parser.add_argument("--match", default="", metavar="REGEX", help="only inputs whose 'family: name' matches")
     parser.add_argument("--real", action="store_true", help="start a process of its own for each input")
     parser.add_argument("--verbose", action="store_true", help="print every input with its exit code and output")
@@ -88,8 +88,11 @@ def _fuzz(arguments, work):
 
 
 def select(seed, part, match):
+    """Yield all inputs of a seed, or a random part of each family."""
     for family in FAMILIES:
-        chosen = list(family.cases(random.Random(seed)))[::part]
+        draw = random.Random(seed)
+        everything = list(family.cases(draw))
+        chosen = everything if part == 1 else draw.sample(everything, len(everything) // part)
         yield from (case for case in chosen if re.search(match, f"{case.family}: {case.name}"))
 
 
