@@ -163,6 +163,8 @@ def _edits():
         "tokens in a raw file that is missing": _replace("tokens", external=[("missing.raw", 0, h5py.h5f.UNLIMITED)]),
         "everything of 2**42": _huge,
         "soft link to itself": _put("tokens", h5py.SoftLink("/tokens")),
+        "tokenizer missing": _put("tokenizer", None),
+        "tokenizer a number": _put("tokenizer", 1),
         "an additional dataset": lambda file: file.__setitem__("mine", 1),
         "tokens and mask exchanged": _exchange,
     }

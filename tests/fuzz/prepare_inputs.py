@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import socket
 from pathlib import Path
 
@@ -97,6 +98,9 @@ def cases(rng):
             yield Case(FAMILY, f"{option} {value!a}", prepare(options=(option, value)), codes=RIGHT)
     for sources in SOURCES:
         yield Case(FAMILY, f"sources {' '.join(sources)[:60]!r}", prepare(*sources), _odd_sources, RIGHT)
+    for kind, value in {"a scalar": 1, "text": "x", "empty": h5py.Empty("u1"), "bytes": b"{}", "a group": None}.items():
+        argv = prepare(options=("--tokenizer", "data.h5"))
+        yield Case(FAMILY, f"tokenizer in a data set is {kind}", argv, _tokenizer(value), RIGHT)
     name = os.fsdecode(b"\xff.jsonl")
     yield Case(FAMILY, "a source whose name is not UTF-8", prepare(name), write(name, _GOOD), RIGHT)
     yield from _outputs()
@@ -149,6 +153,19 @@ def _other_hdf5(path):
         file["theirs"] = 1
 
 
+def _tokenizer(value):
+    """Damage: replace the largest file of the tokenizer in a data set."""
+
+    def damage(directory):
+        with h5py.File(directory / "data.h5", "r+") as file:
+            group = file["tokenizer"]
+            name = max(group, key=lambda name: group[name].size)
+            del group[name]
+            group.create_group(name) if value is None else group.create_dataset(name, data=value)
+
+    return damage
+
+
 def _full_disks():
     held_out = ("--eval-fraction", "0.2")
     sizes = {resource.RLIMIT_FSIZE: 1 << 15}
@@ -160,4 +177,9 @@ def _full_disks():
             for size in ("16k", "64k", "128k"):
                 argv = prepare(out="full/out.h5", options=options)
                 yield Case(FAMILY, f"disk of {size} {' '.join(options)}", argv, codes=(0, 2), mount=size)
+    if os.geteuid() == 0:
+        # The older data set stays as it is, since there is no space for another one beside it.
+        argv = prepare(out="full/out.h5", options=("--max-length", "400"))
+        older = lambda directory: shutil.copy(directory / "data.h5", directory / "full" / "out.h5")  # noqa: E731
+        yield Case(FAMILY, "full disk, an older output there", argv, older, mount="600k")
     yield Case(FAMILY, "limit of open files", prepare(), codes=(0, 2), limits={resource.RLIMIT_NOFILE: 12})
