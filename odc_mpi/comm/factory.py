@@ -22,7 +22,7 @@ from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientSt
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
-from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
+from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import HOST_WINDOW
 from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
@@ -67,9 +67,8 @@ def window_transport(
     """
     gradients = reduction(world, reduce_dtype)
     group = WorldGroup(world, progress=progress)
-    windows = ParameterWindows(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
-    parameters = WindowParameters(windows)
-    return Transport(group, parameters, gradients, (windows, gradients), thread_safe=has_thread_multiple())
+    parameters = WindowParameters(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+    return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
 
 
 def device_transport(
@@ -93,12 +92,12 @@ def device_transport(
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress)
-    windows = ParameterWindows(world, param_dtype, device_windows(device))
+    parameters = DeviceParameters(world, param_dtype, device)
     return Transport(
         group,
-        DeviceParameters(windows, device),
+        parameters,
         DeviceGradients(gradients, device),
-        (DeviceSynchronizer(device), windows, gradients),
+        (DeviceSynchronizer(device), parameters, gradients),
         device=device.torch_device,
         thread_safe=has_thread_multiple(),
     )

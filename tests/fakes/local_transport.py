@@ -10,7 +10,7 @@ import torch
 
 from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
-from odc_mpi.comm.work import CompletedWork, FetchWork, Work
+from odc_mpi.comm.work import FetchWork, Work
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LocalTransport(Transport, Group):
         for owner in range(self.size):
             start, stop = self.layouts[index].owned(owner)
             buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
-        return CompletedWork()
+        return Work()
 
     def fetch(self, index: int) -> FetchWork:
         return ParameterStore.fetch(self.parameters, index)
@@ -84,7 +84,7 @@ class LocalTransport(Transport, Group):
                 self._group.gradients[owner][index][begin - first : end - first] += gradient[
                     begin - start : end - start
                 ]
-        return CompletedWork()
+        return Work()
 
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         plan()

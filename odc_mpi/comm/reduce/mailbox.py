@@ -42,7 +42,7 @@ from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.reduce.slots import Header, HostSlots
 from odc_mpi.comm.shard_storage import Footprint, Layout
 from odc_mpi.comm.windows.rma import Memory, Window, align_up
-from odc_mpi.comm.work import DeferredWork, Work
+from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
@@ -141,7 +141,7 @@ class MailboxGradientStore(WindowGradientStore):
             for begin, part in local:
                 self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
-        return DeferredWork(partial(self._wait, push))
+        return Work(partial(self._wait, push))
 
     @override
     def flush(self) -> None:

@@ -214,10 +214,9 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
 @pytest.mark.sizes(2)
 def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
     """By the memory barrier of the standard, MPI_Win_sync, before the ranks synchronize."""
-    synced = []
+    synced, sync = [], Window.sync
+    monkeypatch.setattr(Window, "sync", lambda self: (synced.append(self.tensor.clone()), sync(self)))
     for kind in (Window, SharedWindow):
-        sync = kind.sync
-        monkeypatch.setattr(kind, "sync", lambda self, sync=sync: (synced.append(self.tensor.clone()), sync(self)))
         window = kind(world, 3, torch.int64)
         (values,) = synced
         assert not values.any()
