@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from odc_mpi.comm.layout import Slice
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradient_format import FixedPointGradients, make_gradient_format
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import (

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
@@ -55,7 +56,7 @@ class LocalTransport(Transport, Group):
     ) -> None:
         self._group = group
         self.rank, self.size = rank, group.size
-        self.layouts: tuple[Layout, ...] = ()
+        self.layouts: tuple[FlatLayout, ...] = ()
         stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
         super().__init__(self, *stores, [LocalShards(self)], thread_safe=self.thread_safe, one_sided=self.one_sided)
 
@@ -135,7 +136,7 @@ class LocalShards(ShardStorage):
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         self._transport.layouts = tuple(layouts)
         return Footprint()
 
@@ -159,7 +160,7 @@ class LocalParameters(ParameterStore):
         self.access = transport.access
 
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[FlatLayout]:
         return self._transport.layouts
 
     def shard(self, index: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from toy_models import WIDTH, Layer, Stack
 
-from odc_mpi.shard.layout import ALIGNMENT_NUMEL
+from odc_mpi.comm.layout import ALIGNMENT_NUMEL
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.optim import (
     ELEMENTWISE,

@@ -26,7 +26,8 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
-from odc_mpi.comm.shard_storage import Layout, ShardStorage
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
 from odc_mpi.comm.work import FetchWork, Work
 
@@ -74,7 +75,7 @@ class StagedParameters(ParameterStore):
 
     @override
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[FlatLayout]:
         return self._inner.layouts
 
     @override

@@ -38,9 +38,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.reduce.slots import Header, HostSlots
-from odc_mpi.comm.shard_storage import Footprint, Layout
+from odc_mpi.comm.shard_storage import Footprint
 from odc_mpi.comm.windows.rma import Memory, Window, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
@@ -90,7 +91,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._unflushed: list[int] = []
         self._drain_lock = threading.Lock()
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if it is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1

@@ -11,7 +11,8 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
 from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, Window, WindowFactory, deferred_flush
 from odc_mpi.comm.work import FetchWork, Work
@@ -34,7 +35,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         self._windows: list[Window] = []
 
     @override
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         super().plan(layouts)
         per_array = 2 if self._kind.shared and self.world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, self.shard_bytes if self._kind.on_host else 0)

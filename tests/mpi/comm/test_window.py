@@ -9,6 +9,7 @@ import torch
 from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
@@ -16,7 +17,6 @@ from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.errors import AllRanksUserError, UserError
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 

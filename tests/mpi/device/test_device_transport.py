@@ -9,10 +9,10 @@ from late_device import LateDevice
 from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import device_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
