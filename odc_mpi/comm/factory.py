@@ -12,7 +12,7 @@ import torch
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters, DeviceSynchronizer
+from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
 from odc_mpi.comm.group import WorldGroup
@@ -97,7 +97,7 @@ def device_transport(
         group,
         parameters,
         DeviceGradients(gradients, device),
-        (DeviceSynchronizer(device), parameters, gradients),
+        (parameters, gradients),
         device=device.torch_device,
         thread_safe=has_thread_multiple(),
     )

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device
-from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import WindowParameters
@@ -40,6 +39,12 @@ class DeviceParameters(WindowParameters):
     @override
     def record_event(self, buffer: torch.Tensor) -> None:
         self._events.set(buffer, self._device.record_event())
+
+    @override
+    def sync(self) -> None:
+        # The windows contain what the enqueued kernels write only when these have run.
+        self._device.record_event().synchronize()
+        super().sync()
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
@@ -89,14 +94,3 @@ class DeviceGradients(GradientStore):
         self._device.set_current()
         wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()
-
-
-class DeviceSynchronizer(ShardStorage):
-    """Storage without memory. Its `sync` waits for the kernels that are enqueued on the current stream of a device."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    @override
-    def sync(self) -> None:
-        self._device.record_event().synchronize()

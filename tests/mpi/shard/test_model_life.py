@@ -61,7 +61,7 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     before = kept(world)
     Tickets(world).close()
     world.split("node").close()
-    world.self_world().close()
+    world.split("self").close()
     assert_no_more(world, before)
 
 
@@ -73,6 +73,6 @@ def test_open_resources_close_with_their_world(world, decision):
         step_once(model)
         values = [p.tolist() for p in slices]
         assert part.job.num_windows == world.job.num_windows > before, "one process, one limit"
-        inner = part.self_world()
+        inner = part.split("self")
     assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed
