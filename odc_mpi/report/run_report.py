@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from odc_mpi import yaml_dialect as dialect
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (

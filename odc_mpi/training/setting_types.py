@@ -22,6 +22,7 @@ _TYPE_NAMES: dict[Any, str] = {
     list[float]: "a list of numbers",
     Size: "a size such as 512M or 0",
 }
+_SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 512M", dict[str, Any]: "dict"}
 
 
 class Check(NamedTuple):
@@ -99,6 +100,18 @@ def type_name(hint: Any) -> str:
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
     )
+
+
+def type_signature(hint: Any) -> str:
+    """Describe a type as a Python signature does, with null for None."""
+    return " | ".join(
+        " | ".join(get_args(kind)) if get_origin(kind) is Literal else _SHORT_NAMES.get(kind) or _python_name(kind)
+        for kind in union_members(hint)
+    )
+
+
+def _python_name(kind: Any) -> str:
+    return str(kind) if get_origin(kind) else kind.__name__
 
 
 def format_value(value: Any) -> str:

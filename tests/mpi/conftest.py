@@ -6,7 +6,7 @@ from grpo_job import write_files
 from mpi4py import MPI
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.runtime.world import World
 
 VOCAB = 61

@@ -387,7 +387,7 @@ def test_help_names_every_setting_with_default_and_meaning():
     assert [line.split()[0] for line in lines[1:]] == settings
     assert all(line.isprintable() and len(line) < 160 for line in lines)
     row = next(line for line in lines if line.startswith("optim.learning_rate"))
-    assert "a finite number" in row and "0.0001" in row and "peak learning rate" in row
+    assert " float " in row and "0.0001" in row and "peak learning rate" in row
     assert "required" in next(line for line in lines if line.startswith("data.path"))
 
 
