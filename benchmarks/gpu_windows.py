@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
-from odc_mpi.bench.measure import entries, interleaved, seconds
-from odc_mpi.bench.rank_timing import slowest
+from odc_mpi.bench.measure import entries, interleaved, seconds, slowest
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
 from odc_mpi.comm.transport import Transport
