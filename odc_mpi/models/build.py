@@ -5,6 +5,7 @@ files (`model.path`). Each rank later reads only its slices of the parameters fr
 the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,15 @@ import transformers
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
+from odc_mpi.models.configuration import flatten_config
 from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
 _CONFIG = "config.json"
+#: Most layers of a model, and most experts of a layer. Each is a module, which takes time even without its parameters.
+_MAX_MODULES = 10_000
+_COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
 #: Configurations that have passed `_require_packing`. This trial takes longer than building the model.
 _TRIED: set[str] = set()
 
@@ -86,10 +91,11 @@ def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     if not is_model_directory(path):
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        _check_counts(transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0], "")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     module = _on_meta(config, "model.path", attn_implementation)
     weights = SafetensorsWeights(path, module)
-    RandomInitWeights(module, seed=0).init_buffers()
+    _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
     return _to_meta_model(module, weights)
 
@@ -105,8 +111,19 @@ def _user_errors(prefix: str) -> Iterator[None]:
 
 def _with_random_weights(module: transformers.PreTrainedModel, seed: int) -> MetaModel:
     weights = RandomInitWeights(module, seed)
-    weights.init_buffers()
+    _init_buffers(weights)
     return _to_meta_model(module, weights)
+
+
+def _init_buffers(weights: RandomInitWeights) -> None:
+    with _user_errors("model: the buffers cannot be initialized, lower the sizes in the configuration"):
+        weights.init_buffers()
+
+
+def _check_counts(settings: Mapping[str, Any], prefix: str) -> None:
+    for key, value in flatten_config(settings, prefix).items():
+        if _COUNTS.search(key) and isinstance(value, int) and value > _MAX_MODULES:
+            raise UserError(f"{key}: expected at most {_MAX_MODULES}, got {value}")
 
 
 def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) -> MetaModel:
@@ -138,6 +155,7 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     if unknown is not None:
         hint = did_you_mean(str(unknown), known, ": {}")
         raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
+    _check_counts(settings, "model.config.")
     with _user_errors("model.config: transformers does not accept it"):
         return transformers.AutoConfig.for_model(kind, **settings)
 

@@ -178,8 +178,11 @@ class SafetensorsWeights(HashedWeights):
         index = self._path / _INDEX
         if index.is_file():
             try:
-                return dict(parse_json(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                files = dict(parse_json(index.read_bytes())["weight_map"])
+                if invalid := [file for file in files.values() if not isinstance(file, str) or "\0" in file]:
+                    raise ValueError(f"expected names of files, got {invalid[0]!r}")
+                return files
+            except (ValueError, KeyError, TypeError, OSError) as error:
                 raise UserError(
                     f"model.path: {index} is not an index of safetensors files: {one_line_message(error)}"
                 ) from error

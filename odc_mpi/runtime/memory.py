@@ -72,23 +72,27 @@ def free_shm_bytes() -> int | None:
         return None
 
 
-def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Raise `UserError` if /dev/shm is too small for the windows of the ranks of this node.
+def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
+    """Raise `UserError` if the memory or /dev/shm of this node is too small for the windows of its ranks.
 
     Args:
         num_bytes: Total size of the windows of all ranks of the node, in bytes.
         local_size: Number of ranks of the node.
         what: Description of the windows for the message ("... as room for <what>").
     """
-    # For a single rank on a node MPI allocates windows on the heap.
-    if local_size == 1:
-        return
-    free = free_shm_bytes()
-    # Without /dev/shm, MPI uses another directory or reports an error.
-    if free is not None and num_bytes > free:
+    room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
+    available = available_bytes()
+    if num_bytes > available:
         raise UserError(
-            f"/dev/shm has {free >> 20} MiB free, expected at least {num_bytes >> 20} MiB as room for {what} of this "
-            f"node's {local_size} ranks: enlarge it (docker --shm-size, mount -o remount,size=...) or use more nodes"
+            f"this node has {available >> 20} MiB of memory left, {room}: use more nodes or a smaller model"
+        )
+    free = free_shm_bytes()
+    # For a single rank on a node MPI allocates windows on the heap. Without /dev/shm, MPI uses another directory or
+    # reports an error.
+    if local_size > 1 and free is not None and num_bytes > free:
+        raise UserError(
+            f"/dev/shm of this node has {free >> 20} MiB free, {room}: enlarge it (docker --shm-size, mount -o "
+            "remount,size=...) or use more nodes"
         )
 
 

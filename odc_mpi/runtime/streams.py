@@ -39,7 +39,7 @@ def open_standard_streams() -> Output:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
     outputs = [_open(1, sys.stdout), _open(2, sys.stderr)]
     sys.stdout, sys.stderr = (stream for stream, _ in outputs)
     return outputs[0][1]

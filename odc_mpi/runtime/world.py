@@ -19,7 +19,7 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
+from odc_mpi.runtime.memory import check_window_memory, startup_shm_names, unlink, unlink_startup_shm
 from odc_mpi.runtime.start.limits import limit_finalize
 
 if TYPE_CHECKING:
@@ -262,16 +262,16 @@ class World(AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if /dev/shm of a node is too small for its windows. Collective.
+        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its windows. Collective.
 
         Args:
             num_bytes: Size of the windows of this rank, in bytes.
             what: Description of the windows for the message ("... as room for <what>").
         """
-        total = np.array([num_bytes], dtype=np.int64)
+        total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):
             self.node_comm.Allreduce(MPI.IN_PLACE, total)
-        self.run_on_all(lambda: check_shm_capacity(int(total[0]), self.local_size, what))
+        self.run_on_all(lambda: check_window_memory(int(total[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
         """Register a function that frees a resource when this world closes, in reverse order of registration.

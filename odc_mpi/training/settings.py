@@ -260,7 +260,7 @@ def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _override(values: dict[str, Any], key: str, text: str) -> None:
     mapping = _mapping_name(key)
     if mapping:
-        names = key.removeprefix(f"{mapping}.").split(".")
+        names = key.removeprefix(f"{mapping}.").split(".", dialect.MAX_DEPTH)
         values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
     else:
         value = text if is_verbatim(_require_known(_COMMAND_LINE, key).type, text) else dialect.read_value(text)

@@ -265,10 +265,19 @@ class TestFromDirectory:
         file.unlink()
         (copy / "pytorch_model.bin").write_bytes(b"a pickle")
         refused("pickled weights are not read")
-        (copy / "model.safetensors.index.json").write_text("{}")
-        refused("not an index")
+        for index in (
+            "{}",
+            "[]",
+            "[" * 100_000,
+            '{"weight_map": {"lm_head.weight": 3}}',
+            '{"weight_map": {"a": "\\u0000"}}',
+        ):
+            (copy / "model.safetensors.index.json").write_text(index)
+            refused("not an index")
         config.write_text("{ not json")
         refused("not usable")
+        config.write_text(json.dumps(settings | {"num_hidden_layers": 10**8}))
+        refused("num_hidden_layers: expected at most 10000, got 100000000")
         config.write_text(json.dumps(settings | {"hidden_size": "wide"}))
         refused("not usable")
         config.write_text(json.dumps(settings | {"model_type": "qwen22"}))
