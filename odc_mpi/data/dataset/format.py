@@ -71,8 +71,8 @@ def _little_endian(array: npt.NDArray) -> bytes:
 
 
 def encode_text(text: str) -> np.bytes_:
-    """Return a text as the value of an attribute, with a fixed length."""
-    return np.bytes_(text.encode() or b"\0")
+    """Return a text as the value of an attribute, with a fixed length. Bytes of file names may not be UTF-8."""
+    return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
 def read_text(attributes: h5py.AttributeManager, name: str) -> str:
