@@ -5,13 +5,15 @@ and values of a chunk. Instead it continues with placeholder tokens. When the ra
 learn of the damage, discard what was computed, and raise the same error.
 """
 
-from pathlib import Path
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import DamagedDatasetError
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.loader import Minibatch
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 
@@ -20,33 +22,38 @@ class DamageFoundError(AllRanksUserError):
     """Damage in a data set that any rank has found during training. Raised by every rank."""
 
 
-class PlaceholderDataset(Dataset):
-    """Data set that yields placeholders for sequences that cannot be read.
+class PlaceholderDataset:
+    """View of a data set that yields placeholders for sequences that cannot be read.
 
     A placeholder has the length and the number of loss tokens of the sequence, and only the token 0. The caller must
-    discard all results if `damage` is set on any rank.
+    call `raise_damage` before it uses any result, so no other code receives this view.
+
+    Args:
+        dataset: Data set, which raises `DamagedDatasetError` for these sequences.
 
     Attributes:
         damage: First error on this rank; None if all sequences so far were intact.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self.lengths, self.num_trained_tokens = dataset, dataset.lengths, dataset.num_trained_tokens
         self.damage: DamagedDatasetError | None = None
-        super().__init__(path)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read a sequence, or return a placeholder and set `damage`."""
+        """Read a sequence as `Dataset` does, or return a placeholder and set `damage`."""
         try:
-            return super().__getitem__(index)
+            return self._dataset[index]
         except DamagedDatasetError as error:
             self.damage = self.damage or error
             length = int(self.lengths[index])
             return np.zeros(length, dtype=np.int64), np.arange(length) >= length - self.num_trained_tokens[index]
 
+    def apply(self, minibatch: Minibatch) -> Minibatch:
+        """Return a minibatch whose sequences are read through this view."""
+        return replace(minibatch, dataset=cast(Dataset, self))
 
-def raise_damage(world: World, dataset: Dataset) -> None:
-    """Raise `DamageFoundError` on all ranks if `dataset.damage` is set on any rank. Collective."""
-    damage = dataset.damage if isinstance(dataset, PlaceholderDataset) else None
-    for rank, message in enumerate(world.gather_objects(damage and str(damage))):
-        if message is not None:
-            raise DamageFoundError(f"rank {rank}: {message}")
+    def raise_damage(self, world: World) -> None:
+        """Raise `DamageFoundError` on all ranks if `damage` is set on any rank. Collective."""
+        for rank, message in enumerate(world.gather_objects(self.damage and str(self.damage))):
+            if message is not None:
+                raise DamageFoundError(f"rank {rank}: {message}")

@@ -26,7 +26,7 @@ from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.damage import raise_damage
+from odc_mpi.training.damage import PlaceholderDataset
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 
@@ -82,7 +82,9 @@ class LossEvaluator(PeriodicEvaluator):
         )
         first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
         plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)
-        self._minibatch = Minibatch.from_indices(dataset, first, plan, world.rank, data_epoch=0, position=0)
+        self._dataset, self._placeholders = dataset, PlaceholderDataset(dataset)
+        minibatch = Minibatch.from_indices(dataset, first, plan, world.rank, data_epoch=0, position=0)
+        self._minibatch = self._placeholders.apply(minibatch)
         self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
@@ -102,7 +104,7 @@ class LossEvaluator(PeriodicEvaluator):
         finally:
             self._model.train(training)
         total = sum(self._world.gather_objects(local_loss))
-        raise_damage(self._world, self._minibatch.dataset)
+        self._placeholders.raise_damage(self._world)
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
         loss = total / self._minibatch.num_tokens
         try:
@@ -112,4 +114,4 @@ class LossEvaluator(PeriodicEvaluator):
 
     def close(self) -> None:
         """Close the held-out data set."""
-        self._minibatch.dataset.close()
+        self._dataset.close()

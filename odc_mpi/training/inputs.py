@@ -15,7 +15,6 @@ from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
-from odc_mpi.training.damage import PlaceholderDataset
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -135,7 +134,7 @@ def _validate_prompts(
 
 
 def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel) -> Dataset:
-    dataset = PlaceholderDataset(path)
+    dataset = Dataset(path)
     _check_vocabulary(setting, dataset, model, meta_model)
     longest = int(dataset.lengths.max())
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)

@@ -14,7 +14,7 @@ from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.context_parallel import ChunkMicrobatches
-from odc_mpi.training.damage import PlaceholderDataset, raise_damage
+from odc_mpi.training.damage import PlaceholderDataset
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -45,13 +45,14 @@ class DatasetSource(MinibatchSource):
         chunks: ChunkMicrobatches | None = None,
     ) -> None:
         self._world, self._dataset, self._loader = world, dataset, loader
+        self._placeholders = PlaceholderDataset(dataset)
         self._before = loader.state_dict()
         self._seed, self._tickets, self._chunks = seed, tickets, chunks
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch of the loader."""
         self._before = self._loader.state_dict()
-        return next(self._loader)
+        return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
@@ -76,7 +77,7 @@ class DatasetSource(MinibatchSource):
 
     def local_values(self) -> tuple[float]:
         """Return 1 if this rank could not read a sequence, else 0."""
-        return (float(isinstance(self._dataset, PlaceholderDataset) and self._dataset.damage is not None),)
+        return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Reset the tickets for the next minibatch. All ranks have claimed their microbatches by now. One-sided.
@@ -87,7 +88,7 @@ class DatasetSource(MinibatchSource):
             self._tickets.reset()
         if gathered.sum("damage"):
             self._loader.load_state_dict(self._before)
-            raise_damage(self._world, self._dataset)
+            self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
         """Add tokens, tokens per second and, with chunks, the number of split sequences to the metrics."""

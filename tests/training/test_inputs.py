@@ -3,7 +3,9 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -11,13 +13,14 @@ import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as vocabularies
 
-from odc_mpi.data.dataset.format import vocabulary_digest
+from odc_mpi.data.dataset.format import DamagedDatasetError, vocabulary_digest
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
+from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import initial_cost_model, open_inputs
 
 MODEL = {
@@ -86,3 +89,24 @@ def test_the_model_s_own_tokenizer_may_list_tokens_that_the_data_does_not_have(t
     refused(tmp_path / "foreign.h5", directory, "with a tokenizer that differs from that in model.path")
     bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(tmp_path / "listed.h5", bare, "was prepared with a tokenizer of 64 tokens")
+
+
+def test_damaged_data_are_never_replaced_for_code_that_does_not_discard_them(tmp_path):
+    """Benchmarks and a user's own loop read from these loaders. Only a run replaces damaged sequences."""
+    path = tmp_path / "data.h5"
+    write(path, 59, 60)
+    with h5py.File(path, "a") as file:
+        file["tokens"][1] = 3
+    section = configuration.ModelConfig(config=MODEL)
+    data = configuration.DataConfig(path=str(path), eval_path=str(path), minibatch_sequences=1)
+    inputs = open_inputs(configuration.Config(model=section, data=data), 0, 1)
+    minibatch = next(inputs.sequence_loader)
+    for dataset in (minibatch.dataset, inputs.dataset, inputs.evaluation):
+        with pytest.raises(DamagedDatasetError, match="sequence 0"):
+            dataset[0]
+    placeholders = PlaceholderDataset(inputs.dataset)
+    (microbatch,) = placeholders.apply(minibatch)
+    assert microbatch.inputs["input_ids"].tolist() == [[0, 0, 0]] and microbatch.num_tokens == 2
+    with pytest.raises(DamageFoundError, match=r"rank 1: the data set .* sequence 0"):
+        placeholders.raise_damage(SimpleNamespace(gather_objects=lambda message: [None, message]))
+    inputs.close()
