@@ -29,6 +29,11 @@ def format_seconds(value: float) -> str:
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 
 
+def printable_text(text: str) -> str:
+    """Return a text that UTF-8 can encode. In file names, bytes of other encodings are replaced by escape sequences."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def truncate_text(text: str, max_chars: int) -> str:
     """Truncate a text to `max_chars` characters. A truncated text ends with "..."."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

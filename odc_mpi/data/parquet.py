@@ -3,6 +3,7 @@
 Fields that a row does not have are null in a table. They are removed here, so that rows are like lines of JSON.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,11 @@ def _opened(path: Path) -> Iterator[Any]:
     """Open a file, and convert read errors in the enclosed code to a UserError that contains the path."""
     pyarrow = _library(str(path))
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        # ParquetFile itself opens only files whose names are UTF-8.
+        with (
+            pyarrow.OSFile(os.fsencode(path)) as stream,
+            pyarrow.parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
+        ):
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error

@@ -2,8 +2,8 @@
 
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
 one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
-sequences are written to a second data set. Files are written atomically. They are byte for byte identical for any
-number of processes. This module does not use MPI.
+sequences are written to a second data set. Files are written atomically, and replace data sets only (`outputs`). They
+are byte for byte identical for any number of processes. This module does not use MPI.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,16 +27,25 @@ from odc_mpi.data.dataset.verify import find_counts
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
+from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
-from odc_mpi.data.sources import Block, DataSource, find_sources, mix
-from odc_mpi.data.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, serialize_tokenizer, tokenizer_files, train_tokenizer
+from odc_mpi.data.sources import STDLIB, Block, DataSource, find_sources, mix
+from odc_mpi.data.tokenizer import (
+    MAX_VOCAB_SIZE,
+    MIN_VOCAB_SIZE,
+    load_tokenizer,
+    serialize_tokenizer,
+    tokenizer_files,
+    train_tokenizer,
+)
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
-from odc_mpi.formatting import truncate_text
+from odc_mpi.formatting import printable_text, truncate_text
 
 #: Bytes of text. One process tokenizes most of a smaller text before other processes have loaded their libraries.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
+_MAX_PROCESSES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,7 @@ class PrepareOptions:
         seed: Seed for the random selection of examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
         num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
+        force: True to replace data sets that were made from other sources.
     """
 
     tokenizer: Path | None = None
@@ -70,6 +80,7 @@ class PrepareOptions:
     seed: int = 0
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     num_proc: int | None = None
+    force: bool = False
 
     def check(self) -> None:
         """Raise a UserError if an option is out of range."""
@@ -77,8 +88,10 @@ class PrepareOptions:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"expected --max-length of at least 2, got {self.max_length}")
-        if self.tokenizer is None and self.vocab_size < MIN_VOCAB_SIZE:
-            raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {self.vocab_size}")
+        if self.tokenizer is None and not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
+            raise UserError(f"expected --vocab-size from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}, got {self.vocab_size}")
+        if self.num_proc is not None and not 1 <= self.num_proc <= _MAX_PROCESSES:
+            raise UserError(f"expected --num-proc from 1 to {_MAX_PROCESSES}, got {self.num_proc}")
 
 
 def prepare(
@@ -91,18 +104,29 @@ def prepare(
 
     Args:
         source_specs: Sources: paths of files or folders, or "stdlib", each optionally followed by a colon and a weight.
-        out: File to write. It remains unchanged if an error occurs.
+        out: File to write. It must not exist, or be a data set of the same sources (see `PrepareOptions.force`). It
+            remains unchanged if an error occurs.
         options: Options; None for the defaults.
         console: Console for a progress bar; None for no progress bar. The report is not printed.
 
     Raises:
-        UserError: The arguments, the sources or the tokenizer are invalid. No file has been written.
+        UserError: The arguments, the sources or the tokenizer are invalid, or a file cannot be read or written. No file
+            has been written.
     """
-    plan = _plan(source_specs, out, options or PrepareOptions())
+    try:
+        return _prepare(_plan(source_specs, out, options or PrepareOptions()), console)
+    except OSError as error:
+        raise write_error(error, out) from error
+
+
+def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
     if (counts := find_counts(plan.output_paths, plan.request)) is not None:
         return plan.report(counts)
     with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
-        paths = [stack.enter_context(_new_file(each)) for each in plan.output_paths]
+        for line in plan.replaced if console else ():
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # A link to a data set remains a link.
+        paths = [stack.enter_context(atomic_write(each.resolve())) for each in plan.output_paths]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
             tokenizer, files = load_tokenizer(plan.tokenizer_path), plan.files
@@ -123,18 +147,22 @@ class _Plan:
 
     Attributes:
         output_paths: Path of the data set, then path of the data set with held-out sequences, if any.
+        replaced: A line for each data set that will be replaced unless it is up to date.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
         request: Digest of everything that determines the result.
+        origin: Digest of the names of the sources.
     """
 
     source_specs: Sequence[str]
     sources: Sequence[DataSource]
     options: PrepareOptions
     output_paths: Sequence[Path]
+    replaced: Sequence[str]
     tokenizer_path: Path
     files: Mapping[str, bytes]
     request: str
+    origin: str
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
         return PrepareReport(
@@ -151,46 +179,30 @@ class _Plan:
 def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _Plan:
     options.check()
     sources = find_sources(source_specs)
-    output_paths = _output_paths(out, options, sources)
+    output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
+    origin = _digest(sorted({str(Path(source.name).resolve()) if source.files else STDLIB for source in sources}))
+    replaced = check_outputs(output_paths, sources, options.tokenizer, origin, options.force)
     tokenizer_path = options.tokenizer or out
     files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
     request = _request_digest(sources, options, files)
-    return _Plan(source_specs, sources, options, output_paths, tokenizer_path, files, request)
+    return _Plan(source_specs, sources, options, output_paths, replaced, tokenizer_path, files, request, origin)
 
 
 def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes]) -> str:
     """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
     choices = asdict(options)
-    del choices["num_proc"], choices["tokenizer"]
+    del choices["num_proc"], choices["tokenizer"], choices["force"]
     request = {
         "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
         "options": choices,
         "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
     }
-    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    return _digest(request)
 
 
-def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSource]) -> list[Path]:
-    """Return the paths of the files to write. Raises a UserError if one is a directory or a source."""
-    output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
-    for path in output_paths:
-        if path.is_dir():
-            raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
-        if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
-            raise UserError(f"expected OUT to differ from SOURCE, got {str(path)!r} for both: change OUT")
-    return output_paths
-
-
-@contextmanager
-def _new_file(out: Path) -> Iterator[Path]:
-    """Provide a temporary file that replaces `out` at the end. Raises a UserError if the folder is not writable."""
-    with ExitStack() as stack:
-        try:
-            path = stack.enter_context(atomic_write(out))
-        except OSError as error:
-            raise UserError(f"expected OUT in a writable folder, got {str(out)!r} ({error}): change OUT") from error
-        yield path
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _write(
@@ -221,7 +233,7 @@ def _write(
         _check_counts([writer.num_sequences for writer in writers], plan, stats)
         counts = stats.counts(*writers) | {"vocab_size": len(tokenizer)}
         for writer in writers:
-            writer.set_attributes(request=plan.request, report=json.dumps(counts))
+            writer.set_attributes(request=plan.request, sources=plan.origin, report=json.dumps(counts))
             writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
     return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
 
@@ -232,9 +244,9 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
         path,
         vocab_size=len(tokenizer),
         vocabulary=vocabulary_digest(tokenizer.get_vocab()),
-        tokenizer=plan.tokenizer_path.resolve().name,
+        tokenizer=printable_text(plan.tokenizer_path.resolve().name),
         tokenizer_files=files,
-        source=truncate_text(names, 200),
+        source=truncate_text(printable_text(names), 200),
     )
 
 

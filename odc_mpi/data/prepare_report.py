@@ -11,6 +11,7 @@ import numpy as np
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
 from odc_mpi.data.examples import InvalidRecordError, InvalidRecords
+from odc_mpi.formatting import printable_text
 
 _MAX_SHARES = 50  # with more sources, the report omits their shares
 
@@ -91,7 +92,7 @@ class PrepareReport:
             lines += [f"{self.num_bad_lines:,} skipped: invalid", *self.bad_lines]
             if more := self.num_bad_lines - len(self.bad_lines):
                 lines.append(f"... and {more:,} more")
-        return "\n".join(lines)
+        return printable_text("\n".join(lines))
 
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1

@@ -169,7 +169,7 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
     """Return the files in a folder whose suffix is supported, sorted by path."""
-    files = tuple(sorted(path for path in folder.iterdir() if _is_supported(path) and path.is_file()))
+    files = tuple(sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file()))
     if not files:
         suffixes = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
         raise UserError(
@@ -179,7 +179,8 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def _is_supported(path: Path) -> bool:
+def is_supported(path: Path) -> bool:
+    """Return True if the name of a file in a folder is that of JSON lines or Parquet."""
     if path.name.startswith("."):
         return False
     bare = path.with_suffix("") if path.suffix in jsonl.COMPRESSED else path

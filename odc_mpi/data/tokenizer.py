@@ -24,6 +24,7 @@ _FILES = (
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
 MIN_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)  # every byte is a token, so no text is unknown
+MAX_VOCAB_SIZE = 1 << 20  # several times that of any published model; the trainer reserves memory for all tokens
 
 # ChatML: https://github.com/openai/openai-python/blob/v0.27.8/chatml.md
 _CHAT_TEMPLATE = (

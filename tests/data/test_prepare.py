@@ -228,12 +228,10 @@ def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Pa
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
     assert "not a file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
-    assert "the directory" in refused(source, tmp_path, tokenizer=tokenizer)
-    assert "OUT to differ from SOURCE" in refused(source, Path(source), tokenizer=tokenizer)
     assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     for of in ("stdlib", source):
-        assert "--vocab-size of at least 260" in refused(of, out, vocab_size=259)
+        assert "--vocab-size from 260 to 1048576" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
     assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
@@ -281,7 +279,7 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report: Prep
     prepare(good, out, tokenizer=stdlib_report.tokenizer)
     before = out.read_bytes()
     bad = write_lines(tmp_path / "bad.jsonl", *pairs(*[10] * 1000), {"text": 3})
-    assert "bad.jsonl, line 1001: " in refused(bad, out, tokenizer=stdlib_report.tokenizer)
+    assert "bad.jsonl, line 1001: " in refused(bad, out, tokenizer=stdlib_report.tokenizer, force=True)
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "bad.jsonl", "good.jsonl"]
 

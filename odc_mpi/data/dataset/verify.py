@@ -40,6 +40,15 @@ def verify_dataset(path: Path) -> str:
         return f"{path}: {len(dataset):,} sequences, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
 
 
+def read_origin(path: Path) -> str:
+    """Return the digest of the names of the sources of a data set. It is empty if the file has none or is damaged."""
+    try:
+        with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
+            return read_text(file.attrs, "sources")
+    except UserError:
+        return ""
+
+
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
     """Return the counts of the earlier call of `prepare` that wrote these data sets, by name.
 

@@ -1,0 +1,186 @@
+"""Files that `prepare` replaces, and those that it never touches; disks that fill up; odd names and numbers."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from odc_mpi.cli.main import main
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.prepare import PrepareOptions, prepare
+from odc_mpi.errors import UserError
+
+LINE = '{"text": "abc abc"}\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with two sources, a folder of sources and a data set of a.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "shards/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LINE)
+    make(["a.jsonl"], "a.h5")
+    return tmp_path
+
+
+def make(sources: list[str], out: str, **options: Any) -> str:
+    return prepare(sources, Path(out), PrepareOptions(**{"vocab_size": 260, **options})).describe()
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    paths = {str(path): path for path in folder.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
+
+
+def refused(sources: list[str], out: str, **options: Any) -> str:
+    """The error of a call that changes nothing."""
+    before = content(Path.cwd())
+    with pytest.raises(UserError) as caught:
+        make(sources, out, **options)
+    assert content(Path.cwd()) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("out", "create", "words"),
+    [
+        ("notes.txt", lambda: Path("notes.txt").write_text("notes"), "another file, or a damaged one"),
+        ("empty.h5", lambda: Path("empty.h5").touch(), "another file, or a damaged one"),
+        ("other.h5", lambda: h5py.File("other.h5", "w").close(), "another file, or a damaged one"),
+        ("shards", None, "a directory"),
+        ("fifo", lambda: os.mkfifo("fifo"), "a device, FIFO or socket"),
+        ("/dev/null", None, "a device, FIFO or socket"),
+        ("dangling", lambda: Path("dangling").symlink_to("nowhere"), "a link to a file that does not exist"),
+        ("loop", lambda: Path("loop").symlink_to("loop"), "symbolic links"),
+        ("a.jsonl/x.h5", None, "Not a directory"),
+        ("x" * 300, None, "too long"),
+        ("a.jsonl", None, "that is not a SOURCE"),
+        ("again", lambda: os.link("a.jsonl", "again"), "that is not a SOURCE"),
+        ("shards/d.jsonl", None, "in the folder 'shards'"),
+        ("a.h5", None, "other than that of --tokenizer"),
+        ("notes.h5", lambda: Path("notes.eval.h5").write_text("notes"), "notes.eval.h5"),
+    ],
+)
+def test_only_data_sets_are_replaced(folder: Path, out: str, create: Callable[[], None] | None, words: str) -> None:
+    if create is not None:
+        create()
+    message = refused(["a.jsonl", "shards"], out, tokenizer=Path("a.h5"), eval_fraction=0.5, force=True)
+    assert words in message and ": change --out" in message
+
+
+def test_a_link_to_a_data_set_remains_a_link(folder: Path) -> None:
+    (folder / "link.h5").symlink_to("a.h5")
+    make(["a.jsonl"], "link.h5", vocab_size=261)
+    assert (folder / "link.h5").is_symlink() and not (folder / "a.h5").is_symlink()
+    with Dataset("a.h5") as dataset:
+        assert dataset.vocab_size == 261
+
+
+def test_data_of_other_sources_are_replaced_on_request(folder: Path) -> None:
+    assert "made from other sources" in refused(["b.jsonl"], "a.h5")
+    make(["b.jsonl"], "a.h5", force=True)
+    assert "up to date" in make(["b.jsonl"], "a.h5")
+    assert "made from other sources" in refused(["a.jsonl"], "a.h5")
+
+
+def test_the_same_sources_with_other_options_are_prepared_again(folder: Path, capsys: Any) -> None:
+    call = ["prepare", str(folder / "a.jsonl"), "--out", "a.h5", "--vocab-size"]
+    line = "a.h5: preparing it again (it has other options, versions or contents, or is damaged)"
+    for size, count in (("260", 0), ("261", 1), ("261", 0)):
+        assert main([*call, size]) == 0
+        assert capsys.readouterr().err.count(line) == count
+    (folder / "a.jsonl").write_text(LINE * 2)
+    assert main([*call, "261"]) == 0
+    assert capsys.readouterr().err.count(line) == 1
+    with h5py.File("a.h5") as dataset:
+        offset = dataset["tokens"].id.get_chunk_info(0).byte_offset
+    with Path("a.h5").open("r+b") as file:
+        file.seek(offset)
+        file.write(b"damage")
+    assert main([*call, "261"]) == 0
+    assert capsys.readouterr().err.count(line) == 1
+    Dataset("a.h5").close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"vocab_size": size} for size in (-1, 259, 2**20 + 1, 2**70)),
+        *({"num_proc": number} for number in (-1, 0, 10**9)),
+        *({"eval_fraction": fraction} for fraction in (-0.1, 1.0, float("nan"), float("inf"))),
+        *({"max_length": length} for length in (-(2**70), 0, 1)),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_out_of_range(folder: Path, options: dict[str, Any]) -> None:
+    (name,) = options
+    assert f"expected --{name.replace('_', '-')} " in refused(["a.jsonl"], "new.h5", **options)
+
+
+def test_names_that_are_not_utf8(folder: Path, capfdbinary: Any) -> None:
+    pytest.importorskip("pyarrow.parquet").write_table(
+        sys.modules["pyarrow"].table({"text": ["abc abc"]}), folder / "t.parquet"
+    )
+    source, table, out = (os.fsdecode(b"\xff" + name) for name in (b".jsonl", b".parquet", b".h5"))
+    Path("b.jsonl").rename(source)
+    Path("t.parquet").rename(table)
+    make([source, table], out)
+    assert main(["prepare", source, table, "--out", out, "--vocab-size", "260"]) == 0
+    assert b"\\udcff.h5: up to date" in capfdbinary.readouterr().out
+    assert main(["prepare", table, "--out", "new.h5", "--tokenizer", out]) == 0
+    assert main(["prepare", os.fsdecode(b"\xff"), "--out", "x.h5"]) == 2
+
+
+def test_a_source_that_vanishes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc_mpi.data.prepare.check_outputs", lambda *_: (folder / "b.jsonl").unlink() or [])
+    with pytest.raises(UserError, match=r"b\.jsonl"):
+        make(["b.jsonl"], "b.h5")
+    assert not (folder / "b.h5").exists()
+
+
+CALL = [sys.executable, "-m", "odc_mpi", "prepare", "a.jsonl", "--vocab-size", "261", "--out"]
+
+
+def check_disk_error(out: Path, reason: str, **limits: Any) -> None:
+    """Check that a call ends with one line, and leaves the earlier file and nothing else."""
+    before = content(out.parent)
+    done = subprocess.run([*CALL, str(out)], capture_output=True, text=True, timeout=120, **limits)
+    lines = [line for line in done.stderr.splitlines() if "odc-mpi: error" in line]
+    assert (done.returncode, lines) == (
+        2,
+        [f"odc-mpi: error: cannot write {str(out)!r}: {reason}: free space, or change --out"],
+    )
+    assert "Traceback" not in done.stderr
+    assert content(out.parent) == before
+
+
+@pytest.mark.parametrize("limit", [100, 200_000])
+def test_a_limit_of_the_file_size(folder: Path, limit: int) -> None:
+    check_disk_error(
+        folder / "a.h5", "File too large", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
+        pytest.skip("needs permission to mount")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    check_disk_error(small_disk / "a.h5", "No space left on device")
