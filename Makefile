@@ -88,14 +88,14 @@ run: $(READY) $(DATA)
 DIGITS := runs/digits
 run-rl: $(READY)
 	$(BIN)/python jobs/digits.py $(DIGITS)
-	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl $(DIGITS)/examples.h5 --vocab-size 260
+	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl --out $(DIGITS)/examples.h5 --vocab-size 260
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
 	rm -rf $(DIGITS)/model
-	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft $(DIGITS)/model
+	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft --out $(DIGITS)/model
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml
 
 $(DATA): | $(READY)
-	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024
+	$(BIN)/odc-mpi prepare stdlib --out $@ --max-length 1024
 
 test: $(READY)
 	$(MAKE) test-serial test-launch MARKS="not slow"

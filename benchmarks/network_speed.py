@@ -71,7 +71,7 @@ def caches(config, size):
 def train(world, name, config, steps):
     """Train from scratch; return tokens per second, and per minibatch and rank bytes and microbatches."""
     from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
-    from odc_mpi.bench.rank_timing import slowest_s
+    from odc_mpi.bench.measure import slowest_s
     from odc_mpi.training.inputs import open_inputs
     from odc_mpi.training.run import build_trainer, decide
 
@@ -151,7 +151,8 @@ def main():
     if reason is not None:
         parser.error(reason)
     if not DATA.exists():
-        subprocess.run([sys.executable, "-m", "odc_mpi", "prepare", "stdlib", DATA, "--max-length", "1024"], check=True)
+        command = [sys.executable, "-m", "odc_mpi", "prepare", "stdlib", "--out", DATA, "--max-length", "1024"]
+        subprocess.run(command, check=True)
     results = {}
     for _ in range(arguments.jobs):
         for hosts in (2, 1):

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, checkpoint, data, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
@@ -29,6 +30,7 @@ COMMANDS = {
     "doctor": doctor,
     "train": train,
     "generate": generate,
+    "data": data,
     "checkpoint": checkpoint,
     "report": report,
     "job": job,
@@ -66,6 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises a UserError if the command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
+    check_out(arguments, rest, argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         words = [arguments.command, *filter(None, [getattr(arguments, "benchmark", None)])]
         raise UserError(f"unknown argument {rest[0]}: see odc-mpi {' '.join(words)} --help")
