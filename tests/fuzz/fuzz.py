@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -48,12 +49,14 @@ def main():
     parser.add_argument("--verbose", action="store_true", help="print every input with its exit code and output")
     arguments = parser.parse_args()
     runner.import_modules()
-    work = Path(tempfile.mkdtemp(prefix="odc_mpi-fuzz-"))
-    argv = _fuzz(arguments, work)
-    if isinstance(argv, int):
-        shutil.rmtree(work)
-        return argv
-    return runner.console(argv)  # in a child
+    work, owner = Path(tempfile.mkdtemp(prefix="odc_mpi-fuzz-")), os.getpid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that copies are removed
+    try:
+        argv = _fuzz(arguments, work)
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(work)
+    return argv if isinstance(argv, int) else runner.console(argv)  # in a child
 
 
 def _fuzz(arguments, work):
@@ -81,7 +84,13 @@ def _fuzz(arguments, work):
             argv = _work(cases, numbers, undamaged, work / str(worker), arguments)
             return argv if argv is not None else os._exit(0)
         workers.append(pid)
-    codes = [os.waitpid(pid, 0)[1] for pid in workers]
+    try:
+        codes = [os.waitpid(pid, 0)[1] for pid in workers]
+    except BaseException:
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+        raise
     rows = [json.loads(line) for worker in range(arguments.jobs) for line in (work / f"{worker}.rows").open()]
     assert not any(codes) and len(rows) == len(cases), f"a worker failed: {codes}, {len(rows)} of {len(cases)}"
     return _print(cases, dict(rows), time.monotonic() - began)

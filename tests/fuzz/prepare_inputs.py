@@ -118,9 +118,9 @@ def _outputs():
     """Outputs that exist: only a data set of ours may be replaced."""
     for old in (("prepare", "a.jsonl", "b.jsonl"), ("prepare", "a.jsonl", "notes.txt"), ("prepare", "a.jsonl")):
         yield Case(FAMILY, f"no output named: {' '.join(old)}", (*old, "--vocab-size", "300"))
-    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "missing/out.h5", "", "."):
+    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "", "."):
         yield Case(FAMILY, f"output {out!r}", prepare(out=out))
-    for out in ("x" * 300, "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
+    for out in ("missing/out.h5", "x" * 300, "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
         yield Case(FAMILY, f"output {out[:40]!r}", prepare(out=out), codes=(0, 2))
     own = ("--tokenizer", "data.h5")
     yield Case(FAMILY, "output is the tokenizer's data set", prepare(out="data.h5", options=own))

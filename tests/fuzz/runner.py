@@ -5,6 +5,7 @@ child per case, which then calls the function of the console script. A child is 
 """
 
 import atexit
+import ctypes
 import os
 import resource
 import select
@@ -108,6 +109,8 @@ def console(argv):
 
 def _enter(case, directory, output):
     """Become the process of a case: session, directory, environment, limits, streams."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the fuzzer
     os.setsid()
     os.chdir(directory)
     for name in os.environ.keys() - (wanted := environment(PYTHONDONTWRITEBYTECODE="1")).keys():
