@@ -139,7 +139,7 @@ def test_libraries_are_imported_in_their_folders_only(path):
                 assert is_in(own, places), f"{own} may not import {library}"
 
 
-@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "recommendation", "rollouts"])
+@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "rollouts"])
 def test_the_simulator_knows_no_mpi(module):
     seen, due = set(), {f"odc_mpi.simulate.{module}"}
     while due:

@@ -163,8 +163,6 @@ def measure(
 
 
 class _Contenders:
-    """All contenders, each with its own model. Construction is collective."""
-
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
         equal_counts = self._configure("window", "lb_micro")  # what collectives need

@@ -33,10 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate a scenario, print the results, and return the exit code."""
-    from odc_mpi.simulate.recommendation import recommend_batch_size
     from odc_mpi.simulate.rollouts import RolloutScenario, simulate_rollouts
     from odc_mpi.simulate.scenario import Scenario
-    from odc_mpi.simulate.simulate import simulate
+    from odc_mpi.simulate.simulate import recommend_batch_size, simulate
 
     is_grpo = arguments.workload == "grpo"
     for field, option in GENERATION.items():

@@ -64,7 +64,12 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))
-    source = world.run_on_all(lambda: _load(arguments, world))
+    args, rank, size = arguments, world.rank, world.size
+    source = world.run_on_all(
+        lambda: load_generation_model(
+            args.source, args.step, args.tokenizer, rank, size, args.attn_implementation, args.base
+        )
+    )
     world.require_same(source.name, "SOURCE")
     requests = world.run_on_all(lambda: _requests(source, examples))
     world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
@@ -98,12 +103,6 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     tickets.close()
     model.close()
     return completions
-
-
-def _load(args: GenerateArguments, world: World) -> GenerationModel:
-    return load_generation_model(
-        args.source, args.step, args.tokenizer, world.rank, world.size, args.attn_implementation, args.base
-    )
 
 
 def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Request]:

@@ -152,7 +152,6 @@ def _last_parts(names: Collection[str]) -> str:
 
 
 def _as_json(config: Any) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     content["peft_type"] = "LORA"
     return content | {"inference_mode": True}

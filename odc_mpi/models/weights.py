@@ -174,7 +174,6 @@ class SafetensorsWeights(HashedWeights):
                 buffer.copy_(self._slice(name)[...])
 
     def _index(self) -> dict[str, str]:
-        """Return the file of every stored tensor."""
         index = self._path / _INDEX
         if index.is_file():
             try:

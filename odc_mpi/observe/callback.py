@@ -1,15 +1,7 @@
 """Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
-    on_train_begin     before the first step; may be collective
-    on_step_begin      before the first microbatch
-    on_microbatch_end  after each microbatch of this rank
-    local_values       when the gradients are complete; returns a value for the all-gather for each of `gathered_names`
-    on_gathered        after the all-gather, before the optimizer step; receives the values of all ranks
-    on_step_end        after the publication of parameters; may be collective (checkpoints, evaluation)
-    on_train_end       after the last step; may be collective; returns entries of summary.json
-
-The other hooks do not communicate. Values travel with the all-gather that completes the gradients, so a callback adds
-no communication (docs/ordering.md). This module does not import torch.
+Only hooks that may be collective communicate. The `local_values` travel with the all-gather that completes the
+gradients, so a callback adds no communication (docs/ordering.md). This module does not import torch.
 """
 
 import math

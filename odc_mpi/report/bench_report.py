@@ -246,7 +246,6 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
-    """Return the GB/s curves of all variants that move data."""
     curves = []
     for (name, title), (style, marker) in zip(titles.items(), _LINES, strict=True):
         entries = [(size["size_bytes"], size["all_at_once"].get(name)) for size in sizes]

@@ -172,7 +172,6 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def _time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Create the plot of the time breakdown of each step, or of groups of steps."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]

@@ -1,12 +1,6 @@
 """Built-in reward functions, by their names in `rl.reward_funcs`.
 
 A function that needs a column returns None for the completions of a prompt without this column.
-
-exact_match    1 if the completion equals the column `answer`, without leading and trailing white space
-final_number   1 if the last number of the completion equals that of the column `answer`; in both, numbers before
-               the last ``####`` are ignored, as in GSM8K
-regex          1 if the regular expression in the column `pattern` matches anywhere in the completion
-length         number of tokens of the completion; with a negative weight, shorter is better
 """
 
 import re
@@ -30,7 +24,7 @@ def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[fl
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, otherwise 0.
 
-    The reward is None if the column contains no number.
+    In both, numbers before the last ``####`` are ignored, as in GSM8K. None if the column contains no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -41,15 +35,12 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0.
-
-    A prompt without a pattern has no reward: None.
-    """
+    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Return the number of tokens of each completion."""
+    """Return the number of tokens of each completion. With a negative weight, shorter is better."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 

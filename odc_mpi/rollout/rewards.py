@@ -182,7 +182,6 @@ def _call(
 
 
 def _to_list(rewards: Any, count: int) -> list[Any]:
-    """Convert the result of a function, a list or an array, to a list."""
     is_scalar = not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0
     if isinstance(rewards, (str, bytes, Mapping, Set)) or is_scalar:
         raise _FailedError(f"expected a list of {count} numbers, got {type(rewards).__name__}")

@@ -1,10 +1,5 @@
 """Simulation of the time at which ranks end a minibatch, for each way of synchronizing. Uses no plans.
 
-    collective         all ranks synchronize at every unit of every microbatch
-    static             windows: each rank runs its own microbatches
-    context_parallel   windows: the ranks of a split sequence wait for keys, values and gradients in each unit
-    dynamic            windows: an idle rank claims the next microbatch
-
 All ranks synchronize at the end of a minibatch, so the slowest rank determines its time. All times are in seconds.
 """
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
@@ -49,14 +50,9 @@ class LogNormal:
 
     def _mean(self, location: float) -> float:
         """Return E[min(X, max_tokens)] for log-normal X."""
-        sigma, edge = self.sigma, math.log(self.max_tokens)
-        below = math.exp(location + sigma**2 / 2) * _normal((edge - location - sigma**2) / sigma)
-        return below + self.max_tokens * (1 - _normal((edge - location) / sigma))
-
-
-def _normal(x: float) -> float:
-    """Return the standard normal distribution function."""
-    return 0.5 * math.erfc(-x / math.sqrt(2))
+        sigma, edge, normal = self.sigma, math.log(self.max_tokens), NormalDist().cdf
+        below = math.exp(location + sigma**2 / 2) * normal((edge - location - sigma**2) / sigma)
+        return below + self.max_tokens * (1 - normal((edge - location) / sigma))
 
 
 @dataclass(frozen=True)

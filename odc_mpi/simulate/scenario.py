@@ -90,12 +90,10 @@ class SimulatedMinibatch:
 class Scenario:
     """Run to simulate. A `UserError` for an invalid value names the option of `odc-mpi simulate`.
 
+    For attributes that are not listed, see the options in `simulate.options`.
+
     Attributes:
-        ranks: Number of ranks.
-        per_rank: Number of sequences per rank and minibatch.
         lengths: Name or path for `lengths_by_name`.
-        num_minibatches: Number of minibatches.
-        seed: Seed of all random numbers.
         packing_ratio: Maximum tokens of a microbatch, in multiples of the longest possible sequence; at least 1. With
             1, a microbatch holds one longest sequence or several shorter ones. This interprets the term of the paper.
         speed_variation: Standard deviation of a rank's speed, whose mean is 1. Speeds are log-normal, and each rank
@@ -106,9 +104,7 @@ class Scenario:
         num_units: Number of units, parameters that are fetched and released together. In each microbatch, a unit is
             fetched twice, for forward and backward, and its gradient is pushed once.
         unit_bytes: Size of a unit in bytes. 0 means `MODEL_BYTES` divided by `num_units`.
-        fetch_gb_per_s: Speed of fetches, in 10^9 bytes per second. 0 means that fetches take no time.
-        push_gb_per_s: Speed of pushes, in 10^9 bytes per second. 0 means that pushes take no time.
-        ticket_s: Time to claim a microbatch, in seconds.
+        fetch_gb_per_s: Speed of fetches, in 10^9 bytes per second. 0 means that they take no time. As `push_gb_per_s`.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch, with windows.
         gradient_cache_bytes: Memory per rank for local gradient accumulation, with windows. Gradients are assumed to be
             as large as parameters.

@@ -19,9 +19,8 @@ from odc_mpi.simulate.events import (
     simulate_dynamic,
     simulate_static,
 )
-from odc_mpi.simulate.recommendation import recommend_batch_size
 from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, SimulatedMinibatch
-from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, simulate_timing
+from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, recommend_batch_size, simulate, simulate_timing
 
 #: Schedules that do not split sequences.
 WHOLE = [name for name in SCHEDULES if name != "window/split"]

@@ -41,8 +41,8 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
         ({"rl__temperature": 0}, "above 0"),
         ({"rl__loss_type": "bnpo"}, "dapo or grpo or dr_grpo"),
         ({"lora__r": 4, "lora__dropout": 0.1}, "lora.dropout: expected 0"),
-        ({"data__balance": "dynamic"}, "data.balance is not supported with run.objective grpo"),
-        ({"run__num_train_epochs": 2}, "set run.steps instead"),
+        ({"data__balance": "dynamic"}, "data.balance: expected lb_mini with run.objective grpo, got dynamic"),
+        ({"run__num_train_epochs": 2}, "expected null with run.objective grpo, got 2"),
     ],
 )
 def test_mismatches_are_reported(changes, words):

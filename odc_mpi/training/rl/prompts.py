@@ -1,7 +1,11 @@
 """Loading, batching and tokenization of prompts. Every rank loads the same minibatches, without communication."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import end_of_turn_token
@@ -36,6 +40,25 @@ class PromptLoader(ShuffledSampler):
             dataset=cast(Dataset, self._dataset),
             **position,
         )
+
+
+def predict_lengths(
+    indices: Sequence[int], prompt_lengths: npt.NDArray[np.int64], observed: Mapping[int, float]
+) -> list[float]:
+    """Predict the mean length in tokens of the completions of each prompt in `indices`.
+
+    It is the observed length if there is one. For a new prompt, it is read from the regression line of completion
+    length over prompt length. The sums of the regression are exact, so all ranks predict the same lengths.
+
+    Args:
+        prompt_lengths: Lengths of all prompts in tokens, int64 [prompts].
+        observed: Mean length of the completions of each prompt that already has some, in tokens, by index.
+    """
+    x = [int(prompt_lengths[index]) for index in observed]
+    slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
+    if len(set(x)) > 1:
+        slope, intercept = statistics.linear_regression(x, list(observed.values()))
+    return [observed.get(index, intercept + slope * int(prompt_lengths[index])) for index in indices]
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Section `rl` of the settings. Settings that also exist in `GRPOConfig` of TRL have its names and defaults."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -40,6 +41,19 @@ class GRPOConfig:
     log_completions: Annotated[int, "steps between printed and recorded completions; 0: none", NOT_NEGATIVE] = 0
 
 
+_UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
+#: Settings with the only value that GRPO supports, and the reason.
+_REQUIRED = {
+    "rl.num_iterations": (1, "training is strictly on-policy; after an update the rollouts are from an older policy"),
+    "lora.dropout": (0, "with dropout the trained policy is not the one that generated"),
+    "run.keep_best": (False, "there is no evaluation loss"),
+    "run.num_train_epochs": (None, "set run.steps instead"),
+    "data.balance": ("lb_mini", _UNKNOWN_LENGTHS),
+    "data.cost": ("flops", _UNKNOWN_LENGTHS),
+    "data.context_parallel": ("off", _UNKNOWN_LENGTHS),
+}
+
+
 def check_rl(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the settings of GRPO contradict each other or other settings.
 
@@ -63,25 +77,6 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
         )
     if not (values.get("rl.tokenizer") or values.get("model.path")):
         raise UserError(f"{source}: run.objective grpo requires a tokenizer: set rl.tokenizer, or model.path")
-    _check_on_policy(values, source)
-    _check_sizes(values, source)
-
-
-def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the trained policy would differ from the one that generates."""
-    if values.get("rl.num_iterations", 1) > 1:
-        raise UserError(
-            f"{source}: rl.num_iterations: expected 1, got {values['rl.num_iterations']}: training is strictly "
-            "on-policy, and after the first update the rollouts are from an older policy"
-        )
-    if values.get("lora.dropout"):
-        raise UserError(
-            f"{source}: lora.dropout: expected 0 under run.objective grpo, got {values['lora.dropout']}: with dropout "
-            "the trained policy is not the one that generated"
-        )
-
-
-def _check_sizes(values: Mapping[str, Any], source: str) -> None:
     num_generations = values.get("rl.num_generations", GRPOConfig.num_generations)
     sequences = values.get("data.minibatch_sequences", 16)
     if sequences % num_generations:
@@ -89,15 +84,8 @@ def _check_sizes(values: Mapping[str, Any], source: str) -> None:
             f"{source}: data.minibatch_sequences: expected a multiple of rl.num_generations, {num_generations}, got "
             f"{sequences}: with run.objective grpo it is the number of completions per step"
         )
-    for key, why in (
-        ("run.keep_best", "is not supported with run.objective grpo, which has no evaluation loss: remove it"),
-        ("run.num_train_epochs", "is not supported with run.objective grpo: set run.steps instead"),
-    ):
-        if values.get(key):
-            raise UserError(f"{source}: {key} {why}")
-    for key, default in (("data.balance", "lb_mini"), ("data.cost", "flops"), ("data.context_parallel", "off")):
-        if values.get(key, default) != default:
-            raise UserError(
-                f"{source}: {key} is not supported with run.objective grpo: remove it. Ranks claim prompts and "
-                "rollouts whose lengths are not known in advance"
-            )
+    for key, (supported, reason) in _REQUIRED.items():
+        value = values.get(key, supported)
+        if value != supported:
+            expected, got = (json.dumps(each).strip('"') for each in (supported, value))
+            raise UserError(f"{source}: {key}: expected {expected} with run.objective grpo, got {got}: {reason}")

@@ -38,9 +38,8 @@ from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, Sam
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import MinibatchSource
-from odc_mpi.training.rl.lengths import CompletionLengthPredictor
 from odc_mpi.training.rl.metrics import RolloutMetrics
-from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first_batches
+from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first_batches, predict_lengths
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 
@@ -94,7 +93,8 @@ class RolloutSource(MinibatchSource):
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)
         self._metrics = RolloutMetrics([reward.name for reward in reward_functions], num_groups)
         self.gathered_names = self._metrics.gathered_names
-        self._length_predictor = CompletionLengthPredictor(prompts.lengths)
+        #: Mean length of the completions that were last generated for a prompt, in tokens, by index of the prompt.
+        self._observed_lengths: dict[int, float] = {}
         self._step = 0  # its number
         self._note: Callable[[str], None] = world.set_status
         #: Completions that this rank generated in the last step, if they are to be logged.
@@ -114,7 +114,7 @@ class RolloutSource(MinibatchSource):
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Generate completions and yield microbatches of them, as the module describes. One-sided."""
         count = len(minibatch.indices)
-        expected = [self._length_predictor.predict(index) for index in minibatch.indices.tolist()]
+        expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
         decode_batches = longest_first_batches(expected, self._world.size, max_prompts)
         for ticket in self._tickets.draw(len(decode_batches)):
@@ -133,7 +133,7 @@ class RolloutSource(MinibatchSource):
         """Report the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         for position, index in enumerate(step.minibatch.indices.tolist()):
-            self._length_predictor.observe(index, self._metrics.mean_length(gathered, position))
+            self._observed_lengths[index] = round(self._metrics.mean_length(gathered, position), 2)
         self._tickets.reset()
         self._queue.reset()
 
@@ -150,12 +150,14 @@ class RolloutSource(MinibatchSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader and the observed completion lengths."""
-        return {"loader": self._loader.state_dict(), "completion_lengths": self._length_predictor.state_dict()}
+        lengths = {str(index): length for index, length in self._observed_lengths.items()}
+        return {"loader": self._loader.state_dict(), "completion_lengths": lengths}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position of the loader and the observed completion lengths."""
         self._loader.load_state_dict(state_dict["loader"])
-        self._length_predictor.load_state_dict(state_dict["completion_lengths"])
+        lengths = state_dict["completion_lengths"]
+        self._observed_lengths = {int(index): length for index, length in lengths.items()}
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
         """Generate completions and publish finished groups. Return the groups that do not fit into the store."""
