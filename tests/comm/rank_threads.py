@@ -1,13 +1,12 @@
 """Every rank of a transport in a thread of this process, on small units."""
 
 import random
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from local_transport import LocalGroup
+from ranks import run_ranks
 
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -47,21 +46,10 @@ def assert_sums(pushes: list[list[tuple[int, int, torch.Tensor]]], shards: list[
 
 
 def run(size: int, make: Callable[[LocalGroup, int], Transport], work: Callable[[Any], Any]) -> list[Any]:
-    """Make a transport on every rank, have it work, and return the results; a rank that fails frees the others."""
-    group = LocalGroup(size, timeout_s=10.0)
+    """Make a transport on every rank, have it work, and return the results."""
 
-    def rank(r: int) -> Any:
-        try:
-            transport = make(group, r)
-            transport.allocate(make_layouts(size))
-            return work(transport)
-        except BaseException:
-            group.barrier.abort()
-            raise
+    def allocated(transport: Any) -> Any:
+        transport.allocate(make_layouts(size))
+        return work(transport)
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(rank, r) for r in range(size)]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
+    return run_ranks(size, allocated, transport=lambda group, rank, *_: make(group, rank))

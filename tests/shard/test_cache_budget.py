@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -36,18 +35,6 @@ def forward_and_backward(num_units: int, num_microbatches: int) -> list[int]:
     return (there + there[::-1]) * num_microbatches
 
 
-def belady(uses: Sequence[int], capacity: int) -> int:
-    """Fetches if the unit goes that is needed last."""
-    held, count = set[int](), 0
-    for i, unit in enumerate(uses):
-        if unit not in held:
-            count += 1
-            if len(held) == capacity:
-                held.remove(max(held, key=lambda x: next((j for j in range(i, len(uses)) if uses[j] == x), math.inf)))
-            held.add(unit)
-    return count
-
-
 def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
     """Return the fetches of equal units: the first ones stay resident, of the others the least recent is dropped."""
     residency, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
@@ -68,28 +55,6 @@ def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
 @pytest.fixture
 def module() -> nn.Module:
     return Stack(NUM_LAYERS).double()
-
-
-@pytest.mark.parametrize("num_units", [1, 2, 3, 8, 13])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-def test_no_choice_of_what_stays_needs_fewer_fetches(num_units: int, num_microbatches: int) -> None:
-    uses = forward_and_backward(num_units, num_microbatches)
-    for staying in range(num_units + 1):
-        assert fetches(uses, staying) == belady(uses, staying + 2)
-        # Of a resident unit each fetch but the first is saved.
-        passes, others = 2 * num_microbatches - 1, max(0, num_units - 2 - staying)
-        assert fetches(uses, staying) == num_units + passes * others
-
-
-@pytest.mark.parametrize("num_units", [3, 8, 13])
-def test_forwards_alone_save_the_fetches_of_all_that_stays(num_units: int) -> None:
-    uses = list(range(num_units)) * 6
-    for staying in range(num_units - 2):
-        best, longest_unused = belady(uses, staying + 2), len(uses)  # each use is a fetch
-        assert fetches(uses, staying) == num_units + 5 * (num_units - staying)
-        assert best <= fetches(uses, staying) <= longest_unused
-        assert fetches(uses, staying) - best <= 5 * 2  # a fetch or two of a pass, for units that come and go
-    assert fetches(uses, num_units) == belady(uses, num_units) == num_units
 
 
 def test_a_budget() -> None:
@@ -299,26 +264,6 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
         assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
 
 
-def test_half_of_the_model_halves_the_excess() -> None:
-    width = 32
-    module = Stack(NUM_LAYERS, width).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train, excess = Train(transport, CacheBytes(), module), []
-        for share in (0.0, 0.5, 1.0):
-            needs = train.model.cache_needs.maximum
-            train.model.cache_bytes = CacheBytes(int(share * needs.parameters), int(share * needs.gradients))
-            before = train.model.traffic.fetched, train.model.traffic.pushed
-            train.step(8, batch=torch.ones(1, width, dtype=torch.float64))
-            moved = [now.same_node - then.same_node for now, then in zip(traffic_of(train.model), before, strict=True)]
-            excess.append(moved)
-        for nothing, half, everything in zip(*excess, strict=True):
-            assert (half - everything) / (nothing - everything) <= 0.55
-            assert everything > 0
-
-    run_ranks(2, work)
-
-
 def traffic_of(model: ShardedModel) -> tuple[ByteCounts, ByteCounts]:
     return model.traffic.fetched, model.traffic.pushed
 
@@ -489,23 +434,6 @@ def test_local_sums_that_overflow_are_known_to_all() -> None:
             train.model.publish()
 
     run_ranks(2, work, torch.float32, torch.float32)
-
-
-def test_parameters_without_a_gradient_have_none() -> None:
-    module = Branches().double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
-        for used in ((0,), (1, 2), ()):
-            with train.model.minibatch():
-                for _ in range(2 if transport.group.rank else 0):
-                    squares(train.model, (INPUT, used)).backward()
-            named = {name for name, p in train.model.named_shard_parameters() if p.grad is not None}
-            layers = {name.split(".")[1] for name in named if name.startswith("layers")}
-            assert layers == {str(i) for i in used}
-            train.model.publish()
-
-    run_ranks(2, work)
 
 
 @on_ranks(1)
