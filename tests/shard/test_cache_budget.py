@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Batch, adamw, check_parity, squares, vectors
+from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, calling, freeze
 from torch import nn
-from toy_models import WIDTH, Layer, Stack
+from toy_models import INPUT, WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.traffic import ByteCounts
@@ -23,8 +23,6 @@ from odc_mpi.shard.cache_budget import CacheBudget, CacheBytes, auto_cache_bytes
 from odc_mpi.shard.model import ShardedModel
 
 NUM_LAYERS = 12
-ITEM_BYTES = 8
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 #: Bytes of a layer, padding between its weight and its bias included.
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * ITEM_BYTES
 PLENTY = CacheBytes(1 << 30, 1 << 30)
@@ -151,35 +149,13 @@ def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
     )
 
 
-class Train:
-    """Trains a stack of equal layers on a rank."""
-
-    def __init__(self, transport: RecordingTransport, budgets: CacheBytes, module: nn.Module, **settings: Any) -> None:
-        self.transport = transport
-        self.model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), **settings)
-        self.model.cache_bytes = budgets
-        self.optimizer = adamw(self.model.shard_parameters())
-
-    def step(self, num_microbatches: int, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
-        """Return the numbers of fetches and pushes."""
-        self.transport.log.clear()
-        with self.model.minibatch():
-            for i in range(num_microbatches):
-                if mark_last and i == num_microbatches - 1:
-                    self.model.set_is_last_backward()
-                squares(self.model, (batch,)).backward()
-        self.optimizer.step()
-        self.model.publish()
-        return len(self.transport.names("fetch")), len(self.transport.names("push"))
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("staying", [0, 1, 5, 10, 12])
 def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), module, prefetch=prefetch)
+        train = Train(transport, module, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), prefetch=prefetch)
         for num_microbatches, mark_last in itertools.product((1, 4, 0, 3), (False, True)):
             fetched, pushed = train.step(num_microbatches, mark_last)
             if prefetch and num_microbatches == 1 and not mark_last:
@@ -273,7 +249,7 @@ def test_traffic_does_not_depend_on_the_number_of_microbatches(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
     moved = []
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     for num_microbatches in (1, 2, 8):
         before = traffic_of(train.model)
         train.step(num_microbatches)
@@ -292,7 +268,7 @@ def test_bytes_by_node() -> None:
     module = Stack(2).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
+        train = Train(transport, module, PLENTY)
         train.step(2)
         for moved in traffic_of(train.model):
             parts = [[0, 0], [0, 0]]
@@ -309,7 +285,7 @@ def test_bytes_by_node() -> None:
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     transport.log.clear()
     with torch.inference_mode():
         outputs = [train.model(INPUT).clone() for _ in range(3)]
@@ -325,7 +301,7 @@ def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
 @pytest.mark.parametrize("prefetch", [0, 1])
 @on_ranks(2)
 def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
-    train = Train(transport, PLENTY, module, prefetch=prefetch)
+    train = Train(transport, module, PLENTY, prefetch=prefetch)
     train.step(2)
     with torch.no_grad():
         train.model(INPUT)  # stays, for the next minibatch
@@ -339,7 +315,7 @@ def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: 
 @on_ranks(2)
 def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTransport, module: nn.Module) -> None:
     """Each that is on its way may hold memory, such as pinned memory before it goes to the host."""
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     on_the_way: list[int] = []
     push = train.model._pusher._store.push
     train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
@@ -352,7 +328,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
 @pytest.mark.parametrize("prefetch", [0, 1])
 @on_ranks(2, transport=Poisoning)
 def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
-    train = Train(transport, CacheBytes(), module, prefetch=prefetch)
+    train = Train(transport, module, CacheBytes(), prefetch=prefetch)
     train.step(1)
     wanted = NUM_LAYERS * LAYER_BYTES
     train.model.cache_bytes = CacheBytes(parameters=wanted - 1)
@@ -371,8 +347,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
         assert transport.names("fetch") == []
     train.step(2)
     in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
-    shards = sum(layout.shard_numel for layout in transport.layouts) * ITEM_BYTES
-    assert train.model.peak_parameter_bytes <= shards + wanted + in_use
+    assert train.model.peak_parameter_bytes <= train.shard_bytes + wanted + in_use
 
 
 @pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
@@ -380,7 +355,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
     transport.parameters.access = access
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
         train.step(1)
@@ -409,7 +384,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 @on_ranks(1)
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
-    train = Train(transport, CacheBytes(), Stack(2).double())
+    train = Train(transport, Stack(2).double(), CacheBytes())
     transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
@@ -423,7 +398,7 @@ def test_local_sums_that_overflow_are_known_to_all() -> None:
     module = nn.Sequential(Layer()).float()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
+        train = Train(transport, module, PLENTY)
         of_ranks = [((2e38, 2e38, -2e38), ()), ((1e38, -1e38), (1e38,)), ((1e38,), (1e38,)), ((1e30, -1e30), ())]
         for factors, finite in zip(of_ranks, (False, True, False, True), strict=True):
             with train.model.minibatch() as minibatch:

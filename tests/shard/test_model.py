@@ -10,14 +10,13 @@ import torch
 from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
-from toy_models import WIDTH, Block, Layer, RandomWeights, Stack, Transformer
+from toy_models import INPUT, WIDTH, Block, Layer, RandomWeights, Stack, Transformer
 
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.work import CompletedWork, FetchWork
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
 def stack(num_layers: int = 2) -> nn.Module:

@@ -11,7 +11,7 @@ from parity import squares
 from ranks import Late, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from torch import nn
-from toy_models import WIDTH, Layer, Stack
+from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
@@ -20,9 +20,6 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits
-
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
-
 
 # The order
 
@@ -189,26 +186,21 @@ def use(ready: UnshardedUnits, units: list[Unit], which: str) -> list[str]:
     return after
 
 
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [(1, ["ufsss", "uufss", "usufs", "ussuf", "ussuu"]), (2, ["uffss", "uuffs", "usuff", "usuuf", "usuuu"])],
+)
 @pytest.mark.parametrize("size", [1, 3])
 @on_ranks(transport=LateTransport)
-def test_the_next_unit_comes_while_this_one_is_used(transport: LateTransport, size: int) -> None:
-    units, ready = ahead(transport, 4, 1)
+def test_the_next_units_come_while_this_one_is_used(
+    transport: LateTransport, size: int, prefetch: int, expected: list[str]
+) -> None:
+    units, ready = ahead(transport, 4, prefetch)
     use(ready, units, "01234")
     ready.reshard_all()
     assert states(units) == "sssss"
     transport.log.clear()
-    assert use(ready, units, "01234") == ["ufsss", "uufss", "usufs", "ussuf", "ussuu"]
-    assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
-    ready.close()
-
-
-@on_ranks(1, transport=LateTransport)
-def test_two_ahead(transport: LateTransport) -> None:
-    units, ready = ahead(transport, 4, 2)
-    use(ready, units, "01234")
-    ready.reshard_all()
-    transport.log.clear()
-    assert use(ready, units, "01234") == ["uffss", "uuffs", "usuff", "usuuf", "usuuu"]
+    assert use(ready, units, "01234") == expected
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
     ready.close()
 
