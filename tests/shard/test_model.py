@@ -406,15 +406,6 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
 
 
 @on_ranks(1)
-def test_parameters_without_values(transport: RecordingTransport) -> None:
-    with torch.device("meta"):
-        module = Transformer(1)
-    with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
-        ShardedModel(module, transport)
-    assert transport.parameters.layouts == ()
-
-
-@on_ranks(1)
 def test_nothing_to_train(transport: RecordingTransport) -> None:
     """As of a policy that another is compared with: it computes, also in a graph, and no gradient leaves it."""
     module, inputs = stack().requires_grad_(False), torch.randn(3, WIDTH, dtype=torch.float64)
@@ -427,18 +418,25 @@ def test_nothing_to_train(transport: RecordingTransport) -> None:
     model.close()
 
 
-@on_ranks(1)
-def test_a_parameter_that_would_not_be_trained(transport: RecordingTransport) -> None:
+def with_parameter(parameter: torch.Tensor) -> nn.Module:
     module = nn.Linear(2, 2)
-    module.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="turn"):
-        ShardedModel(module, transport)
+    module.turn = nn.Parameter(parameter)
+    return module
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: with_parameter(torch.ones(2, device="meta")), "turn is on the meta device: expected `weights`"),
+        (lambda: with_parameter(torch.ones(2, dtype=torch.complex64)), "turn"),  # would not be trained
+        (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), "max_norm"),  # a forward changes the weights
+    ],
+)
 @on_ranks(1)
-def test_weights_that_a_forward_changes_are_refused(transport: RecordingTransport) -> None:
-    with pytest.raises(ValueError, match="max_norm"):
-        ShardedModel(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), transport)
+def test_a_module_that_cannot_be_sharded(transport: RecordingTransport, make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ShardedModel(make(), transport)
+    assert transport.parameters.layouts == ()
 
 
 # The state and the module itself
