@@ -6,7 +6,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device.device import BufferEvents, _cupy
+from odc_mpi.comm.device.device import BufferEvents, _cupy, find_device
 from odc_mpi.comm.kernels.native import add_segments_
 from odc_mpi.errors import UserError
 
@@ -63,3 +63,20 @@ def test_the_late_device_notices_haste_with_slots():
     values.zero_()
     with pytest.raises(AssertionError, match="slot"):
         event.synchronize()
+
+
+def test_the_late_device_notices_haste():
+    device = LateDevice()
+    for hasty in ("source", "target"):
+        source, target = torch.ones(4), torch.zeros(4)
+        copy = device.copy(target, source, device.record_event())
+        (source if hasty == "source" else target).fill_(7)
+        with pytest.raises(AssertionError, match=hasty):
+            copy.synchronize()
+
+
+def test_a_machine_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("cpu", 0) is None
+    with pytest.raises(UserError, match=r"run.device: cuda needs a GPU, torch .* sees none: set it to cpu"):
+        find_device("cuda", 0)

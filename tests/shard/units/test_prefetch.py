@@ -426,17 +426,6 @@ def test_a_wrong_guess_that_fails_raises_at_the_end_of_the_minibatch(transport: 
     model.close()
 
 
-def test_an_error_on_one_rank_reaches_the_caller() -> None:
-    def work(transport: Failing) -> None:
-        model = failing(transport)
-        if transport.group.rank == 1:
-            transport.fails = "fetch", "layers.3"
-        step(model)
-
-    with pytest.raises(ConnectionError, match="the fetch went wrong"):
-        run_ranks(2, work, transport=Failing)
-
-
 @on_ranks(1, transport=LateTransport)
 def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: LateTransport) -> None:
     model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
