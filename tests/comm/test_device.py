@@ -7,7 +7,6 @@ import torch
 from late_device import LateDevice
 
 from odc_mpi.comm.device.device import BufferEvents, _cupy, find_device
-from odc_mpi.comm.kernels.native import add_segments_
 from odc_mpi.errors import UserError
 
 
@@ -19,14 +18,6 @@ def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
         UserError, match=rf"CuPy, which cannot be imported .* install odc_mpi\[{extra}\].* or set it to cpu"
     ):
         _cupy()
-
-
-def test_slots_are_added_in_their_order():
-    shard = torch.zeros(5)
-    big, small = torch.full((2,), 1e8), torch.full((2,), 1.0)
-    add_segments_(shard, [(1, big), (1, small), (1, -big), (3, small), (2, torch.zeros(0))])
-    # 1e8 swallows the 1: in another order it would be left.
-    assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_an_event_belongs_to_memory_not_to_a_view_of_it():

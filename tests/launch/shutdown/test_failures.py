@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from mpi_launch import finish, launch, start
+from mpi_launch import finish, launch, script, start
 from processes import is_running
 
 LATE = """
@@ -134,12 +134,6 @@ with model.minibatch():
         sys.exit(int(sys.argv[1]))
 model.publish()
 """
-
-
-def script(tmp_path, text):
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
