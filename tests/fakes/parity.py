@@ -110,19 +110,14 @@ def train_sharded(
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
     for step, minibatch in enumerate(minibatches):
+        own = [i for i in range(len(minibatch)) if assign(step, i, transport.group.size) == transport.group.rank]
         with model.minibatch():
-            for i, batch in enumerate(minibatch):
-                if assign(step, i, transport.group.size) == transport.group.rank:
-                    own = [
-                        j
-                        for j in range(len(minibatch))
-                        if assign(step, j, transport.group.size) == transport.group.rank
-                    ]
-                    if mark_last and i == own[-1]:
-                        model.set_is_last_backward()
-                    value = loss(model, batch)
-                    value.backward()
-                    losses[step, i] = float(value.detach())
+            for i in own:
+                if mark_last and i == own[-1]:
+                    model.set_is_last_backward()
+                value = loss(model, minibatch[i])
+                value.backward()
+                losses[step, i] = float(value.detach())
         if max_norm is not None:
             model.clip_grad_norm_(max_norm)
         optimizer.step()

@@ -113,40 +113,32 @@ BUDGETS = {
 }
 
 
-class Case:
-    def __init__(self, module: nn.Module, minibatches: list[list[Batch]], **options: Any) -> None:
-        self.module, self.minibatches, self.options = module, minibatches, options
-
-
 def cases() -> Iterable[Any]:
     skipped = calling((0, 1, 2), (0, 2, 2), (1, 0), (0, 0, 1), (), (2, 1))
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
-    yield pytest.param(Case(Stack(5), many), id="plain")
-    yield pytest.param(Case(Stack(5), many, mark_last=True), id="last_marked")
-    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True), id="ahead1")
-    yield pytest.param(Case(Stack(5), many, prefetch=2, activation_checkpointing=True), id="ahead2_recomputed")
-    yield pytest.param(Case(Branches(), skipped, prefetch=1), id="skipped_and_twice")
-    yield pytest.param(Case(Branches(), skipped, mark_last=True, activation_checkpointing=True), id="twice_recomputed")
-    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, mark_last=True), id="frozen")
+    yield pytest.param(Stack(5), many, {}, id="plain")
+    yield pytest.param(Stack(5), many, {"mark_last": True}, id="last_marked")
+    yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True}, id="ahead1")
+    yield pytest.param(Stack(5), many, {"prefetch": 2, "activation_checkpointing": True}, id="ahead2_recomputed")
+    yield pytest.param(Branches(), skipped, {"prefetch": 1}, id="skipped_and_twice")
+    yield pytest.param(
+        Branches(), skipped, {"mark_last": True, "activation_checkpointing": True}, id="twice_recomputed"
+    )
+    yield pytest.param(freeze(Stack(5), *frozen), many, {"prefetch": 1, "mark_last": True}, id="frozen")
     narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
     many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)
-    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True, **narrow), id="fp32")
+    yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True, **narrow}, id="fp32")
 
 
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize(("plain", "minibatches", "options"), list(cases()))
 @pytest.mark.parametrize("budgets", BUDGETS)
-def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
+def test_equal_to_plain_torch(
+    plain: nn.Module, minibatches: list[list[Batch]], options: dict[str, Any], budgets: str
+) -> None:
     """Over a transport in which a released unit is NaN, and so is a pushed sum."""
-    check_parity(
-        copy.deepcopy(case.module),
-        case.minibatches,
-        3,
-        units=[Layer],
-        budgets=BUDGETS[budgets],
-        kind=Poisoning,
-        **case.options,
-    )
+    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": Poisoning, **options}
+    check_parity(copy.deepcopy(plain), minibatches, 3, **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
