@@ -18,7 +18,7 @@ import torch
 
 from odc_mpi.bench.contenders import OdcContender, run_rounds
 from odc_mpi.bench.train import default_configuration
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prepare import PrepareOptions, prepare
@@ -62,7 +62,7 @@ def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: 
     rounds = run_rounds(world, ours, steps, num_rounds, lambda line: None)
     # The cost of unsplit sequences is learned in the run without splitting, that of chunks in the other.
     costs = {name: _learned(trainer) for name, trainer in trainers.items()}
-    cost = replace(costs["dynamic"], piece_factor=costs["split"].piece_factor)
+    cost = replace(costs["dynamic"], chunk_factor=costs["split"].chunk_factor)
     for trainer in trainers.values():
         with trainer:
             trainer.model.close()
@@ -79,7 +79,7 @@ def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: 
         },
         "ratio": quartiles([whole / split for whole, split in zip(*seconds, strict=True)]),
         "simulated": whole_s / split_s,
-        "piece_factor": cost.piece_factor,
+        "chunk_factor": cost.chunk_factor,
         "loss_deviation": max(abs(whole - split) / whole for whole, split in losses),
     }
 

@@ -15,6 +15,7 @@ import numpy as np
 from odc_mpi.checkpoint.manifest import FORMAT, INDEX, VERSION, FileRecord, Manifest, TensorRecord, shard_name
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync_file
+from odc_mpi.hdf5_file import create_hdf5
 
 #: Box in a tensor: start and stop of the range in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
@@ -25,7 +26,7 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 def write_index(directory: Path, manifest: Manifest) -> FileRecord:
     """Write the index of a checkpoint, and return its record. The files of all ranks must exist in `directory`."""
     path = directory / INDEX
-    with h5py.File(path, "x", locking=False) as file:
+    with create_hdf5(path) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():
             _create_virtual_dataset(file, name, record, directory, manifest.step)

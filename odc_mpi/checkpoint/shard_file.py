@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from odc_mpi.checkpoint.manifest import STORED_AS, FileRecord
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.hdf5_file import create_hdf5
 
 try:
     from isal.isal_zlib import crc32  # the same values, at 8 instead of 2 GB/s
@@ -85,7 +86,7 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
 def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
     """Create a file and allocate its data sets. Return the offsets of the entries, and that of the checksums."""
     offsets = []
-    with h5py.File(path, "x", locking=False) as file:
+    with create_hdf5(path) as file:
         file.attrs.update(attributes)
         for entry in entries:
             created = _create_dataset(file, entry.path, len(entry.values), entry.values.dtype)

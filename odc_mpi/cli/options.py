@@ -1,6 +1,7 @@
 """Options that several commands share, and functions that parse the values of options."""
 
 import argparse
+import os
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,3 +82,11 @@ def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "S
     scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
     scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
     return scenario
+
+
+def utf8(text: str) -> str:
+    """Decode an argument as UTF-8, even if the locale has another encoding."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected text in UTF-8, got {text!r}: {error.reason}") from None

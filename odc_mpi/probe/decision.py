@@ -62,6 +62,19 @@ class CommSettings:
                 raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
 
 
+#: Text for each value of a choice in the log.
+_LOG_TEXTS: dict[str, dict[str, str]] = {
+    "window_device": {"cuda": "windows on GPUs", "cpu": "windows in host memory"},
+    "zero_copy": {"on": "zero-copy on", "off": "zero-copy off"},
+    "reduction": {
+        "accumulate": "gradients by MPI_Accumulate",
+        "mailbox": "gradients by mailbox",
+        "reduce_scatter": "gradients by reduce-scatter",
+    },
+    "progress": {"off": "no progress thread", "thread": "progress thread"},
+}
+
+
 @dataclass(frozen=True)
 class Choice:
     """Chosen value of a setting, and the reason for it."""
@@ -92,9 +105,10 @@ class Decision:
 
     def one_line(self) -> str:
         """Format the choices in one line for a log. Only reasons with a warning or advice are included."""
-        names = ("window_device", "zero_copy", "reduction", "progress")
-        choices = {name.replace("_", "-"): made for name in names if (made := getattr(self, name)) is not None}
-        return ", ".join(f"{name} {made.value}{_format_urgent(made.reason)}" for name, made in choices.items())
+        choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
+        return ", ".join(
+            f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices and reasons by setting as a JSON-serializable dictionary."""

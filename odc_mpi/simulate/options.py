@@ -50,7 +50,7 @@ SCENARIO = {
     "unit_bytes": Option("--unit-bytes", 0, 0, 10**12, "bytes of a unit; 0: 1.5 B parameters in bf16 / --units"),
     "fetch_gb_per_s": Option("--fetch-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of fetches; 0: free"),
     "push_gb_per_s": Option("--push-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of pushes; 0: free"),
-    "piece_factor": Option("--piece-factor", 1.08, 1, 10**3, "factor on the cost of a chunk of a split sequence"),
+    "chunk_factor": Option("--chunk-factor", 1.08, 1, 10**3, "factor on the cost of a chunk of a split sequence"),
     "kv_gb_per_s": Option("--kv-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of keys and values of other chunks; 0: free"),
 }
 CACHES = {

@@ -75,7 +75,7 @@ class SimulatedMinibatch:
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
         """Return the duration of chunk `index` of a split sequence on a rank, without waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
-        moved_s = self.cost.earlier * begin
+        moved_s = self.cost.earlier_tokens * begin
         error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
         work_s = self.overhead_s + error * (self.cost.chunk(begin, end) - moved_s)
         saving_s = self.cache_saving_s - (self.cache_cost_s if is_first else 0.0)
@@ -112,7 +112,7 @@ class Scenario:
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch, with windows.
         gradient_cache_bytes: Memory per rank for local gradient accumulation, with windows. Gradients are assumed to be
             as large as parameters.
-        piece_factor: Cost of a chunk relative to its share of the cost of the unsplit sequence.
+        chunk_factor: Cost of a chunk relative to its share of the cost of the unsplit sequence.
         kv_gb_per_s: Speed of moving keys, values and their gradients, in 10^9 bytes per second. A chunk moves
             `KV_BYTES` `KV_MOVES` times for each earlier token. 0 means that this takes no time.
     """
@@ -133,7 +133,7 @@ class Scenario:
     ticket_s: float = TICKET_S.default
     parameter_cache_bytes: int = CACHES["parameter_cache_bytes"].default
     gradient_cache_bytes: int = CACHES["gradient_cache_bytes"].default
-    piece_factor: float = SCENARIO["piece_factor"].default
+    chunk_factor: float = SCENARIO["chunk_factor"].default
     kv_gb_per_s: float = SCENARIO["kv_gb_per_s"].default
 
     def __post_init__(self) -> None:
@@ -149,10 +149,10 @@ class Scenario:
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
                 "--fetch-gb-per-s and --push-gb-per-s, or lower --unit-bytes"
             )
-        if self.kv_gb_per_s and self.planned_cost.earlier > 1:
+        if self.kv_gb_per_s and self.planned_cost.earlier_tokens > 1:
             raise UserError(
-                f"expected at most 1 s to move keys and values of a token, got {self.planned_cost.earlier:.3g} s: "
-                "raise --kv-gb-per-s"
+                f"expected at most 1 s to move keys and values of a token, got "
+                f"{self.planned_cost.earlier_tokens:.3g} s: raise --kv-gb-per-s"
             )
 
     @property
@@ -206,7 +206,7 @@ class Scenario:
         """Cost model that ranks use for planning, in seconds. The constant of a microbatch includes communication."""
         earlier = KV_MOVES * KV_BYTES / (1e9 * self.kv_gb_per_s) if self.kv_gb_per_s else 0.0
         constant = self.cost.constant + self.communication_s
-        return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
+        return replace(self.cost, constant=constant, chunk_factor=self.chunk_factor, earlier_tokens=earlier)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
         """Generate the minibatches. The same seed gives the same minibatches."""

@@ -56,7 +56,7 @@ def _describe_comm(config: Config, world: World, decision: Decision) -> str:
         return "single rank, no communication"
     text = decision.one_line()
     if decision.reduction.value == "mailbox":
-        text += f", mailbox of at most {config.comm.mailbox_bytes >> 10:,} KiB per rank"
+        text += f", at most {config.comm.mailbox_bytes >> 10:,} KiB of mailbox per rank"
     return f"{text} (reasons: odc-mpi doctor)"
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origi
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
+from odc_mpi.yaml_dialect import is_utf8
 
 #: Number of bytes. The user can also write it as text, such as 512M.
 Size = NewType("Size", int)
@@ -22,6 +23,7 @@ _TYPE_NAMES: dict[Any, str] = {
     list[float]: "a list of numbers",
     Size: "a size such as 512M or 0",
 }
+_SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 512M", dict[str, Any]: "dict"}
 
 
 class Check(NamedTuple):
@@ -59,6 +61,8 @@ def validate_value(
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
         raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
+    if isinstance(value, str) and not is_utf8(value):
+        raise UserError(f"{expected} in UTF-8, without NUL, got {format_value(value)}")
     for check in checks:
         if value is not None and not check.is_valid(value):
             raise UserError(f"{expected}, {check.description}, got {format_value(value)}")
@@ -99,6 +103,18 @@ def type_name(hint: Any) -> str:
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
     )
+
+
+def type_signature(hint: Any) -> str:
+    """Describe a type as a Python signature does, with null for None."""
+    return " | ".join(
+        " | ".join(get_args(kind)) if get_origin(kind) is Literal else _SHORT_NAMES.get(kind) or _python_name(kind)
+        for kind in union_members(hint)
+    )
+
+
+def _python_name(kind: Any) -> str:
+    return str(kind) if get_origin(kind) else kind.__name__
 
 
 def format_value(value: Any) -> str:

@@ -30,6 +30,7 @@ from odc_mpi.training.setting_types import (
     format_value,
     is_verbatim,
     type_name,
+    type_signature,
     union_members,
     validate_value,
 )
@@ -200,7 +201,7 @@ def help_text() -> str:
     rows = [("setting", "type", "default", "meaning")]
     for key, setting in _settings().items():
         default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')
-        rows.append((key, type_name(setting.type), default, setting.help))
+        rows.append((key, type_signature(setting.type), default, setting.help))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

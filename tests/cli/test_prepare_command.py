@@ -8,7 +8,7 @@ import transformers
 from test_main import QWEN2
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.files import atomic_write
 

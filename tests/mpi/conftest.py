@@ -5,7 +5,7 @@ import pytest
 from grpo_job import write_files
 from mpi4py import MPI
 
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 

@@ -164,7 +164,7 @@ def test_reasons_have_the_figures():
     made = decide(report(other_node=TCP))
     assert made.progress.reason == ("Get from a peer on the other node waits for the target: 3.1 s against 0.2 ms idle")
     assert made.to_dict()["progress"] == {"choice": "thread", "reason": made.progress.reason}
-    assert made.one_line() == "zero-copy on, reduction accumulate, progress thread", "reasons are the doctor's"
+    assert made.one_line() == "zero-copy on, gradients by MPI_Accumulate, progress thread", "reasons are the doctor's"
 
 
 def test_a_report_travels_as_json():

@@ -63,7 +63,7 @@ def test_without_a_verdict_the_host_is_used_and_a_line_suggests_the_probe():
     decision = made(found)
     assert choices(decision) == ("cpu", "accumulate")
     assert decision.window_device.reason.endswith(RUN_DOCTOR)
-    assert f"window-device cpu (windows on GPUs were not tried: {RUN_DOCTOR})" in decision.one_line()
+    assert f"windows in host memory (windows on GPUs were not tried: {RUN_DOCTOR})" in decision.one_line()
     assert replace(decision, window_device=None) == decide(found), "all else is as without a GPU"
 
 
@@ -71,7 +71,7 @@ def test_without_a_gpu_windows_there_are_not_mentioned():
     decision = decide(report())
     assert decision.window_device is None
     assert decision.to_dict().keys() == {"window", "zero_copy", "reduction", "progress"}
-    assert "window-device" not in decision.one_line()
+    assert "windows" not in decision.one_line()
 
 
 def test_a_crash_is_the_reason():

@@ -77,7 +77,7 @@ def test_what_splitting_gains_and_what_keys_and_values_cost():
     assert gain(per_rank=8) > 0.99
     slow, fast = (gain(per_rank=1, kv_gb_per_s=speed) for speed in (0.5, 50.0))
     assert 1.0 <= slow < 0.95 * fast and fast < 1.02 * gain(per_rank=1)
-    assert gain(per_rank=1, piece_factor=1.5) < 0.9 * gain(per_rank=1, piece_factor=1.0)
+    assert gain(per_rank=1, chunk_factor=1.5) < 0.9 * gain(per_rank=1, chunk_factor=1.0)
 
 
 def test_chunks_are_timed_by_hand():

@@ -1,5 +1,6 @@
 """Settings: written files are read back, and every user error is one line that names source, setting and cure."""
 
+import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -365,6 +366,39 @@ def test_missing_settings_without_a_file_are_the_command_lines():
     assert message(None, "--model.path", "m").startswith("command line: data.path is missing")
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("&a {model: *a}", "job.yaml, line 1: expected YAML, got: an alias of a value that contains it"),
+        ("model: {config: &a [*a]}", "job.yaml, line 1: expected YAML, got: an alias of a value that contains it"),
+        ("[" * 10_000 + "]" * 10_000, "job.yaml, line 1: expected YAML, got: more than 50 levels of nesting"),
+        ("{a: " * 10_000 + "1" + "}" * 10_000, "job.yaml, line 1: expected YAML, got: more than 50 levels of nesting"),
+        (BOMB, "job.yaml, line 5: expected YAML, got: more than 10000 values"),
+        ('run: {dir: "a\\0b"}', "job.yaml, line 1: expected YAML, got: a NUL character or half of a surrogate pair"),
+        ('run: {dir: "\\ud800"}', "job.yaml, line 1: expected YAML, got: a NUL character or half of a surrogate pair"),
+        ("run: {steps: " + "1" * 30 + "}", "job.yaml, line 1: expected YAML, got: an integer of more than 64 bits"),
+        ("# " + "x" * 2**20, "job.yaml: expected a configuration file of at most 1048576 bytes, got more"),
+    ],
+    ids=["alias", "alias below", "lists", "mappings", "expansion", "NUL", "surrogate", "integer", "size"],
+)
+def test_files_beyond_the_limits(write, text, expected):
+    assert message(write(text)) == expected
+
+
+def test_devices_and_pipes_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert message(tmp_path / "pipe") == "job.yaml: expected a configuration file, got a named pipe"
+    assert message(Path("/dev/zero")) == "job.yaml: expected a configuration file, got a device"
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udcff"])
+def test_arguments_that_are_not_utf8(write, text):
+    assert message(write(MINIMAL), "--run.dir", text).startswith("command line: run.dir: expected text in UTF-8")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     assert message(tmp_path / "none.yaml") == "job.yaml: expected a configuration file, got: No such file or directory"
     assert message(tmp_path).startswith("job.yaml: expected a configuration file, got: Is a directory")
@@ -387,7 +421,7 @@ def test_help_names_every_setting_with_default_and_meaning():
     assert [line.split()[0] for line in lines[1:]] == settings
     assert all(line.isprintable() and len(line) < 160 for line in lines)
     row = next(line for line in lines if line.startswith("optim.learning_rate"))
-    assert "a finite number" in row and "0.0001" in row and "peak learning rate" in row
+    assert " float " in row and "0.0001" in row and "peak learning rate" in row
     assert "required" in next(line for line in lines if line.startswith("data.path"))
 
 

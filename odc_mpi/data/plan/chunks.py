@@ -50,7 +50,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
         max_tokens: Maximum number of tokens in a chunk.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
-    # The costliest chunk costs at least an equal share of the cost without `earlier`.
+    # The costliest chunk costs at least an equal share of the cost without `earlier_tokens`.
     low = cost.chunk(0, length) / count
     margin = cost.chunk(length - 1, length)
     while (bounds := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
@@ -84,8 +84,9 @@ def _longest_first(
 
 def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
     """Return the largest end, at most `length`, of a chunk that begins at `begin` and costs at most `max_cost`."""
-    # piece_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier * b = max_cost, for e, without cancellation.
-    part = (max_cost - cost.earlier * begin) / cost.piece_factor
+    # chunk_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier_tokens * b = max_cost, solved for e, without
+    # cancellation.
+    part = (max_cost - cost.earlier_tokens * begin) / cost.chunk_factor
     total = part + cost.linear * begin + cost.quadratic * begin * begin
     if part <= 0:
         return begin

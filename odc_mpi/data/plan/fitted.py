@@ -113,10 +113,9 @@ class FittedCostModel:
         if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()
             for begin, end, seconds in self._new_chunks:
-                part = usual * replace(self._cost, piece_factor=1.0, earlier=0.0).chunk(begin, end)
-                factor = (
-                    (seconds - usual * (self._cost.constant + self._cost.earlier * begin)) / part if part > 0 else 1.0
-                )
+                part = usual * replace(self._cost, chunk_factor=1.0, earlier_tokens=0.0).chunk(begin, end)
+                other = usual * (self._cost.constant + self._cost.earlier_tokens * begin)
+                factor = (seconds - other) / part if part > 0 else 1.0
                 row[10:] += [min(max(factor, 0.0), MAX_CHUNK_FACTOR), 1.0]
         return row
 
@@ -152,8 +151,8 @@ class FittedCostModel:
         """Set the factor of chunks to the mean of the observations and the prior."""
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
-            factor = (PRIOR_CHUNKS * self._prior.piece_factor + total) / (PRIOR_CHUNKS + count)
-            self._cost = replace(self._cost, piece_factor=max(1.0, factor))
+            factor = (PRIOR_CHUNKS * self._prior.chunk_factor + total) / (PRIOR_CHUNKS + count)
+            self._cost = replace(self._cost, chunk_factor=max(1.0, factor))
 
     def _usual(self) -> float:
         """Return the median ratio of this rank's times to the cost."""

@@ -131,7 +131,7 @@ def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_learns_the_cost_of_chunks(factor: float) -> None:
     ranks, rng = [FittedCostModel(CostModel()) for _ in range(3)], np.random.default_rng(1)
-    true, slowness = replace(TRUE, piece_factor=factor), [0.8, 1.0, 1.3]
+    true, slowness = replace(TRUE, chunk_factor=factor), [0.8, 1.0, 1.3]
     learn(ranks, slowness=slowness)
     for _ in range(30):
         for rank, slow in zip(ranks, slowness, strict=True):
@@ -140,7 +140,7 @@ def test_learns_the_cost_of_chunks(factor: float) -> None:
                 seconds = hiccup * slow * (true.constant + true.chunk(begin, end)) * (1 + 0.1 * rng.standard_normal())
                 rank.observe_chunk(begin, end, seconds)
         share(ranks)
-    assert ranks[0].cost.piece_factor == pytest.approx(factor, abs=0.06)
+    assert ranks[0].cost.chunk_factor == pytest.approx(factor, abs=0.06)
     assert {rank.cost for rank in ranks} == {ranks[0].cost}
     # It is kept, also by another number of ranks, and the rest of the fit stays.
     other = FittedCostModel(CostModel())

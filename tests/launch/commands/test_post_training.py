@@ -17,7 +17,7 @@ from processes import descendants, is_python
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.cli.main import main
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 
 pytestmark = [
     pytest.mark.timeout(300),

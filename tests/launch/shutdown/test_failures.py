@@ -287,7 +287,8 @@ def test_ranks_with_different_data_are_reported(tmp_path, data, config):
 import shutil, sys
 from odc_mpi.cli import main as cli
 from odc_mpi.runtime.world import MPI
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 path = "{tmp_path}/other.h5"
 if MPI.COMM_WORLD.rank == 1:
     with Dataset("{data}") as whole, DatasetWriter(path, vocab_size=60, tokenizer="none", source="other") as writer:

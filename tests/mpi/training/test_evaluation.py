@@ -7,7 +7,8 @@ import torch_reference
 from small_training import QWEN2, configure, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
