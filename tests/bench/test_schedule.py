@@ -1,4 +1,4 @@
-"""A minibatch on one rank of the schedule benchmark, without MPI between ranks."""
+"""A minibatch on one rank of the schedule benchmark, without MPI between ranks; errors of its command."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.bench.runners import Runner, TimedMicrobatch
 from odc_mpi.bench.schedule import measure
+from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -43,3 +44,21 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches():
     assert edges == sorted(edges) and edges[-1] <= sample.end_s * 1e3
     # The pause is the padding between the two.
     assert max(b - a for a, b in zip(edges[1::2], edges[2::2], strict=False)) > 9
+
+
+@pytest.mark.parametrize(
+    ("options", "output"),
+    [
+        ("--lengths longaling", "longalign"),
+        ("--per-rank 0", "--per-rank: expected a number from 1 to 100000, got 0"),
+        ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
+        ("--step-s inf", "--step-s"),
+        ("--ranks 100000", "--ranks 100000: expected at most"),
+        ("--ticket-s 0.1", "unknown argument --ticket-s"),
+        ("--speed-variation nan", "--speed-variation"),
+    ],
+)
+def test_user_errors_are_one_line(capsys, options, output):
+    assert cli.main(["bench", "schedule", "--ranks", "2", *options.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("odc-mpi: error: ") and output in line

@@ -6,8 +6,7 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device.device import BufferEvents, _cupy
-from odc_mpi.comm.kernels.native import add_segments_
+from odc_mpi.comm.device.device import BufferEvents, _cupy, find_device
 from odc_mpi.errors import UserError
 
 
@@ -19,14 +18,6 @@ def test_without_cupy_a_line_names_the_package(monkeypatch, cuda, extra):
         UserError, match=rf"CuPy, which cannot be imported .* install odc_mpi\[{extra}\].* or set it to cpu"
     ):
         _cupy()
-
-
-def test_slots_are_added_in_their_order():
-    shard = torch.zeros(5)
-    big, small = torch.full((2,), 1e8), torch.full((2,), 1.0)
-    add_segments_(shard, [(1, big), (1, small), (1, -big), (3, small), (2, torch.zeros(0))])
-    # 1e8 swallows the 1: in another order it would be left.
-    assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_an_event_belongs_to_memory_not_to_a_view_of_it():
@@ -63,3 +54,20 @@ def test_the_late_device_notices_haste_with_slots():
     values.zero_()
     with pytest.raises(AssertionError, match="slot"):
         event.synchronize()
+
+
+def test_the_late_device_notices_haste():
+    device = LateDevice()
+    for hasty in ("source", "target"):
+        source, target = torch.ones(4), torch.zeros(4)
+        copy = device.copy(target, source, device.record_event())
+        (source if hasty == "source" else target).fill_(7)
+        with pytest.raises(AssertionError, match=hasty):
+            copy.synchronize()
+
+
+def test_a_machine_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("cpu", 0) is None
+    with pytest.raises(UserError, match=r"run.device: cuda needs a GPU, torch .* sees none: set it to cpu"):
+        find_device("cuda", 0)

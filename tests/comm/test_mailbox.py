@@ -5,13 +5,13 @@ import functools
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_threads
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
@@ -141,7 +141,6 @@ class Group:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=60)
         self.windows = [None] * size
-        self.failed = False
         self._arrived = 0
         self._lock = threading.Lock()
 
@@ -156,7 +155,8 @@ class Group:
 
     def progress(self):
         """Yield to other threads, as every MPI call may."""
-        assert not self.failed, "another rank failed"
+        if self.barrier.broken:  # another rank failed
+            raise threading.BrokenBarrierError
         time.sleep(0)
 
     def world(self, rank):
@@ -170,22 +170,9 @@ class Group:
 
 
 def run_ranks(size, work):
-    """Run `work(rank)` in a thread each; the first failure ends all."""
+    """Run `work(world)` for each rank in a thread."""
     group = Group(size)
-
-    def guarded(rank):
-        try:
-            work(group.world(rank))
-        except BaseException:
-            group.failed = True
-            group.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(guarded, rank) for rank in range(size)]
-    errors = [future.exception() for future in futures if future.exception() is not None]
-    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError) or "another" in str(e)):
-        raise error
+    run_threads(size, lambda rank: work(group.world(rank)), group.barrier)
 
 
 @pytest.fixture(autouse=True)
@@ -266,31 +253,6 @@ def test_sums_are_exact_where_a_flush_comes_back_early(size, ring_bytes, monkeyp
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_thread_serves(size):
     run_ranks(size, functools.partial(train, ring_bytes=SMALLEST, dtype=torch.float32, serving_thread=True))
-
-
-def test_pushes_beyond_the_mailbox_wait_for_their_owner():
-    """Rank 1 does not serve for a while: nothing that lies there is overwritten, and nothing comes twice."""
-
-    def work(world):
-        numel = 4000
-        reduction = MailboxGradientStore(world, torch.float32, SMALLEST)
-        reduction.plan(layouts(2, [numel]))
-        reduction.allocate()
-        gradient = torch.arange(numel, dtype=torch.float32)
-        began = time.perf_counter()
-        if world.rank == 0:
-            for push in [reduction.push(0, gradient, 0) for _ in range(3)]:
-                push.wait()
-            assert time.perf_counter() - began > 0.3, "pushed more than there was room for"
-            reduction.flush()
-        else:
-            time.sleep(0.3)
-        world.group.synchronize(reduction.make_progress)
-        reduction.complete()
-        first, last = reduction.layouts[0].owned(world.rank)
-        assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])
-
-    run_ranks(2, work)
 
 
 def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():

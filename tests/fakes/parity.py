@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn, optim
+from toy_models import INPUT, Layer
 
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
+#: Of a parameter in float64.
+ITEM_BYTES = 8
 #: Arguments of one forward.
 Batch = tuple[Any, ...]
 #: Gives the loss of one microbatch: of a module or a sharded model, which are called alike.
@@ -107,24 +110,56 @@ def train_sharded(
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
     for step, minibatch in enumerate(minibatches):
+        own = [i for i in range(len(minibatch)) if assign(step, i, transport.group.size) == transport.group.rank]
         with model.minibatch():
-            for i, batch in enumerate(minibatch):
-                if assign(step, i, transport.group.size) == transport.group.rank:
-                    own = [
-                        j
-                        for j in range(len(minibatch))
-                        if assign(step, j, transport.group.size) == transport.group.rank
-                    ]
-                    if mark_last and i == own[-1]:
-                        model.set_is_last_backward()
-                    value = loss(model, batch)
-                    value.backward()
-                    losses[step, i] = float(value.detach())
+            for i in own:
+                if mark_last and i == own[-1]:
+                    model.set_is_last_backward()
+                value = loss(model, minibatch[i])
+                value.backward()
+                losses[step, i] = float(value.detach())
         if max_norm is not None:
             model.clip_grad_norm_(max_norm)
         optimizer.step()
         model.publish()
     return losses
+
+
+class Train:
+    """Trains a stack of equal layers on a rank."""
+
+    def __init__(
+        self,
+        transport: RecordingTransport,
+        module: nn.Module,
+        budgets: CacheBytes | None = None,
+        units: Any = (Layer,),
+        **settings: Any,
+    ) -> None:
+        self.transport = transport
+        self.model = ShardedModel(copy.deepcopy(module), transport, units=units, **settings)
+        if budgets is not None:
+            self.model.cache_bytes = budgets
+        self.optimizer = adamw(self.model.shard_parameters())
+
+    def step(self, num_microbatches: int = 2, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
+        """Return the numbers of fetches and pushes."""
+        self.transport.log.clear()
+        with self.model.minibatch():
+            for i in range(num_microbatches):
+                if mark_last and i == num_microbatches - 1:
+                    self.model.set_is_last_backward()
+                squares(self.model, (batch,)).backward()
+        self.optimizer.step()
+        self.model.publish()
+        return len(self.transport.names("fetch")), len(self.transport.names("push"))
+
+    def layout_bytes(self, name: str) -> int:
+        return sum(layout.numel for layout in self.transport.layouts if layout.name == name) * ITEM_BYTES
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(layout.shard_numel for layout in self.transport.layouts) * ITEM_BYTES
 
 
 @dataclass

@@ -147,30 +147,24 @@ class Late:
         self._arrive()
 
 
-def run_ranks(
-    size: int,
-    work: Callable[[RecordingTransport], T],
-    param_dtype: torch.dtype = torch.float64,
-    reduce_dtype: torch.dtype = torch.float64,
-    transport: type[RecordingTransport] = RecordingTransport,
-    timeout_s: float = TIMEOUT_S,
+def run_threads(
+    size: int, work: Callable[[int], T], barrier: threading.Barrier, timeout_s: float = TIMEOUT_S
 ) -> list[T]:
-    """Run `work` on every rank; return what they return, or raise what failed first.
+    """Run `work(rank)` in a thread for each rank; return the results, or raise what failed first.
 
     A failing rank breaks the barrier, so that no other waits for it; a rank that hangs elsewhere is left behind.
     """
-    group = LocalGroup(size, timeout_s)
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(transport(group, rank, param_dtype, reduce_dtype))
+            results[rank] = work(rank)
         except threading.BrokenBarrierError as error:
             failures.append(error)  # because of another rank, or of the deadline
         except BaseException as error:
             failures.insert(0, error)
-            group.barrier.abort()
+            barrier.abort()
 
     deadline = time.monotonic() + timeout_s
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
@@ -184,6 +178,21 @@ def run_ranks(
     if late:
         raise TimeoutError(f"{', '.join(late)} still at work after {timeout_s:g} s")
     return [results[rank] for rank in range(size)]
+
+
+def run_ranks(
+    size: int,
+    work: Callable[[RecordingTransport], T],
+    param_dtype: torch.dtype = torch.float64,
+    reduce_dtype: torch.dtype = torch.float64,
+    transport: Callable[..., Any] = RecordingTransport,
+    timeout_s: float = TIMEOUT_S,
+) -> list[T]:
+    """Run `work` on every rank's transport, as `run_threads`."""
+    group = LocalGroup(size, timeout_s)
+    return run_threads(
+        size, lambda rank: work(transport(group, rank, param_dtype, reduce_dtype)), group.barrier, timeout_s
+    )
 
 
 def on_ranks(size: int = 0, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

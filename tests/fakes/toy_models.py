@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 WIDTH, VOCABULARY = 8, 17
+INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
 class Block(nn.Module):

@@ -1,7 +1,6 @@
 """The two hosts themselves: what MPI and `World` see of them, that a network lies between, that nothing is left."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import two_hosts
+from mpi_launch import script
 from two_hosts import LEFT_BEHIND, TIMED_OUT, finish, launch, start
 
 PLACES = """
@@ -53,12 +53,6 @@ if MPI.COMM_WORLD.rank == 1:
 """
 
 LEAVES_A_FILE = "from pathlib import Path\nfrom mpi4py import MPI\nPath('/dev/shm/odc_mpi-forgotten').touch()\n"
-
-
-def script(tmp_path, text):
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return path
 
 
 def running(word):
@@ -142,11 +136,3 @@ def test_leftovers_of_a_job_are_noticed(tmp_path, text, what):
     assert f"left behind: {what}" in done.err
     assert not running("\0".join(["sleep", "543"]))
     assert not Path("/dev/shm/odc_mpi-forgotten").exists()
-
-
-def test_by_hand(tmp_path):
-    path = script(tmp_path, "import sys\nfrom mpi4py import MPI\nprint(sys.argv[1:])\n")
-    command = [sys.executable, two_hosts.__file__, "--ranks-per-host", "2", "--", path, "--words", "a b"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("['--words', 'a b']") == 4

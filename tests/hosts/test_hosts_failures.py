@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from mpi_launch import script
 from two_hosts import launch
 
 # Two ranks per host: then there is shared memory on each that a dead job could leave behind.
@@ -44,12 +45,6 @@ if world.node == 1:
     time.sleep(60)
 model.publish()
 """
-
-
-def script(tmp_path, text):
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize("victim", [2, 3])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from mpi_launch import script
 from two_hosts import launch
 
 # The last rank computes for 3 s without calling MPI; those of the other host come and go meanwhile.
@@ -51,8 +52,7 @@ world.close()
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 def test_no_rank_waits_for_a_computing_rank_of_the_other_host(tmp_path, reduction, ranks_per_host):
-    (tmp_path / "script.py").write_text(COMPUTES)
-    done = launch(ranks_per_host, tmp_path / "script.py", reduction, "thread", timeout_s=60)
+    done = launch(ranks_per_host, script(tmp_path, COMPUTES), reduction, "thread", timeout_s=60)
     assert done.code == 0, done.err
     for line in done.out.splitlines():
         rounds, longest = line.split()
@@ -63,8 +63,7 @@ def test_no_rank_waits_for_a_computing_rank_of_the_other_host(tmp_path, reductio
 
 def test_without_progress_it_is_waited_for(tmp_path):
     """Else the test above would show nothing."""
-    (tmp_path / "script.py").write_text(COMPUTES)
-    done = launch(1, tmp_path / "script.py", "accumulate", "off", timeout_s=60)
+    done = launch(1, script(tmp_path, COMPUTES), "accumulate", "off", timeout_s=60)
     assert done.code == 0, done.err
     rounds, longest = done.out.split()
     assert int(rounds) == 1 and float(longest) > 2.0, done.out

@@ -91,6 +91,13 @@ def finish(process, timeout_s=90):
     return Finished(process.returncode, out, err, time.monotonic() - began)
 
 
+def script(folder, text):
+    """Write a program into a folder; return its path."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
 def launch(ranks, *command, timeout_s=90, cwd=None, **env):
     return finish(start(ranks, *command, cwd=cwd, **env), timeout_s)
 

@@ -48,24 +48,3 @@ class ThreadKVExchange:
             given = self.board.get(self.board.given, (layer, later, self.number))
             grads = (grads[0] + given[0], grads[1] + given[1])
         return grads
-
-
-def run_chunks(work, count):
-    """Call `work(number)` for each chunk in a thread of its own; return the results by chunk."""
-    results, errors = [None] * count, []
-
-    def call(number):
-        try:
-            results[number] = work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a chunk waits forever"
-    return results

@@ -1,9 +1,12 @@
 """Attention of chunks, which wait for each other in threads, against torch's on the unsplit sequence."""
 
+import threading
+
 import kv_exchange_threads
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_threads
 
 from odc_mpi.models import context_parallel_attention
 
@@ -33,7 +36,8 @@ def in_chunks(inputs, upstream, scaling, cuts):
         output = context_parallel_attention.context_parallel_attention(*leaves, scaling, 0, exchange)
         return [output.detach(), *torch.autograd.grad(output, leaves, upstream[:, :, tokens])]
 
-    return [torch.cat(parts, 2) for parts in zip(*kv_exchange_threads.run_chunks(work, count), strict=True)]
+    chunks = run_threads(count, work, threading.Barrier(count))
+    return [torch.cat(parts, 2) for parts in zip(*chunks, strict=True)]
 
 
 @pytest.mark.parametrize("cuts", CUTS)

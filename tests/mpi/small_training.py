@@ -2,16 +2,17 @@
 
 import contextlib
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch_reference
 
 from odc_mpi.data.loader import Loader
-from odc_mpi.models import build as models
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.run import build_trainer, decide, train
 
 STEPS = 5
 QWEN2 = {
@@ -66,9 +67,7 @@ def expected(config, dataset, freeze=()):
 
 
 def plain_loop(config, dataset, freeze):
-    reference = torch_reference.unsharded_model(
-        models.from_config(config.model.config, config.run.seed), config.model.config
-    )
+    reference = torch_reference.initial_model(config)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     draw = Loader(
@@ -97,6 +96,14 @@ def training(config, world, inputs):
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
     trainer.model.close()
+
+
+def train_to_the_end(config, world, job=None):
+    """Train on the ranks of `world`; return the lines of metrics and the summary, when all ranks of the job have."""
+    summary = train(config, world)
+    (job or world).gather_objects(None)
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], summary
 
 
 def assert_like_plain(config, world, freeze=(), like=None):

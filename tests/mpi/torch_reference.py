@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from odc_mpi.models import build
 from odc_mpi.shard.optim import schedule_factor
+
+
+def initial_model(config):
+    """The plain model with which a run of this configuration begins."""
+    return unsharded_model(build.from_config(config.model.config, config.run.seed), config.model.config)
 
 
 def unsharded_model(meta_model, settings):

@@ -168,41 +168,37 @@ class TestWhereTheTerminalIs:
 
 
 class TestConsole:
-    @pytest.fixture(autouse=True)
-    def no_terminal(self, monkeypatch):
-        monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: None)
+    @pytest.mark.parametrize(
+        ("columns", "environment", "console"),
+        [
+            (None, {}, (False, None, 100)),
+            (77, {}, (True, "256", 77)),
+            (None, {"FORCE_COLOR": "1"}, (False, "standard", 100)),  # colors without a bar
+        ],
+    )
+    def test_it_is_what_the_terminal_can_show(self, monkeypatch, columns, environment, console):
+        made = self.look(monkeypatch, columns, environment, make_console)
+        assert (made.is_terminal, made.color_system, made.width) == console
 
-    @pytest.fixture
-    def has_terminal(self, monkeypatch, no_terminal):
-        monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: 77)
-
-    def test_plain_without_a_terminal(self):
-        console = make_console()
-        assert (console.is_terminal, console.color_system, console.width) == (False, None, 100)
-
-    def test_bar_on_a_terminal(self, has_terminal):
-        console = make_console()
-        assert (console.is_terminal, console.color_system, console.width) == (True, "256", 77)
-
-    def test_colours_without_a_bar(self, monkeypatch):
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        assert (make_console().is_terminal, make_console().color_system) == (False, "standard")
-
-    def test_the_setting_wins(self, monkeypatch):
-        monkeypatch.setenv("ODC_MPI_PROGRESS", "bar")
-        monkeypatch.setenv("COLUMNS", "66")
-        assert terminal_width() == 66
-
-    def test_the_setting_for_plain_lines_wins_too(self, monkeypatch, has_terminal):
-        monkeypatch.setenv("ODC_MPI_PROGRESS", "plain")
-        assert terminal_width() is None
-
-    @pytest.mark.parametrize("term", ["dumb", None])
-    def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(self, monkeypatch, has_terminal, term):
-        monkeypatch.setenv("TERM", term) if term else monkeypatch.delenv("TERM")
-        assert terminal_width() is None
+    @pytest.mark.parametrize(
+        ("columns", "environment", "width"),
+        [
+            (None, {"ODC_MPI_PROGRESS": "bar", "COLUMNS": "66"}, 66),
+            (77, {"ODC_MPI_PROGRESS": "plain"}, None),
+            (77, {"TERM": "dumb"}, None),  # it cannot move its cursor
+            (77, {"TERM": None}, None),
+        ],
+    )
+    def test_the_setting_wins_over_what_is_found(self, monkeypatch, columns, environment, width):
+        assert self.look(monkeypatch, columns, environment, terminal_width) == width
 
     def test_any_other_setting_is_a_user_error(self, monkeypatch):
-        monkeypatch.setenv("ODC_MPI_PROGRESS", "fancy")
         with pytest.raises(UserError, match="ODC_MPI_PROGRESS: expected bar or plain, got 'fancy'"):
-            terminal_width()
+            self.look(monkeypatch, None, {"ODC_MPI_PROGRESS": "fancy"}, terminal_width)
+
+    def look(self, monkeypatch, columns, environment, look):
+        """Call `look` where a terminal of so many columns is found, or none."""
+        monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: columns)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+        return look()

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Batch, adamw, check_parity, squares, vectors
+from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, calling, freeze
 from torch import nn
-from toy_models import WIDTH, Layer, Stack
+from toy_models import INPUT, WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
@@ -24,8 +23,6 @@ from odc_mpi.shard.cache_budget import CacheBudget, CacheBytes, auto_cache_bytes
 from odc_mpi.shard.model import ShardedModel
 
 NUM_LAYERS = 12
-ITEM_BYTES = 8
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 #: Bytes of a layer, padding between its weight and its bias included.
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * ITEM_BYTES
 PLENTY = CacheBytes(1 << 30, 1 << 30)
@@ -34,18 +31,6 @@ PLENTY = CacheBytes(1 << 30, 1 << 30)
 def forward_and_backward(num_units: int, num_microbatches: int) -> list[int]:
     there = list(range(num_units))
     return (there + there[::-1]) * num_microbatches
-
-
-def belady(uses: Sequence[int], capacity: int) -> int:
-    """Fetches if the unit goes that is needed last."""
-    held, count = set[int](), 0
-    for i, unit in enumerate(uses):
-        if unit not in held:
-            count += 1
-            if len(held) == capacity:
-                held.remove(max(held, key=lambda x: next((j for j in range(i, len(uses)) if uses[j] == x), math.inf)))
-            held.add(unit)
-    return count
 
 
 def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
@@ -68,28 +53,6 @@ def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
 @pytest.fixture
 def module() -> nn.Module:
     return Stack(NUM_LAYERS).double()
-
-
-@pytest.mark.parametrize("num_units", [1, 2, 3, 8, 13])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-def test_no_choice_of_what_stays_needs_fewer_fetches(num_units: int, num_microbatches: int) -> None:
-    uses = forward_and_backward(num_units, num_microbatches)
-    for staying in range(num_units + 1):
-        assert fetches(uses, staying) == belady(uses, staying + 2)
-        # Of a resident unit each fetch but the first is saved.
-        passes, others = 2 * num_microbatches - 1, max(0, num_units - 2 - staying)
-        assert fetches(uses, staying) == num_units + passes * others
-
-
-@pytest.mark.parametrize("num_units", [3, 8, 13])
-def test_forwards_alone_save_the_fetches_of_all_that_stays(num_units: int) -> None:
-    uses = list(range(num_units)) * 6
-    for staying in range(num_units - 2):
-        best, longest_unused = belady(uses, staying + 2), len(uses)  # each use is a fetch
-        assert fetches(uses, staying) == num_units + 5 * (num_units - staying)
-        assert best <= fetches(uses, staying) <= longest_unused
-        assert fetches(uses, staying) - best <= 5 * 2  # a fetch or two of a pass, for units that come and go
-    assert fetches(uses, num_units) == belady(uses, num_units) == num_units
 
 
 def test_a_budget() -> None:
@@ -150,62 +113,32 @@ BUDGETS = {
 }
 
 
-class Case:
-    def __init__(self, module: nn.Module, minibatches: list[list[Batch]], **options: Any) -> None:
-        self.module, self.minibatches, self.options = module, minibatches, options
-
-
 def cases() -> Iterable[Any]:
     skipped = calling((0, 1, 2), (0, 2, 2), (1, 0), (0, 0, 1), (), (2, 1))
     frozen = ("layers.1", "layers.3.linear.bias", "first")
     many = vectors(4, WIDTH, microbatches=7)
-    yield pytest.param(Case(Stack(5), many), id="plain")
-    yield pytest.param(Case(Stack(5), many, mark_last=True), id="last_marked")
-    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True), id="ahead1")
-    yield pytest.param(Case(Stack(5), many, prefetch=2, activation_checkpointing=True), id="ahead2_recomputed")
-    yield pytest.param(Case(Branches(), skipped, prefetch=1), id="skipped_and_twice")
-    yield pytest.param(Case(Branches(), skipped, mark_last=True, activation_checkpointing=True), id="twice_recomputed")
-    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, mark_last=True), id="frozen")
+    yield pytest.param(Stack(5), many, {}, id="plain")
+    yield pytest.param(Stack(5), many, {"mark_last": True}, id="last_marked")
+    yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True}, id="ahead1")
+    yield pytest.param(Stack(5), many, {"prefetch": 2, "activation_checkpointing": True}, id="ahead2_recomputed")
+    yield pytest.param(Branches(), skipped, {"prefetch": 1}, id="skipped_and_twice")
+    yield pytest.param(
+        Branches(), skipped, {"mark_last": True, "activation_checkpointing": True}, id="twice_recomputed"
+    )
+    yield pytest.param(freeze(Stack(5), *frozen), many, {"prefetch": 1, "mark_last": True}, id="frozen")
     narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
     many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)
-    yield pytest.param(Case(Stack(5), many, prefetch=1, mark_last=True, **narrow), id="fp32")
+    yield pytest.param(Stack(5), many, {"prefetch": 1, "mark_last": True, **narrow}, id="fp32")
 
 
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize(("plain", "minibatches", "options"), list(cases()))
 @pytest.mark.parametrize("budgets", BUDGETS)
-def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
+def test_equal_to_plain_torch(
+    plain: nn.Module, minibatches: list[list[Batch]], options: dict[str, Any], budgets: str
+) -> None:
     """Over a transport in which a released unit is NaN, and so is a pushed sum."""
-    check_parity(
-        copy.deepcopy(case.module),
-        case.minibatches,
-        3,
-        units=[Layer],
-        budgets=BUDGETS[budgets],
-        kind=Poisoning,
-        **case.options,
-    )
-
-
-class Train:
-    """Trains a stack of equal layers on a rank."""
-
-    def __init__(self, transport: RecordingTransport, budgets: CacheBytes, module: nn.Module, **settings: Any) -> None:
-        self.transport = transport
-        self.model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), **settings)
-        self.model.cache_bytes = budgets
-        self.optimizer = adamw(self.model.shard_parameters())
-
-    def step(self, num_microbatches: int, mark_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
-        """Return the numbers of fetches and pushes."""
-        self.transport.log.clear()
-        with self.model.minibatch():
-            for i in range(num_microbatches):
-                if mark_last and i == num_microbatches - 1:
-                    self.model.set_is_last_backward()
-                squares(self.model, (batch,)).backward()
-        self.optimizer.step()
-        self.model.publish()
-        return len(self.transport.names("fetch")), len(self.transport.names("push"))
+    options = {"units": [Layer], "budgets": BUDGETS[budgets], "kind": Poisoning, **options}
+    check_parity(copy.deepcopy(plain), minibatches, 3, **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -214,7 +147,7 @@ def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), module, prefetch=prefetch)
+        train = Train(transport, module, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), prefetch=prefetch)
         for num_microbatches, mark_last in itertools.product((1, 4, 0, 3), (False, True)):
             fetched, pushed = train.step(num_microbatches, mark_last)
             if prefetch and num_microbatches == 1 and not mark_last:
@@ -299,28 +232,6 @@ def test_a_graph_keeps_parameters_once_all_units_are_unsharded(
         assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
 
 
-def test_half_of_the_model_halves_the_excess() -> None:
-    width = 32
-    module = Stack(NUM_LAYERS, width).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train, excess = Train(transport, CacheBytes(), module), []
-        for share in (0.0, 0.5, 1.0):
-            needs = train.model.cache_needs.maximum
-            train.model.cache_bytes = CacheBytes(int(share * needs.parameters), int(share * needs.gradients))
-            before = train.model.traffic.fetched, train.model.traffic.pushed
-            train.step(8, batch=torch.ones(1, width, dtype=torch.float64))
-            moved = [
-                now["same_node"] - then["same_node"] for now, then in zip(traffic_of(train.model), before, strict=True)
-            ]
-            excess.append(moved)
-        for nothing, half, everything in zip(*excess, strict=True):
-            assert (half - everything) / (nothing - everything) <= 0.55
-            assert everything > 0
-
-    run_ranks(2, work)
-
-
 def traffic_of(model: ShardedModel) -> tuple[Counter[str], Counter[str]]:
     return model.traffic.fetched, model.traffic.pushed
 
@@ -330,7 +241,7 @@ def test_traffic_does_not_depend_on_the_number_of_microbatches(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
     moved = []
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     for num_microbatches in (1, 2, 8):
         before = traffic_of(train.model)
         train.step(num_microbatches)
@@ -349,7 +260,7 @@ def test_bytes_by_node() -> None:
     module = Stack(2).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
+        train = Train(transport, module, PLENTY)
         train.step(2)
         for moved in traffic_of(train.model):
             parts = [[0, 0], [0, 0]]
@@ -366,7 +277,7 @@ def test_bytes_by_node() -> None:
 def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
     transport: RecordingTransport, module: nn.Module
 ) -> None:
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     transport.log.clear()
     with torch.inference_mode():
         outputs = [train.model(INPUT).clone() for _ in range(3)]
@@ -382,7 +293,7 @@ def test_forwards_alone_use_resident_units_and_keep_them_for_the_next_minibatch(
 @pytest.mark.parametrize("prefetch", [0, 1])
 @on_ranks(2)
 def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
-    train = Train(transport, PLENTY, module, prefetch=prefetch)
+    train = Train(transport, module, PLENTY, prefetch=prefetch)
     train.step(2)
     with torch.no_grad():
         train.model(INPUT)  # stays, for the next minibatch
@@ -396,7 +307,7 @@ def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: 
 @on_ranks(2)
 def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTransport, module: nn.Module) -> None:
     """Each that is on its way may hold memory, such as pinned memory before it goes to the host."""
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     on_the_way: list[int] = []
     push = train.model._pusher._store.push
     train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
@@ -409,7 +320,7 @@ def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTra
 @pytest.mark.parametrize("prefetch", [0, 1])
 @on_ranks(2, transport=Poisoning)
 def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
-    train = Train(transport, CacheBytes(), module, prefetch=prefetch)
+    train = Train(transport, module, CacheBytes(), prefetch=prefetch)
     train.step(1)
     wanted = NUM_LAYERS * LAYER_BYTES
     train.model.cache_bytes = CacheBytes(parameters=wanted - 1)
@@ -428,8 +339,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
         assert transport.names("fetch") == []
     train.step(2)
     in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
-    shards = sum(layout.shard_numel for layout in transport.layouts) * ITEM_BYTES
-    assert train.model.peak_parameter_bytes <= shards + wanted + in_use
+    assert train.model.peak_parameter_bytes <= train.shard_bytes + wanted + in_use
 
 
 @pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
@@ -437,7 +347,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
     transport.parameters.access = access
-    train = Train(transport, PLENTY, module)
+    train = Train(transport, module, PLENTY)
     model = train.model
     for _ in range(2):
         train.step(1)
@@ -466,7 +376,7 @@ def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTra
 @on_ranks(1)
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
-    train = Train(transport, CacheBytes(), Stack(2).double())
+    train = Train(transport, Stack(2).double(), CacheBytes())
     transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.maximum.parameters == 0
     train.model.cache_bytes = PLENTY
@@ -480,7 +390,7 @@ def test_local_sums_that_overflow_are_known_to_all() -> None:
     module = nn.Sequential(Layer()).float()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
+        train = Train(transport, module, PLENTY)
         of_ranks = [((2e38, 2e38, -2e38), ()), ((1e38, -1e38), (1e38,)), ((1e38,), (1e38,)), ((1e30, -1e30), ())]
         for factors, finite in zip(of_ranks, (False, True, False, True), strict=True):
             with train.model.minibatch() as minibatch:
@@ -491,23 +401,6 @@ def test_local_sums_that_overflow_are_known_to_all() -> None:
             train.model.publish()
 
     run_ranks(2, work, torch.float32, torch.float32)
-
-
-def test_parameters_without_a_gradient_have_none() -> None:
-    module = Branches().double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
-        for used in ((0,), (1, 2), ()):
-            with train.model.minibatch():
-                for _ in range(2 if transport.group.rank else 0):
-                    squares(train.model, (INPUT, used)).backward()
-            named = {name for name, p in train.model.named_shard_parameters() if p.grad is not None}
-            layers = {name.split(".")[1] for name in named if name.startswith("layers")}
-            assert layers == {str(i) for i in used}
-            train.model.publish()
-
-    run_ranks(2, work)
 
 
 @on_ranks(1)

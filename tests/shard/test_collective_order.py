@@ -1,15 +1,11 @@
 """With collective fetches and pushes, all ranks issue the same ones in the same order, whatever each did before."""
 
-from collections.abc import Callable
 from typing import Any
 
-import parity
 import pytest
 import torch
-from parity import check_parity, next_tokens, tokens, vectors
 from ranks import RecordingTransport, on_ranks
-from torch import nn
-from toy_models import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
+from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel
@@ -78,45 +74,3 @@ def test_calls_of_a_rank_in_between_make_no_difference_later(transport: Recordin
     assert operations(transport) == MICROBATCH
     model.publish()
     model.close()
-
-
-class Frozen(nn.Module):
-    """A unit with a frozen and a trained part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.low = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.base.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.low(torch.tanh(self.base(x)))
-
-
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    ("make", "units", "data"),
-    [
-        (lambda: Transformer(tied=True), [Block], "tokens"),
-        (lambda: Transformer(), [Block, nn.Linear], "tokens"),
-        (lambda: Transformer(), [nn.Embedding, nn.Linear, nn.LayerNorm], "tokens"),
-        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Frozen(), Frozen()), [Frozen], "vectors"),
-        (lambda: nn.Sequential(*[Layer()] * 3), [Layer], "vectors"),
-    ],
-    ids=["tied", "nested", "leaves", "frozen parts", "called three times"],
-)
-def test_parity(
-    make: Callable[[], nn.Module],
-    units: list[type],
-    data: str,
-    size: int,
-    activation_checkpointing: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(parity, "RecordingTransport", InStep)
-    training: dict[str, Any] = {"loss": next_tokens} if data == "tokens" else {}
-    minibatches = tokens(VOCABULARY) if data == "tokens" else vectors(3, WIDTH)
-    ranks = check_parity(
-        make(), minibatches, size, units=units, activation_checkpointing=activation_checkpointing, **training
-    )
-    assert not ranks[0].transport.thread_safe

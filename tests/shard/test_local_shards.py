@@ -1,6 +1,6 @@
 import pytest
 import torch
-from ranks import RecordingTransport, on_ranks, run_ranks
+from ranks import RecordingTransport, on_ranks
 from torch import nn
 from toy_models import RandomWeights
 
@@ -35,38 +35,6 @@ def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str,
         flat = transport.parameters.fetch(i).wait()
         found |= {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.ranges}
     return found
-
-
-@SIZES
-def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
-    def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
-        slices, layouts = make_slices(transport)
-        table = RandomWeights(ALL)
-        slices.load(table)
-        slices.write_back()
-        transport.publish_parameters()
-        for name, value in whole(transport, layouts).items():
-            assert torch.equal(value, table.values[name].double())
-        return table.reads
-
-    reads = run_ranks(size, work)
-    for own in reads:
-        assert [name for name, _, _ in own] == list(ALL)
-    for i, name in enumerate(ALL):
-        elements = [k for own in reads for k in range(*own[i][1:])]
-        assert elements == list(range(RandomWeights(ALL).values[name].numel()))
-
-
-@SIZES
-def test_all_ranks_have_the_same_list_of_slices(size: int) -> None:
-    def work(transport: RecordingTransport) -> list[tuple[str, int]]:
-        slices, _ = make_slices(transport)
-        assert all(own.parameter.shape == (own.slice.numel,) for own in slices.trainable)
-        return [(own.slice.spec.name, own.slice.numel) for own in slices.trainable]
-
-    ranks = run_ranks(size, work)
-    assert all([name for name, _ in own] == list(SHAPES) for own in ranks)
-    assert [sum(own[i][1] for own in ranks) for i in range(4)] == [35, 1, 0, 70]
 
 
 @pytest.mark.parametrize(

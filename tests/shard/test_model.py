@@ -1,25 +1,22 @@
 """The minibatch and its boundary, initial values, the state, the end."""
 
 import copy
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
-from toy_models import WIDTH, Block, Layer, RandomWeights, Stack, Transformer
+from toy_models import INPUT, WIDTH, Block, Layer, RandomWeights, Stack, Transformer
 
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
 
 def stack(num_layers: int = 2) -> nn.Module:
@@ -40,64 +37,6 @@ def work_once(model: Any) -> None:
 @pytest.fixture
 def module() -> nn.Module:
     return stack()
-
-
-@SIZES
-@pytest.mark.parametrize("clip", [False, True])
-def test_the_only_collectives_of_a_minibatch_are_its_ordering_points(size: int, clip: bool) -> None:
-    ranks = check_parity(
-        Stack(2),
-        vectors(2, WIDTH, steps=4),
-        size,
-        units=[Layer],
-        max_norm=0.5 if clip else None,
-        assign=lambda step, i, size: min(i, size - 1) if step else 0,
-    )
-    points = ["A", "N", "B"] if clip else ["A", "B"]
-    for rank in ranks:
-        collectives = rank.transport.collectives()
-        start = collectives.index("B") + 1
-        assert set(collectives[: start - 1]) == {"allocate", "broadcast"}
-        assert collectives[start:] == 4 * points
-        assert rank.model.num_collectives == 1 + 4 * len(points)
-    if size == 4:
-        assert not ranks[3].losses  # this one had nothing to do, and met the others all the same
-        assert not ranks[3].transport.names("push")
-
-
-def test_pushes_and_fetches_lie_within_minibatches() -> None:
-    for rank in check_parity(Stack(2), vectors(2, WIDTH), 2, units=[Layer]):
-        operations = [operation for operation, _ in rank.transport.log]
-        assert operations[-4:] == ["B", "fetch", "fetch", "fetch"]  # the state, at the end
-        inside = False
-        for operation in operations[operations.index("B") :]:
-            if operation in ("A", "B"):
-                inside = operation == "B"
-            else:
-                assert inside is (operation != "N")
-
-
-def test_no_rank_waits_before_gradients_are_complete() -> None:
-    """One rank does all its work before the other begins its minibatch."""
-    module, done = stack(), threading.Event()
-
-    def work(transport: RecordingTransport) -> dict[str, torch.Tensor]:
-        model = shard(module, transport)
-        optimizer = sgd(model.shard_parameters())
-        if transport.group.rank == 1:
-            assert done.wait(10.0), "rank 0 waited for rank 1"
-        with model.minibatch():
-            for _ in range(3 if transport.group.rank == 0 else 1):
-                work_once(model)
-            done.set()
-        optimizer.step()
-        model.publish()
-        return model.state_dict()
-
-    plain = copy.deepcopy(module)
-    train_plain(plain, [[(INPUT,)] * 4], make_optimizer=sgd, max_norm=None)
-    for state in run_ranks(2, work):
-        assert_same_state(state, plain.state_dict(), 1e-12)
 
 
 @on_ranks(2)
@@ -381,54 +320,6 @@ def test_a_forward_that_failed_leaves_nothing_behind(transport: RecordingTranspo
 # What ranks tell each other
 
 
-@SIZES
-def test_numbers_of_a_minibatch(size: int) -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> float:
-        model = shard(module, transport)
-        for factor in (1.0, 10.0):
-            with model.minibatch("loss", "tokens") as minibatch:
-                minibatch.local["tokens"] += 5
-                minibatch.local["loss"] += 0.1 * factor * (transport.group.rank + 1)
-                minibatch.local["tokens"] += transport.group.rank
-            model.publish()
-            np.testing.assert_array_equal(minibatch.per_rank("tokens"), 5.0 + np.arange(size))
-            np.testing.assert_array_equal(minibatch.per_rank("loss"), 0.1 * factor * np.arange(1, size + 1))
-            assert minibatch.sum("tokens") == 5 * size + size * (size - 1) / 2
-            assert minibatch.finite
-        return minibatch.sum("loss")
-
-    assert len(set(run_ranks(size, work))) == 1
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_known_to_all(size: int, value: float) -> None:
-    module = stack()
-    plain = copy.deepcopy(module)
-    train_plain(plain, [[(INPUT,)] * size], make_optimizer=adamw, max_norm=None)
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        optimizer = adamw(model.shard_parameters())
-        before = model.state_dict()
-        with model.minibatch() as minibatch:
-            loss = squares(model, (INPUT,))
-            (loss * value if transport.group.rank == size - 1 else loss).backward()
-        assert minibatch.finite is False
-        model.publish()  # without a step
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        with model.minibatch() as minibatch:
-            work_once(model)
-        assert minibatch.finite is True
-        optimizer.step()
-        model.publish()
-        assert_same_state(model.state_dict(), plain.state_dict(), 1e-9)
-
-    run_ranks(size, work)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_finite_gradients_whose_sum_is_not_are_known_to_all(size: int) -> None:
     """The gradient of each bias is 1e38 per microbatch: fp32 holds three of them, and four are beyond it."""
@@ -515,15 +406,6 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
 
 
 @on_ranks(1)
-def test_parameters_without_values(transport: RecordingTransport) -> None:
-    with torch.device("meta"):
-        module = Transformer(1)
-    with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
-        ShardedModel(module, transport)
-    assert transport.parameters.layouts == ()
-
-
-@on_ranks(1)
 def test_nothing_to_train(transport: RecordingTransport) -> None:
     """As of a policy that another is compared with: it computes, also in a graph, and no gradient leaves it."""
     module, inputs = stack().requires_grad_(False), torch.randn(3, WIDTH, dtype=torch.float64)
@@ -536,24 +418,25 @@ def test_nothing_to_train(transport: RecordingTransport) -> None:
     model.close()
 
 
-@on_ranks(1)
-def test_units_that_match_nothing(transport: RecordingTransport) -> None:
-    with pytest.raises(ValueError, match="no submodule is 'Blok'"):
-        ShardedModel(stack(), transport, units=["Blok"])
-
-
-@on_ranks(1)
-def test_a_parameter_that_would_not_be_trained(transport: RecordingTransport) -> None:
+def with_parameter(parameter: torch.Tensor) -> nn.Module:
     module = nn.Linear(2, 2)
-    module.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="turn"):
-        ShardedModel(module, transport)
+    module.turn = nn.Parameter(parameter)
+    return module
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: with_parameter(torch.ones(2, device="meta")), "turn is on the meta device: expected `weights`"),
+        (lambda: with_parameter(torch.ones(2, dtype=torch.complex64)), "turn"),  # would not be trained
+        (lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), "max_norm"),  # a forward changes the weights
+    ],
+)
 @on_ranks(1)
-def test_weights_that_a_forward_changes_are_refused(transport: RecordingTransport) -> None:
-    with pytest.raises(ValueError, match="max_norm"):
-        ShardedModel(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), transport)
+def test_a_module_that_cannot_be_sharded(transport: RecordingTransport, make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ShardedModel(make(), transport)
+    assert transport.parameters.layouts == ()
 
 
 # The state and the module itself
@@ -749,70 +632,6 @@ def test_buffers_are_the_rank_s_own(size: int) -> None:
 
 
 # Precision
-
-
-def keep_masters(
-    module: nn.Module, dtype: torch.dtype, minibatches: list[list[Any]], masters_dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """Plain mixed precision: fp32 masters, forward and backward with copies in `dtype`, gradients summed in fp32."""
-    masters = {name: nn.Parameter(p.detach().clone().to(masters_dtype)) for name, p in module.named_parameters()}
-    working = copy.deepcopy(module).to(dtype)
-    optimizer = adamw(masters.values())
-
-    def publish() -> None:
-        for name, p in working.named_parameters():
-            p.data.copy_(masters[name].data)
-            p.grad = None
-
-    publish()
-    for minibatch in minibatches:
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
-        for batch in minibatch:
-            squares(working, batch).backward()
-            for name, p in working.named_parameters():
-                masters[name].grad += p.grad.to(masters_dtype)
-                p.grad = None
-        nn.utils.clip_grad_norm_(masters.values(), 0.5)
-        optimizer.step()
-        publish()
-    return {name: master.detach() for name, master in masters.items()}, working
-
-
-@SIZES
-@pytest.mark.parametrize("activation_checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_parameters_with_fp32_masters(size: int, dtype: torch.dtype, activation_checkpointing: bool) -> None:
-    module = Stack(3)
-    minibatches = vectors(4, WIDTH, steps=4, dtype=dtype)
-    masters, working = keep_masters(module, dtype, minibatches)
-    narrow, _ = keep_masters(module, dtype, minibatches, masters_dtype=dtype)
-
-    def work(transport: RecordingTransport) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        model = shard(module, transport, activation_checkpointing=activation_checkpointing)
-        optimizer = adamw(model.shard_parameters())
-        for step, minibatch in enumerate(minibatches):
-            with model.minibatch():
-                for i, batch in enumerate(minibatch):
-                    if in_turn(step, i, size) == transport.group.rank:
-                        squares(model, batch).backward()
-            model.clip_grad_norm_(0.5)
-            optimizer.step()
-            model.publish()
-        return {name: p.detach().clone() for name, p in model.named_shard_parameters()}, model.state_dict()
-
-    ranks = run_ranks(size, work, dtype, torch.float32)
-    unlike = 0.0
-    for name, master in masters.items():
-        found = torch.cat([own[name] for own, _ in ranks])
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, master.flatten(), rtol=1e-4, atol=1e-5)
-        difference = narrow[name].flatten().float() - found
-        unlike = max(unlike, float(difference.nan_to_num(nan=1.0).abs().max()))
-        for _, state in ranks:
-            assert state[name].dtype == dtype
-            torch.testing.assert_close(state[name], dict(working.named_parameters())[name].detach())
-    assert unlike > 1e-4, "the comparison cannot tell masters from none"
 
 
 @pytest.mark.parametrize(

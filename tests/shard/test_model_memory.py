@@ -1,54 +1,26 @@
 """Memory of unsharded parameters on a rank, and the number of fetches."""
 
-import copy
 import gc
 from typing import Any
 
 import pytest
 import torch
-from parity import adamw, squares
+from parity import Train, squares
 from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 from torch import nn
-from toy_models import WIDTH, Layer, Stack
-
-from odc_mpi.shard.model import ShardedModel
+from toy_models import INPUT, WIDTH, Layer, Stack
 
 NUM_LAYERS = 12
-INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
-ITEM_BYTES = 8
 LAYERS = [f"layers.{i}" for i in range(NUM_LAYERS)]
 
 
-class Train:
-    """Trains a stack of equal layers on a rank."""
+def bound(train: Train, prefetch: int = 0) -> int:
+    """Own shards, the root and two other units; one more for each that is fetched ahead beyond the first."""
+    return train.shard_bytes + train.layout_bytes("(root)") + num_others(prefetch) * train.layout_bytes("layers.0")
 
-    def __init__(
-        self, transport: RecordingTransport, module: nn.Module, units: Any = (Layer,), **settings: Any
-    ) -> None:
-        self.transport = transport
-        self.num_others = max(2, 1 + settings.get("prefetch", 0))
-        self.model = ShardedModel(copy.deepcopy(module), transport, units=units, **settings)
-        self.optimizer = adamw(self.model.shard_parameters())
 
-    def steps(self, num_steps: int, num_microbatches: int = 2) -> None:
-        for _ in range(num_steps):
-            with self.model.minibatch():
-                for _ in range(num_microbatches):
-                    squares(self.model, (INPUT,)).backward()
-            self.optimizer.step()
-            self.model.publish()
-
-    def layout_bytes(self, name: str) -> int:
-        return ITEM_BYTES * sum(layout.numel for layout in self.transport.parameters.layouts if layout.name == name)
-
-    @property
-    def shard_bytes(self) -> int:
-        return ITEM_BYTES * sum(layout.shard_numel for layout in self.transport.parameters.layouts)
-
-    @property
-    def bound(self) -> int:
-        """Own shards, the root and two other units; one more for each that is fetched ahead beyond the first."""
-        return self.shard_bytes + self.layout_bytes("(root)") + self.num_others * self.layout_bytes("layers.0")
+def num_others(prefetch: int) -> int:
+    return max(2, 1 + prefetch)
 
 
 #: In a thread too, over a transport whose operations last until they are waited for.
@@ -78,14 +50,16 @@ def test_no_more_than_the_root_and_two_units(
 ) -> None:
     train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
     assert train.model.peak_parameter_bytes == train.shard_bytes
-    train.steps(3)
-    assert train.bound < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
-    assert train.model.peak_parameter_bytes <= train.bound
+    for _ in range(3):
+        train.step()
+    assert bound(train, prefetch) < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
+    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
     train.model.state_dict()
     with torch.no_grad():
         train.model(INPUT)
-    train.steps(2, num_microbatches=1)
-    assert train.model.peak_parameter_bytes <= train.bound
+    for _ in range(2):
+        train.step(1)
+    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
 
 
 @PREFETCH
@@ -111,8 +85,9 @@ def test_the_bound_holds_wherever_the_root_is_touched(
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, prefetch=prefetch)
-        train.steps(3)
-        assert train.model.peak_parameter_bytes <= train.bound
+        for _ in range(3):
+            train.step()
+        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
 
     run_ranks(2, work, transport=kind)
 
@@ -125,10 +100,10 @@ def test_losses_that_a_user_keeps_keep_no_parameters(
     train = Train(transport, module, prefetch=prefetch)
     with train.model.minibatch():
         losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
-        assert train.model.peak_parameter_bytes <= train.bound
+        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
         for loss in losses:
             loss.backward()
-    assert train.model.peak_parameter_bytes <= train.bound
+    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
 
 
 @PREFETCH
@@ -146,20 +121,10 @@ def test_buffers_are_used_again(
         return fetch(index, buffer)
 
     transport.start_fetch = noting  # type: ignore[method-assign]
-    train.steps(3)
-    assert len(seen) == 1 + train.num_others  # the root's and two others
-    assert not pool._in_use and len(pool._idle) == 1 + train.num_others
-
-
-@PREFETCH
-@on_ranks(1)
-def test_gradients_on_their_way_take_two_buffers(
-    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
-) -> None:
-    train = Train(transport, module, prefetch=prefetch)
-    train.steps(2)
-    largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
-    assert train.model._pusher.buffers.peak_bytes <= 2 * largest
+    for _ in range(3):
+        train.step()
+    assert len(seen) == 1 + num_others(prefetch)  # the root's and two others
+    assert not pool._in_use and len(pool._idle) == 1 + num_others(prefetch)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -200,8 +165,7 @@ def test_fetches_with_activation_checkpointing(transport: RecordingTransport) ->
 def test_the_root_is_fetched_once_per_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
     train = Train(transport, module)
     for num_microbatches in (1, 3, 0, 2):
-        transport.log.clear()
-        train.steps(1, num_microbatches)
+        train.step(num_microbatches)
         assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
 
 
@@ -238,7 +202,8 @@ def test_recurrent_modules_keep_none_of_their_weights() -> None:
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, units=[nn.GRU])
-        train.steps(2)
+        for _ in range(2):
+            train.step()
         with torch.no_grad():
             train.model(INPUT)
         assert train.model.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import Batch, check_parity, next_tokens, sgd, squares, tokens, vectors
+from parity import Batch, Loss, check_parity, next_tokens, sgd, squares, tokens, vectors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toy_models import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-#: Every size, half of them with recomputation.
+#: Every size, half of them with recomputation, as arguments of `check_parity`.
 MODES = pytest.mark.parametrize(
-    ("size", "activation_checkpointing"), [(1, True), (2, False), (3, True), (4, False)], ids=["1r", "2", "3r", "4"]
+    "mode",
+    [{"size": size, "activation_checkpointing": size in (1, 3)} for size in (1, 2, 3, 4)],
+    ids=["1r", "2", "3r", "4"],
 )
 #: How many units are fetched ahead, in a thread.
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 2], ids="ahead{}".format)
@@ -29,15 +31,15 @@ def test_transformer(size: int, optimizer: Any, max_norm: float | None) -> None:
     check_parity(Transformer(), tokens(VOCABULARY), size, loss=next_tokens, max_norm=max_norm, **training)
 
 
-@SIZES
+@MODES
 @PREFETCH
 @pytest.mark.parametrize(
     "units",
-    [[], [Block], [Block, nn.Linear], [nn.Embedding, nn.Linear, nn.LayerNorm], [nn.LayerNorm]],
-    ids=["root", "blocks", "nested", "leaves", "norms"],
+    [[], [Block], [Block, nn.Linear], [Block, nn.Sequential], [nn.Embedding, nn.Linear, nn.LayerNorm], [nn.LayerNorm]],
+    ids=["root", "blocks", "nested", "sequential", "leaves", "norms"],
 )
-def test_whatever_the_units(size: int, units: list[type], prefetch: int) -> None:
-    check_parity(Transformer(tied=True), tokens(VOCABULARY), size, units=units, loss=next_tokens, prefetch=prefetch)
+def test_whatever_the_units(mode: dict[str, Any], units: list[type], prefetch: int) -> None:
+    check_parity(Transformer(tied=True), tokens(VOCABULARY), units=units, loss=next_tokens, prefetch=prefetch, **mode)
 
 
 class Branches(nn.Module):
@@ -74,16 +76,9 @@ def calling(*per_microbatch: tuple[int, ...]) -> list[list[Batch]]:
     ids=["all", "repeated", "one_rank", "never", "none", "mixed"],
 )
 def test_units_called_more_than_once_or_never(
-    size: int, calls: list[tuple[int, ...]], activation_checkpointing: bool, prefetch: int
+    mode: dict[str, Any], calls: list[tuple[int, ...]], prefetch: int
 ) -> None:
-    check_parity(
-        Branches(),
-        calling(*calls),
-        size,
-        units=[Layer],
-        activation_checkpointing=activation_checkpointing,
-        prefetch=prefetch,
-    )
+    check_parity(Branches(), calling(*calls), units=[Layer], prefetch=prefetch, **mode)
 
 
 class Choosy(nn.Module):
@@ -163,17 +158,10 @@ def freeze(module: nn.Module, *prefixes: str) -> nn.Module:
     ],
     ids=",".join,
 )
-def test_frozen_parameters(size: int, frozen: tuple[str, ...], activation_checkpointing: bool, prefetch: int) -> None:
+def test_frozen_parameters(mode: dict[str, Any], frozen: tuple[str, ...], prefetch: int) -> None:
     module = freeze(Stack(3), *frozen)
     before = {name: p.double().clone() for name, p in module.named_parameters() if name.startswith(frozen)}
-    ranks = check_parity(
-        module,
-        vectors(4, WIDTH),
-        size,
-        units=[Layer],
-        activation_checkpointing=activation_checkpointing,
-        prefetch=prefetch,
-    )
+    ranks = check_parity(module, vectors(4, WIDTH), units=[Layer], prefetch=prefetch, **mode)
     # One push per unit and backward; none for a unit that is wholly frozen.
     trained = {(name.rpartition(".linear")[0] or "(root)") for name, p in module.named_parameters() if p.requires_grad}
     for rank in ranks:
@@ -290,6 +278,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "rnn": (lambda: Recurrent(nn.RNN, bias=False), (2, 5, WIDTH), [nn.RNN]),
     "attention_in_root": (lambda: SelfAttention(bias=False), (2, 5, WIDTH), []),
     "attention_by_parts": (SelfAttention, (2, 5, WIDTH), [nn.Linear]),
+    # Also recomputed it sees that its three arguments are one.
+    "attention": (SelfAttention, (2, 5, WIDTH), [nn.MultiheadAttention]),
     "encoder_layer": (
         lambda: nn.Sequential(
             linear(), *(nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True) for _ in range(3))
@@ -324,13 +314,6 @@ def test_zoo(name: str, size: int, activation_checkpointing: bool) -> None:
         with_buffers=with_buffers,
         activation_checkpointing=activation_checkpointing,
     )
-
-
-@pytest.mark.parametrize(("size", "checkpointing"), [(1, False), (2, True), (3, False)], ids=["1", "2r", "3"])
-def test_attention_as_a_unit(size: int, checkpointing: bool) -> None:
-    """Also recomputed it sees that its three arguments are one."""
-    units = [nn.MultiheadAttention]
-    check_parity(SelfAttention(), vectors(2, 5, WIDTH), size, units=units, activation_checkpointing=checkpointing)
 
 
 def test_spectral_norm_on_one_rank() -> None:
@@ -392,17 +375,9 @@ def with_input_gradient(shape: tuple[int, ...]) -> list[list[Batch]]:
 @PREFETCH
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("where", ["around", "all"])
-def test_users_checkpoint_around_units(
-    size: int, use_reentrant: bool, where: str, activation_checkpointing: bool, prefetch: int
-) -> None:
-    check_parity(
-        Checkpointed(where, use_reentrant),
-        with_input_gradient((4, WIDTH)),
-        size,
-        units=[Layer],
-        activation_checkpointing=activation_checkpointing,
-        prefetch=prefetch,
-    )
+def test_users_checkpoint_around_units(mode: dict[str, Any], use_reentrant: bool, where: str, prefetch: int) -> None:
+    module = Checkpointed(where, use_reentrant)
+    check_parity(module, with_input_gradient((4, WIDTH)), units=[Layer], prefetch=prefetch, **mode)
 
 
 @SIZES
@@ -410,19 +385,6 @@ def test_users_checkpoint_around_units(
 def test_users_checkpoint_inside_units(size: int, use_reentrant: bool) -> None:
     module = nn.Sequential(linear(), *(InsideLayer(use_reentrant) for _ in range(3)))
     check_parity(module, with_input_gradient((4, WIDTH)), size, units=[InsideLayer])
-
-
-@pytest.mark.parametrize("units", [[Block], [nn.Linear], [Block, nn.Sequential]], ids=["blocks", "leaves", "nested"])
-@SIZES
-def test_activation_checkpointing(size: int, units: list[type]) -> None:
-    check_parity(
-        Transformer(tied=True),
-        tokens(VOCABULARY),
-        size,
-        loss=next_tokens,
-        units=units,
-        activation_checkpointing=True,
-    )
 
 
 class Keywords(nn.Module):
@@ -447,15 +409,9 @@ class WithKeywords(nn.Module):
         return self.layer(self.layer(y, debug=3.0), preserve_rng_state=y)
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_keyword_arguments_reach_the_unit(activation_checkpointing: bool) -> None:
-    check_parity(
-        WithKeywords(),
-        vectors(4, WIDTH),
-        2,
-        units=[Keywords],
-        activation_checkpointing=activation_checkpointing,
-    )
+@MODES
+def test_keyword_arguments_reach_the_unit(mode: dict[str, Any]) -> None:
+    check_parity(WithKeywords(), vectors(4, WIDTH), units=[Keywords], **mode)
 
 
 def offloaded(model: Any, batch: Batch) -> torch.Tensor:
@@ -512,18 +468,8 @@ def mixed_precision(model: Any, batch: Batch) -> torch.Tensor:
     [offloaded, contrasted, two_backwards, input_gradient, teacher, looked_at_before],
     ids=lambda loss: loss.__name__,
 )
-def test_ways_to_use_a_model(
-    size: int, loss: Callable[[Any, Batch], torch.Tensor], activation_checkpointing: bool, prefetch: int
-) -> None:
-    check_parity(
-        Stack(4),
-        vectors(4, WIDTH),
-        size,
-        units=[Layer],
-        loss=loss,
-        activation_checkpointing=activation_checkpointing,
-        prefetch=prefetch,
-    )
+def test_ways_to_use_a_model(mode: dict[str, Any], loss: Loss, prefetch: int) -> None:
+    check_parity(Stack(4), vectors(4, WIDTH), units=[Layer], loss=loss, prefetch=prefetch, **mode)
 
 
 @SIZES

@@ -132,19 +132,3 @@ def test_the_command_prints_an_object_and_a_table(capsys):
     assert cli.main(command) == 0
     errors = capsys.readouterr().out
     assert all(words in errors for words in (*SCHEDULES, "bound", "8 completions of each"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--completions", "4"], ["--completions", "--workload grpo"]),
-        (["--workload", "grpo", "--completions", "0"], ["--completions: expected a number from 1"]),
-        (["--workload", "grpo", "--decode-step-s", "nan"], ["--decode-step-s"]),
-        (["--workload", "grpo", "--per-rank", "100000", "--ranks", "50"], ["got 40000000", "--per-rank"]),
-        (["--workload", "rlhf"], ["--workload", "rlhf"]),
-    ],
-)
-def test_user_errors_are_one_line(capsys, arguments, words):
-    assert cli.main(["simulate", *arguments]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1 and all(word in errors[0] for word in words)

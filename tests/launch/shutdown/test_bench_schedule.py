@@ -59,27 +59,6 @@ def test_fewer_sequences_than_ranks_have_use_for():
     assert "measuring minibatch 2 of 2" in done.err
 
 
-@pytest.mark.parametrize(
-    ("options", "output"),
-    [
-        (("--lengths", "longaling"), "longalign"),
-        (("--per-rank", 0), "--per-rank: expected a number from 1 to 100000, got 0"),
-        (("--step-s", 0), "--step-s: expected seconds from 0.001 to 3600, got '0'"),
-        (("--step-s", "inf"), "--step-s"),
-        (("--ranks", 100000), "--ranks 100000: expected at most"),
-        (("--ticket-s", 0.1), "unknown argument --ticket-s"),
-        (("--speed-variation", "nan"), "--speed-variation"),
-    ],
-)
-def test_user_errors_are_one_line(options, output):
-    done = odc_mpi(0, "bench", "schedule", "--ranks", 2, *options)
-    assert done.code == 2
-    lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert len(lines) == 1, done.err
-    assert output in lines[0]
-    assert "Traceback" not in done.err
-
-
 def test_ranks_that_differ_from_mpiexec_are_a_user_error():
     done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
     assert done.code == 2

@@ -308,8 +308,7 @@ with World() as world:
 def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = answer(odc_mpi(2, "doctor", "--json", **home))
-    (tmp_path / "script.py").write_text(READS)
-    read = answer(launch(2, tmp_path / "script.py", timeout_s=60, **home))
+    read = answer(launch(2, "-c", READS, timeout_s=60, **home))
     assert read["peers"] == found["peers"]
-    other = launch(3, tmp_path / "script.py", timeout_s=60, **home)
+    other = launch(3, "-c", READS, timeout_s=60, **home)
     assert "there was a report to read" in other.err, "ranks are laid out differently"

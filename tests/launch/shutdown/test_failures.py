@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from mpi_launch import finish, launch, start
+from mpi_launch import finish, launch, script, start
 from processes import is_running
 
 LATE = """
@@ -15,6 +15,21 @@ world = World(timeout_s=2)
 if world.rank == 1:
     time.sleep(60)
 world.gather_objects(None)
+"""
+
+#: An owner that never takes what lies in its mailbox.
+NEVER_SERVES = """
+import time, torch
+from odc_mpi import World
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+world = World(timeout_s=2)
+transport = window_transport(world, reduction=lambda *args: MailboxGradientStore(*args, mailbox_bytes=1000))
+transport.allocate([FlatLayout.build("layers.3", [ParameterSpec("weight", (10_000,), True)], world.size)])
+if world.rank == 1:
+    time.sleep(60)
+transport.gradients.push(0, torch.ones(10_000)).wait()
 """
 
 LATE_ON_ITS_NODE = """
@@ -121,32 +136,33 @@ model.publish()
 """
 
 
-def script(tmp_path, text):
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return path
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param(LATE, ["gathering from all ranks", "comm.timeout_s"], marks=pytest.mark.library),
+        (LATE_ON_ITS_NODE, ["gathering from all ranks: it waits for rank 1 on", "doing something else"]),
+        pytest.param(
+            NEVER_SERVES,
+            ["waiting for room to push the gradient of unit layers.3: it waits for rank 1"],
+            marks=[pytest.mark.library, pytest.mark.quick],
+        ),
+    ],
+    ids=["job", "node", "mailbox"],
+)
+def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path, text, words):
+    done = launch(2, script(tmp_path, text), timeout_s=50)
+    assert done.code != 0 and done.seconds < 30
+    for part in ("rank 0 on", "waited more than 2 s while " + words[0], *words[1:]):
+        assert part in done.err
 
 
-@pytest.mark.library
-def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
-    done = launch(2, script(tmp_path, LATE), timeout_s=50)
-    assert done.code != 0
-    assert "rank 0" in done.err
-    assert "waited more than 2 s while gathering from all ranks" in done.err
-    assert "comm.timeout_s" in done.err
-
-
-def test_a_rank_that_is_late_among_those_of_its_node_is_named(tmp_path):
-    done = launch(2, script(tmp_path, LATE_ON_ITS_NODE), timeout_s=50)
-    assert done.code != 0
-    assert "while gathering from all ranks: it waits for rank 1 on" in done.err
-    assert "doing something else" in done.err
-
-
-@pytest.mark.library
-@pytest.mark.quick
-def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
-    done = launch(2, script(tmp_path, RAISES), timeout_s=50)
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(RAISES, marks=[pytest.mark.library, pytest.mark.quick]), FETCHES_AHEAD],
+    ids=["waiting", "fetching ahead"],
+)
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, text):
+    done = launch(2, script(tmp_path, text), timeout_s=50)
     assert done.code != 0
     assert "rank 1 failed" in done.err
     assert 'raise KeyError("my own mistake")' in done.err
@@ -198,14 +214,6 @@ def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
 @pytest.mark.quick
 def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
     assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
-
-
-def test_an_exception_while_a_unit_is_fetched_ahead(tmp_path):
-    done = launch(2, script(tmp_path, FETCHES_AHEAD), timeout_s=50)
-    assert done.code != 0
-    assert "rank 1 failed" in done.err
-    assert 'raise KeyError("my own mistake")' in done.err
-    assert done.seconds < 30
 
 
 @pytest.mark.parametrize("code", [0, 3])

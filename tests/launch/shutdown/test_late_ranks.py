@@ -223,35 +223,55 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
     assert at_least <= float(found.group(1)) <= at_most, line
 
 
-@pytest.mark.library
-@pytest.mark.quick
-def test_a_rank_that_sleeps_in_a_forward(tmp_path):
-    line = the_line(tmp_path, SLEEPS)
-    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
+PUBLISHING = WAITED + "synchronizing at parameters_published: late is rank 1 on \\S+, "
+FREEING = WAITED + "freeing the ticket counters: late is rank 1 on \\S+, "
+CHUNK = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
+OWNER = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
+OWNERS = f"it waits for {OWNER.replace(NUMBER, f'({NUMBER})')}; {OWNER}"
+LIBRARY = pytest.mark.library
 
 
-def test_a_rank_that_sleeps_in_a_backward(tmp_path):
-    line = the_line(tmp_path, SLEEPS_IN_BACKWARD)
-    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
-
-
-def test_a_rank_that_sleeps_in_a_chunk(tmp_path):
-    line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
-    what = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
-    assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
-
-
-def test_a_rank_that_computes_before_parameters_are_published(tmp_path):
-    line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
-    publishing = "synchronizing at parameters_published: late is rank 1 on \\S+, "
-    assert_line(WAITED + publishing + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
-
-
-@pytest.mark.library
-def test_a_rank_that_never_frees_its_tickets(tmp_path):
-    line = the_line(tmp_path, FREES_TICKETS)
-    late = "freeing the ticket counters: late is rank 1 on \\S+, "
-    assert_line(WAITED + late + LAST_SEEN + ".*" + LIMIT, line)
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        pytest.param(
+            SLEEPS,
+            SYNCHRONIZING + LAST_SEEN + "in microbatch 2, forward of unit 1",
+            marks=[LIBRARY, pytest.mark.quick],
+            id="sleeps in a forward",
+        ),
+        pytest.param(
+            SLEEPS_IN_BACKWARD,
+            SYNCHRONIZING + LAST_SEEN + "in microbatch 2, backward of unit 1",
+            id="sleeps in a backward",
+        ),
+        pytest.param(
+            SLEEPS_IN_A_PIECE,
+            WAITED + CHUNK + LAST_SEEN + "in microbatch 1, forward of unit layers.2",
+            id="sleeps in a chunk",
+        ),
+        pytest.param(
+            COMPUTES_BETWEEN_A_AND_B,
+            PUBLISHING + LAST_SEEN + "after synchronizing at gradients_complete",
+            id="computes before parameters are published",
+        ),
+        pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
+        # A fetch or a push that does not complete names the owners; the others name the unit that the rank fetches.
+        pytest.param(
+            FETCH_HANGS.replace("SHORT", "[1]"), f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"
+        ),
+        pytest.param(
+            FETCH_HANGS.replace("SHORT", "[0, 2]"),
+            SYNCHRONIZING + LAST_SEEN + "in microbatch [123], fetching unit 2",
+            id="fetches",
+        ),
+        pytest.param(
+            PUSH_HANGS, f"{WAITED}accumulating the gradient of unit 2: {OWNERS}", marks=LIBRARY, id="push hangs"
+        ),
+    ],
+)
+def test_who_is_waited_for_is_named_with_its_last_activity(tmp_path, text, line):
+    assert_line(line + LIMIT, the_line(tmp_path, text))
 
 
 @pytest.mark.library
@@ -286,23 +306,3 @@ def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
     assert_line(left + LAST_SEEN + "synchronizing at gradients_complete", lines[0], 0.0, 10.0)
     assert len(lines) == 1
     assert done.code == 1 and done.seconds < 25
-
-
-@pytest.mark.library
-def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
-    line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[1]"))
-    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
-    assert_line(f"{WAITED}fetching unit 2: it waits for {owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)
-
-
-def test_a_waiting_rank_names_the_unit_that_another_fetches(tmp_path):
-    line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[0, 2]"))
-    assert_line(SYNCHRONIZING + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
-
-
-@pytest.mark.library
-def test_a_push_that_does_not_complete_names_the_owners(tmp_path):
-    line = the_line(tmp_path, PUSH_HANGS)
-    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
-    what = "accumulating the gradient of unit 2: it waits for "
-    assert_line(f"{WAITED}{what}{owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)

@@ -81,25 +81,19 @@ def launch(tmp_path):
     return launch
 
 
-def test_a_reward_that_raises_is_named(launch):
-    ended = launch("raises")
-    assert ended.code == 2
-    assert "Traceback" not in ended.err
-    assert re.search(r"rank 1: reward function rewards\.py:raises, prompt \d, rank 1: it raised KeyError", ended.err)
-
-
-@pytest.mark.slow
-def test_a_reward_that_returns_too_few_is_named(launch):
-    ended = launch("too_few")
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "it raised KeyError"),
+        pytest.param("too_few", "expected 4 rewards, one for each completion, got 3", marks=pytest.mark.slow),
+        ("hangs", r"it did not return within rl\.reward_timeout_s"),
+    ],
+)
+def test_a_reward_that_fails_is_named(launch, function, words):
+    ended = launch(function, **{"rl.reward_timeout_s": 0.5})
     assert ended.code == 2 and "Traceback" not in ended.err
-    words = r"rewards\.py:too_few, prompt \d, rank 1: expected 4 rewards, one for each completion, got 3"
-    assert re.search(words, ended.err), ended.err
-
-
-def test_a_reward_that_hangs_is_named(launch):
-    ended = launch("hangs", **{"rl.reward_timeout_s": 0.5})
-    assert ended.code == 2
-    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: it did not return within rl\.reward_timeout_s", ended.err)
+    where = rf"rank 1: reward function rewards\.py:{function}, prompt \d, rank 1: "
+    assert re.search(where + words, ended.err), ended.err
 
 
 @pytest.mark.slow

@@ -161,10 +161,9 @@ print("still there", flush=True)
 
 
 @pytest.mark.library
-def test_a_parameter_that_is_kept_beyond_the_end_of_its_model(tmp_path):
+def test_a_parameter_that_is_kept_beyond_the_end_of_its_model():
     """With zero-copy it lies in the window's memory, which is gone then."""
-    (tmp_path / "keeps.py").write_text(KEEPS)
-    done = launch(2, tmp_path / "keeps.py")
+    done = launch(2, "-c", KEEPS)
     assert done.code == 0 and done.out.count("still there") == 2, done.err
 
 
@@ -218,8 +217,7 @@ print("all at work", flush=True)
 
 
 @pytest.mark.library
-def test_no_library_opens_the_memory_of_its_start_by_name_later(tmp_path):
+def test_no_library_opens_the_memory_of_its_start_by_name_later():
     """So the names may go as soon as MPI has started (docs/windows.md)."""
-    (tmp_path / "removes.py").write_text(REMOVES_AT_ONCE)
-    done = launch(4, tmp_path / "removes.py")
+    done = launch(4, "-c", REMOVES_AT_ONCE)
     assert done.code == 0 and done.out.count("all at work") == 4, done.err

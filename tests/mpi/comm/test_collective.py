@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_training import FROZEN, FROZEN_IDS, STEPS, assert_close, configure, expected
 from torch import nn
-from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, random_pushes
+from units import Block, assert_nan_is_known_to_all, assert_pushed, random_pushes
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
@@ -128,53 +128,17 @@ def test_the_same_gradients_as_over_windows(world):
         torch.testing.assert_close(other, window, rtol=1e-12, atol=1e-14)
 
 
-@pytest.fixture
-def make(world, allocate):
-    def build(param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
-        transport = collective_transport(world, param_dtype, reduce_dtype)
-        return allocate(transport, SIZES, trainable)
-
-    return build
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_rank_gathers_what_the_owners_wrote(make, dtype):
-    transport = make(param_dtype=dtype)
-    generator = torch.Generator().manual_seed(3)
-    for index, layout in enumerate(transport.parameters.layouts):
-        wanted = torch.randn(layout.numel, generator=generator).to(dtype)
-        start, stop = layout.owned(transport.group.rank)
-        transport.parameters.shard(index)[: stop - start] = wanted[start:stop]
-        fetched = transport.parameters.fetch(index).wait()
-        assert torch.equal(fetched, wanted)
-        transport.parameters.release(fetched)
-
-
 @pytest.mark.parametrize("num_comms", [2, 400])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monkeypatch):
+def test_pushes_of_all_ranks_add_up_exactly(allocate, world, dtype, num_comms, monkeypatch):
     """Integers, so that the sum is exact; each rank pushes a stretch of its own, and does not wait."""
     monkeypatch.setattr(collective, "MAX_COMMUNICATORS", num_comms)
-    transport = make(reduce_dtype=dtype)
+    transport = allocate(collective_transport(world, torch.float32, dtype), SIZES)
     for number in range(5):
         for index, start, values in random_pushes(SIZES, world.rank, number):
             transport.gradients.push(index, values.to(dtype), start)
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))
-
-
-def test_reports_and_sums_reach_everyone(make, world):
-    transport = make()
-    assert_reports_and_sums(world, transport)
-    tensor = torch.full((3, 5), float(world.rank))
-    transport.group.broadcast(tensor)
-    assert not tensor.any()
-
-
-def test_frozen_arrays_have_no_gradient_shard(make):
-    transport = make(trainable=False)
-    with pytest.raises(KeyError):
-        transport.gradients.shard(0)
 
 
 @pytest.mark.parametrize(

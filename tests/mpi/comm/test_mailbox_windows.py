@@ -1,6 +1,5 @@
 """Gradients through mailboxes: exact sums with little room, slow owners, threads, and all pushing to all."""
 
-import functools
 import threading
 import time
 from contextlib import contextmanager
@@ -8,11 +7,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
-from odc_mpi.errors import UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -20,9 +18,7 @@ SMALLEST = 256  # bytes of a ring
 
 
 @pytest.fixture
-def make(world):
-    made = []
-
+def make(world, allocate):
     def build(sizes, ring_bytes, reduce_dtype=torch.float32):
         reductions = []
 
@@ -32,14 +28,9 @@ def make(world):
             return reductions[-1]
 
         transport = window_transport(world, reduce_dtype=reduce_dtype, reduction=reduction)
-        specs = [[ParameterSpec("p", (numel,), True)] for numel in sizes]
-        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
-        made.append(transport)
-        return transport, reductions[0]
+        return allocate(transport, sizes), reductions[0]
 
-    yield build
-    for transport in made:
-        transport.close()
+    return build
 
 
 @contextmanager
@@ -77,16 +68,13 @@ def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes)
     sizes = [1, 33, 1000, 4099]
     transport, _ = make(sizes, ring_bytes, dtype)
     for minibatch in range(15):
-        wanted = [torch.zeros(numel) for numel in sizes]
-        for rank in range(world.size):
-            rng = np.random.default_rng([rank, minibatch])
-            for index, numel in enumerate(sizes):
-                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
-                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start))
-                wanted[index][start:stop] += values
-                if rank == world.rank:
-                    transport.gradients.push(index, values.to(dtype), start).wait()
-        complete_and_check(transport, wanted)
+        for index, start, values in random_pushes(sizes, world.rank, minibatch):
+            transport.gradients.push(index, values.to(dtype), start).wait()
+        transport.complete_gradients(np.zeros(1))
+        assert_pushed(world, transport, sizes, [minibatch])
+        for index in range(len(sizes)):
+            transport.gradients.shard(index).zero_()
+        transport.publish_parameters()
 
 
 def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
@@ -190,12 +178,3 @@ def test_serving_costs_little_when_nothing_has_arrived(make, world):
         times.append(time.perf_counter() - began)
     assert np.median(times) < 50e-6  # 3 microseconds on an idle machine
     world.gather_objects(None)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_too_little_space_is_an_error_that_names_the_setting(world):
-    wrong = SMALLEST * (world.size - 1) - 1
-    transport = window_transport(world, reduction=functools.partial(MailboxGradientStore, mailbox_bytes=wrong))
-    with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least {wrong + 1} .* got {wrong}$"):
-        transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (10,), True)], world.size)])
-    transport.close()

@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.prefetch import CommunicationThread
@@ -21,12 +20,8 @@ ROUNDS = 20
 
 
 @pytest.fixture
-def transport(world):
-    made = window_transport(world)
-    specs = [[ParameterSpec(f"p{i}", (numel,), True)] for i, numel in enumerate(SIZES)]
-    made.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
-    yield made
-    made.close()
+def transport(world, allocate):
+    return allocate(window_transport(world), SIZES)
 
 
 @pytest.fixture

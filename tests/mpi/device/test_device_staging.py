@@ -1,5 +1,6 @@
 """Training on a device, with host memory in its place: through pinned memory to windows and back."""
 
+import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
@@ -42,7 +43,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
 
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("registers", [True, False])
-def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes(world, registers):
+def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes_and_nothing_stays_in_use(world, registers):
     device = LateDevice(can_register=registers)
     transport = staged(window_transport(world), device)
     layout = FlatLayout.build("unit", [ParameterSpec("weight", (50, 7), True)], world.size)
@@ -56,5 +57,17 @@ def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes(world, re
     # Nothing lies in between: on one node a fetch is a view of the windows.
     assert (transport.storages[-1].pool.peak_bytes == 0) == registers
     transport.parameters.release(fetched)
+    for factor in (1.0, 2.0):
+        gradient = torch.full((350,), factor)
+        transport.gradients.record_event(gradient)
+        transport.gradients.push(0, gradient).wait()
+        gradient.fill_(float("nan"))  # it belongs to the computation again
+    transport.complete_gradients(np.zeros(1))
+    assert (transport.gradients.shard(0)[: last - first] == 3 * world.size).all()
+    for store in (transport.parameters, transport.gradients):
+        assert not store._pinned.pool._in_use and not len(store._events)
+    assert not transport.parameters.buffers._in_use
+    with pytest.raises(KeyError):
+        transport.gradients.push(0, torch.ones(350))  # nothing says when the device has written it
     transport.close()
     assert device.registered == [], "memory goes after the driver has let go of it"

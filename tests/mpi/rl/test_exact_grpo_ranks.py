@@ -35,12 +35,11 @@ _references = {}
 
 
 @pytest.fixture
-def train(world, grpo_dir, request):
+def train(world, grpo_dir, base):
     """`train(name, world, **settings)` runs exactly; returns the digest and the metrics of its steps.
 
     With a world of one rank, rank 0 runs and the others wait.
     """
-    base = grpo_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
 
     def start(name, among, **changes):
         folder = base / name

@@ -9,7 +9,6 @@ import torch
 import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
 
-from odc_mpi.models import build as built_models
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.rl.source import RolloutSource
@@ -130,9 +129,7 @@ def formula(policy, reference, rl, prompts, indices, only_even):
 
 def plain_model(config, state=None):
     """A plain model in float64, with adapters if the run has them, of the parameters `state`."""
-    model = torch_reference.unsharded_model(
-        built_models.from_config(config.model.config, config.run.seed), config.model.config
-    )
+    model = torch_reference.initial_model(config)
     if state is not None and config.lora.r is not None:
         lora = config.lora
         settings = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)

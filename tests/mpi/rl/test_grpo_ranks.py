@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, make_settings, read_prompt_tokens
-from small_training import configure
+from small_training import configure, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.models import build as built_models
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
@@ -25,25 +24,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
 @pytest.fixture
-def run(world, grpo_dir, request):
+def run(world, grpo_dir, base):
     """`run(name, **settings)` trains; returns the lines of metrics and the summary."""
-    base = grpo_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
 
     def start(name="run", **changes):
-        changes = {"run__dir": base / name} | changes
-        summary = train(make_settings(grpo_dir, **changes), world)
-        world.gather_objects(None)
-        lines = [json.loads(line) for line in (changes["run__dir"] / "metrics.jsonl").read_text().splitlines()]
-        return lines, summary
+        return train_to_the_end(make_settings(grpo_dir, **({"run__dir": base / name} | changes)), world)
 
     start.base, start.path = base, grpo_dir
     return start
-
-
-def plain_model(config):
-    return torch_reference.unsharded_model(
-        built_models.from_config(config.model.config, config.run.seed), config.model.config
-    ).eval()
 
 
 @pytest.mark.sizes(2)
@@ -56,7 +44,7 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     prompts = read_prompt_tokens(grpo_dir)
     rows = [prompts[index] for index in order]
     tokens = [Prompt(index, row.tokens, (END,)) for index, row in zip(order, rows, strict=True)]
-    sample(plain_model(config), tokens, sampling, made.__setitem__)
+    sample(torch_reference.initial_model(config).eval(), tokens, sampling, made.__setitem__)
     scored = []
     for i, row in enumerate(rows):
         columns = {"wanted": [row.columns["wanted"]] * NUM_GENERATIONS}
@@ -185,7 +173,7 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
     config = make_settings(grpo_dir)
-    model = plain_model(config)
+    model = torch_reference.initial_model(config).eval()
     wanted, lengths = [], []
     rewards = load_reward_functions(config.rl.reward_funcs, config.rl.reward_weights)
     prompts = read_prompt_tokens(grpo_dir)

@@ -1,19 +1,15 @@
 """The loss over held-out sequences is that of plain torch, and training does not notice."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 import torch_reference
-from small_training import QWEN2, configure
+from small_training import QWEN2, configure, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
-from odc_mpi.models import build as models
-from odc_mpi.training.run import train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -41,20 +37,14 @@ def run(world, base, dataset_path):
 
     def start(name, **settings):
         changes = {key.replace("__", "."): value for key, value in settings.items()}
-        summary = train(configure(dataset_path, **({"run.dir": base / name} | changes)), world)
-        world.gather_objects(None)
-        lines = [json.loads(line) for line in (base / name / "metrics.jsonl").read_text().splitlines()]
-        return lines, summary
+        return train_to_the_end(configure(dataset_path, **({"run.dir": base / name} | changes)), world)
 
     start.base = base
     return start
 
 
 def wanted_before_training(path, count=NUM_HELD_OUT):
-    config = configure("unused")
-    reference = torch_reference.unsharded_model(
-        models.from_config(config.model.config, config.run.seed), config.model.config
-    )
+    reference = torch_reference.initial_model(configure("unused"))
     with Dataset(path) as dataset, torch.no_grad():
         return float(torch_reference.compute_loss(reference, dataset, range(count)))
 

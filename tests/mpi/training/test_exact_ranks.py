@@ -1,12 +1,11 @@
 """An exact run on all ranks gives the bits of an exact run on one, however its microbatches and sums come about."""
 
 import dataclasses
-import json
 import time
 
 import pytest
 import torch
-from small_training import assert_like_plain, configure
+from small_training import assert_like_plain, configure, train_to_the_end
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.errors import AllRanksUserError
@@ -39,9 +38,7 @@ def train(world, base, dataset_path):
             "data.eval_sequences": 9,
         }
         changes = {key.replace("__", "."): value for key, value in changes.items()}
-        summary = runs.train(configure(dataset_path, **(settings | changes)), among)
-        world.gather_objects(None)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines, summary = train_to_the_end(configure(dataset_path, **(settings | changes)), among, world)
         return digest_line(folder).split()[0], lines, summary
 
     start.base = base
