@@ -40,11 +40,13 @@ class Step:
         minibatch: Minibatch of the step, with the data of all ranks.
         metrics: Metrics that the callbacks add. They become one line of ``metrics.jsonl`` and are equal on all ranks,
             except for values that depend on this rank's clock.
+        failure: Error that ends the run after all `on_step_end`, set on every rank; None to continue.
     """
 
     number: int
     minibatch: "Minibatch"
     metrics: dict[str, Any]
+    failure: Exception | None = None
 
 
 class MicrobatchResult(NamedTuple):

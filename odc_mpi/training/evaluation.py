@@ -26,7 +26,7 @@ from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.damage import PlaceholderDataset
+from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 
@@ -54,7 +54,10 @@ class PeriodicEvaluator(Callback, ABC):
         every, number = self._run.eval_every, step.number
         if number == self._run.steps or (every and number % every == 0):
             began = time.perf_counter()
-            step.metrics |= self.evaluate()
+            try:
+                step.metrics |= self.evaluate()
+            except DamageFoundError as error:  # the step itself is complete, and is recorded
+                step.failure = error
             step.metrics["eval_s"] = time.perf_counter() - began
 
 

@@ -107,6 +107,8 @@ class Trainer(AbstractContextManager["Trainer"]):
         step.metrics["step_s"] = perf_counter() - began
         for callback in self.callbacks:
             callback.on_step_end(step)
+        if step.failure:
+            raise step.failure
         return step.metrics
 
     def start(self) -> None:
