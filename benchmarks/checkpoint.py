@@ -44,8 +44,7 @@ from torch import nn
 
 from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, ratio
-from odc_mpi.bench.rank_timing import header, slowest, slowest_s
+from odc_mpi.bench.measure import Goal, header, interleaved, parse_sizes, ratio, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver

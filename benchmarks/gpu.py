@@ -45,8 +45,7 @@ import torch
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.fetch_and_push import REDUCTIONS
-from odc_mpi.bench.measure import make_progress_printer, parse_sizes
-from odc_mpi.bench.rank_timing import header
+from odc_mpi.bench.measure import header, make_progress_printer, parse_sizes
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
 from odc_mpi.errors import AllRanksUserError, UserError
@@ -269,7 +268,7 @@ class _Parts:
         """Return the entry `step` and the reason for a part that was omitted; None for either."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
-        with self._world.self_world() as alone:
+        with self._world.split("self") as alone:
             if on_device and (reason := self._against_step(alone)):
                 return None, reason
             options = self._options

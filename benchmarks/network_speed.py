@@ -71,7 +71,7 @@ def caches(config, size):
 def train(world, name, config, steps):
     """Train from scratch; return tokens per second, and per minibatch and rank bytes and microbatches."""
     from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
-    from odc_mpi.bench.rank_timing import slowest_s
+    from odc_mpi.bench.measure import slowest_s
     from odc_mpi.training.inputs import open_inputs
     from odc_mpi.training.run import build_trainer, decide
 

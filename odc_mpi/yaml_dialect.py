@@ -25,12 +25,9 @@ def read_file(path: Path) -> Any:
     Raises:
         UserError: The file cannot be read, is not valid, or exceeds a limit.
     """
+    content = _read(path)
     try:
-        return yaml.load(_read(path), Loader=_Loader)
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
+        return yaml.load(content.decode(), Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date like 2026-02-31
         mark = getattr(error, "problem_mark", None)
         place = f"{path}, line {mark.line + 1}" if mark else f"{path}"
@@ -39,13 +36,17 @@ def read_file(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
-    mode = path.stat().st_mode
-    # Opening a named pipe waits for a writer, perhaps forever.
-    is_named_pipe = stat.S_ISFIFO(mode) and not os.path.realpath(path).startswith(("/proc/", "/dev/fd/"))
-    if is_named_pipe or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise UserError(f"{path}: expected a configuration file, got a {'named pipe' if is_named_pipe else 'device'}")
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+    try:
+        mode = path.stat().st_mode
+        # Opening a named pipe waits for a writer, perhaps forever.
+        if stat.S_ISFIFO(mode) and not os.path.realpath(path).startswith(("/proc/", "/dev/fd/")):
+            raise UserError(f"{path}: expected a configuration file, got a named pipe")
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise UserError(f"{path}: expected a configuration file, got a device")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
     if len(content) > MAX_BYTES:
         raise UserError(f"{path}: expected a configuration file of at most {MAX_BYTES} bytes, got more")
     return content

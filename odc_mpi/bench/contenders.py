@@ -16,8 +16,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from odc_mpi.bench.measure import interleaved
-from odc_mpi.bench.rank_timing import slowest_s
+from odc_mpi.bench.measure import interleaved, slowest_s
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.training.loop import Trainer

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from odc_mpi.bench.measure import rotate
-from odc_mpi.bench.rank_timing import header
+from odc_mpi.bench.measure import header, rotate
 from odc_mpi.bench.runners import CollectiveRunner, MeasuredTiming, Runner, WindowRunner
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World

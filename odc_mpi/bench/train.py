@@ -23,8 +23,7 @@ from odc_mpi.bench.baselines.collective import CollectiveBaseline
 from odc_mpi.bench.baselines.fsdp import FSDPBaseline
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
 from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
-from odc_mpi.bench.measure import ratio
-from odc_mpi.bench.rank_timing import header
+from odc_mpi.bench.measure import header, ratio
 from odc_mpi.data.prepare import PrepareOptions, prepare
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World

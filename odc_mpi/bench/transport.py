@@ -21,22 +21,7 @@ Variants, all with units in fp32:
 GB/s are 10^9 bytes of the *full unit* per second that a rank waits. A rank's own shard, 1/`ranks` of the unit, stays in
 its process; `crossing_bytes` is the rest.
 
-`measure` returns, and `--json` prints, one object:
-
-    benchmark        "transport"
-    library, ranks, nodes, cores_per_rank, repeats, dtype
-    load_average     [before, after], of the node over one minute; above `ranks`, other processes were computing
-    left_out         {variant: reason}
-    sizes            a list, in the requested order, of
-        size_bytes, num_units, crossing_bytes
-        all_at_once  {variant: {seconds, gb_per_s, of_memcpy, of_gloo}}: seconds per operation, and GB/s, as
-                     {low, median, high}, the quartiles over rounds; the speed relative to memcpy and to the all-gather
-                     or reduce-scatter of gloo, the median over rounds. Null if it is not measured or meaningless
-        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds per operation, complete at its targets,
-                     and the time for which the others compute; an operation that waits for busy targets takes at least
-                     this time by `num_units`. Empty on one rank
-    goals            a list of {goal, size_bytes, variant, figure, expected, reached}; empty unless several ranks
-                     share one node
+docs/report.md describes the JSON object that `measure` returns.
 """
 
 import os
@@ -51,8 +36,7 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, entries, interleaved, seconds
-from odc_mpi.bench.rank_timing import header, slowest
+from odc_mpi.bench.measure import Goal, entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.trial import repeat_for
@@ -87,7 +71,7 @@ def measure(
         report: Function that is called with a line of text about the next measurement.
 
     Returns:
-        JSON object, the same on every rank. The docstring of the module describes it.
+        JSON object, the same on every rank. docs/report.md describes it.
 
     Raises:
         UserError: A node has too little memory for a size. Raised on every rank.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, checkpoint, data, doctor, generate, job, prepare, report, simulate, train
 from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": doctor,
     "train": train,
     "generate": generate,
+    "data": data,
     "checkpoint": checkpoint,
     "report": report,
     "job": job,

@@ -2,17 +2,7 @@
 
 The clocks of nodes differ. A rank's times are therefore relative to the moment at which it left the publication of
 parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
-end of the run.
-
-    steps                     list of minibatches, the oldest first, each with
-        step                  number, counted from 1
-        ranks                 for each rank: `end_s`, when the rank left the publication of parameters; `microbatches`,
-                              a list of [began_s, ended_s, tokens]; for each kind of `shard.step_phases` a list of
-                              [began_s, ended_s]; `left_out_s`, by kind, total time of spans that are too short to be in
-                              the file, in seconds
-    max_tokens_per_microbatch
-    tokens_per_microbatch     histogram over all ranks and all steps since this start, `first_step` to `last_step`:
-                              `counts` between `edges`
+end of the run. docs/report.md describes the content of the file.
 """
 
 import json

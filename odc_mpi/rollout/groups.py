@@ -1,6 +1,5 @@
-"""Prompt groups with sampled completions: serialization for a transfer between ranks, and packing into microbatches."""
+"""Prompt groups with sampled completions, and their packing into microbatches."""
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,33 +31,6 @@ class PromptGroup(NamedTuple):
     logps: list[npt.NDArray[np.float32]]
     advantages: npt.NDArray[np.float64]
     excluded: npt.NDArray[np.bool_]
-
-    def to_bytes(self) -> bytes:
-        """Serialize the group. `from_bytes` is the inverse."""
-        lengths = [len(tokens) for tokens in self.completions]
-        head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
-        tokens = np.array(
-            [*self.prompt, *(token for completion in self.completions for token in completion)], dtype=np.int32
-        )
-        logps = np.concatenate(self.logps).astype(np.float32)
-        parts = (head, tokens, logps, self.advantages.astype(np.float64), self.excluded.astype(np.uint8))
-        return b"".join(part.tobytes() for part in parts)
-
-    @staticmethod
-    def from_bytes(content: bytes) -> "PromptGroup":
-        """Deserialize a group from the result of `to_bytes`."""
-        rest = io.BytesIO(content)
-
-        def read_array(dtype: type, count: int) -> npt.NDArray:
-            return np.frombuffer(rest.read(count * np.dtype(dtype).itemsize), dtype=dtype)
-
-        position, index, num_prompt, count = read_array(np.int64, 4).tolist()
-        lengths = read_array(np.int64, count).tolist()
-        prompt = read_array(np.int32, num_prompt).tolist()
-        completions = [read_array(np.int32, length).tolist() for length in lengths]
-        logps = [read_array(np.float32, length) for length in lengths]
-        advantages, excluded = read_array(np.float64, count), read_array(np.uint8, count).astype(np.bool_)
-        return PromptGroup(position, index, prompt, completions, logps, advantages, excluded)
 
 
 @dataclass(frozen=True, kw_only=True)

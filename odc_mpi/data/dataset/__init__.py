@@ -9,17 +9,18 @@
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 
 The first token of a sequence is never predicted, so it does not contribute to the loss. The group `tokenizer` contains
-each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes].
+each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes]. So does `report` (counts of
+`prepare` as JSON).
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of offsets, loss tokens and checksums), `tokenizer` and `source` (names, for display), `num_untrained_dropped`
 and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options, tokenizer and versions that
-`prepare` used), `sources` (digest of the names of the sources) and `report` (counts of `prepare` as JSON). They are
-written last, so a file without them is unfinished.
+`prepare` used) and `sources` (digest of the names of the sources). They are written last, so a file without them is
+unfinished.
 
-Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="latest"`; texts have a fixed
-length, because HDF5 keeps texts of variable length in a heap without checksums). A checksum of HDF5 covers what was
-stored. `checksums` and `content` also detect data that were exchanged, moved or never written.
+Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="v110"`; texts have a fixed
+length and at most 4 KiB, because HDF5 stores others without checksums). A checksum of HDF5 covers what was stored.
+`checksums` and `content` also detect data that were exchanged, moved or never written.
 
     format     names, types, digests and errors
     writer     writes a data set

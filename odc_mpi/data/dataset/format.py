@@ -17,6 +17,7 @@ FORMAT = "odc_mpi.dataset"
 VERSION = 2
 CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 TOKENIZER_GROUP = "tokenizer"
+REPORT = "report"  # not an attribute, since those above 4 KiB have no checksums
 #: HDF5 datasets of a data set and their types.
 TYPES = {
     "tokens": np.uint32,

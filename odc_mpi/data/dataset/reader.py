@@ -53,7 +53,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             with hdf5_errors(self.path, "the file"):
                 _check_format(self._file, self.path)
                 for name, dtype in TYPES.items():
-                    _check_storage(self._file, name, self.path, dtype)
+                    check_storage(self._file, name, self.path, dtype)
                 self._read_index()
         except BaseException:
             self.close()
@@ -143,7 +143,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
         if TOKENIZER_GROUP not in file:
             return {}
         names = [f"{TOKENIZER_GROUP}/{name}" for name in file[TOKENIZER_GROUP]]
-        return {Path(name).name: _check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
+        return {Path(name).name: check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
 
 
 def _open(path: Path) -> h5py.File:
@@ -176,7 +176,7 @@ def _check_format(file: h5py.File, path: Path) -> None:
         )
 
 
-def _check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
+def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
     """Return an HDF5 dataset. Raises `DamagedDatasetError` unless all its data are in this file, with checksums.
 
     Storage elsewhere (a link, external or virtual storage) would be followed to any file, and read as zeros if it is

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
-from odc_mpi.data.dataset.format import DamagedDatasetError, hdf5_errors, read_text
-from odc_mpi.data.dataset.reader import Dataset, read_tokenizer_files
+from odc_mpi.data.dataset.format import REPORT, DamagedDatasetError, hdf5_errors, read_text
+from odc_mpi.data.dataset.reader import Dataset, check_storage, read_tokenizer_files
 from odc_mpi.errors import UserError
 
 _MAX_NUMBERS = 3
@@ -30,6 +31,10 @@ def verify_dataset(path: Path) -> str:
         if damaged:
             first = ", ".join(map(str, list(damaged)[:_MAX_NUMBERS]))
             raise DamagedDatasetError(path, f"{len(damaged)} of {len(dataset)} sequences, the first: {first}")
+        with hdf5_errors(path, "the attributes or the report"), h5py.File(path, "r", locking=False) as file:
+            dict(file.attrs)
+            if REPORT in file:
+                check_storage(file, REPORT, path, np.uint8)[:]
         files = read_tokenizer_files(path)
         tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
         return f"{path}: {len(dataset):,} sequences, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
@@ -56,7 +61,7 @@ def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
             with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
                 if read_text(file.attrs, "request") != request:
                     return None
-                reports.add(read_text(file.attrs, "report"))
+                reports.add(check_storage(file, REPORT, path, np.uint8)[:].tobytes())
             verify_dataset(path)
         except UserError:
             return None

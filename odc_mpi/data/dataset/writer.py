@@ -11,6 +11,7 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.format import (
     CHUNK,
     FORMAT,
+    REPORT,
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
@@ -55,7 +56,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._attributes: dict[str, int | str] = {}
         self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._stack = ExitStack()
-        self._file: h5py.File = self._stack.enter_context(create_hdf5(path, libver="latest"))
+        # The first version with checksums in all metadata. Older libraries could not read the latest one.
+        self._file: h5py.File = self._stack.enter_context(create_hdf5(path, libver=("v110", "v110")))
         for name, dtype in TYPES.items():
             self._create(name, np.empty(0, dtype=dtype))
         for name, content in (tokenizer_files or {}).items():
@@ -114,4 +116,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
                     content=content_digest(*arrays), max_token_id=self.max_token_id, format=FORMAT, version=VERSION
                 )
                 for name, value in self._attributes.items():
-                    self._file.attrs[name] = encode_text(value) if isinstance(value, str) else value
+                    if name == REPORT:
+                        self._create(name, np.frombuffer(str(value).encode(), dtype=np.uint8))
+                    else:
+                        self._file.attrs[name] = encode_text(value) if isinstance(value, str) else value

@@ -15,6 +15,7 @@ batch depends on ranks and their speeds, and this would change the last bits of 
 
 import itertools
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -167,7 +168,7 @@ class RolloutSource(MinibatchSource):
 
         def on_prompt_done(i: int, completions: PromptCompletions) -> None:
             group = self._score_group(positions[i], indices[i], records[i], completions)
-            if group is not None and not self._queue.publish(group.position, group.to_bytes()):
+            if group is not None and not self._queue.publish(group.position, pickle.dumps(group)):
                 self._queue.mark_done(group.position)
                 self._metrics.add("groups_not_stored")
                 unpublished.append(group)
@@ -258,7 +259,7 @@ class RolloutSource(MinibatchSource):
         groups: list[PromptGroup] = []
         num_tokens = 0
         for _, owner, content in self._queue.claim(count):
-            groups.append(PromptGroup.from_bytes(content))
+            groups.append(pickle.loads(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == max_groups or num_tokens >= self._max_tokens:

@@ -221,7 +221,7 @@ def test_too_little_shared_memory_is_reported_early(tmp_path):
     text = """
 import odc_mpi, torch
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = odc_mpi.World(timeout_s=20)
 try:
     window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
