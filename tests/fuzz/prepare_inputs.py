@@ -118,9 +118,9 @@ def _outputs():
     """Outputs that exist: only a data set of ours may be replaced."""
     for old in (("prepare", "a.jsonl", "b.jsonl"), ("prepare", "a.jsonl", "notes.txt"), ("prepare", "a.jsonl")):
         yield Case(FAMILY, f"no output named: {' '.join(old)}", (*old, "--vocab-size", "300"))
-    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "missing/out.h5", "", "."):
+    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "", "."):
         yield Case(FAMILY, f"output {out!r}", prepare(out=out))
-    for out in ("x" * 300, "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
+    for out in ("x" * 300, "missing/out.h5", "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
         yield Case(FAMILY, f"output {out[:40]!r}", prepare(out=out), codes=(0, 2))
     own = ("--tokenizer", "data.h5")
     yield Case(FAMILY, "output is the tokenizer's data set", prepare(out="data.h5", options=own))
@@ -143,8 +143,8 @@ def _outputs():
         damage = lambda directory, make=make: make(directory / "o")  # noqa: E731
         yield Case(FAMILY, f"output is {name}", prepare(out="o"), damage, codes, writes=writes)
     for name in ("tokens", "offsets"):
-        # As `train` says "damaged: prepare it again", the same call must not take it for done.
-        argv, damage = prepare(out="data.h5"), damaged_dataset(name, 0.3, 2)
+        # A call must not take it for done. --force, since data.h5 was made in another directory.
+        argv, damage = prepare(out="data.h5", options=("--force",)), damaged_dataset(name, 0.3, 2)
         yield Case(FAMILY, f"the same call over damaged {name}", argv, damage, (0,), writes=("data.h5",))
 
 
