@@ -1,11 +1,14 @@
 """Atomic and durable writes of files and directories, and reading of JSON. Does not use MPI."""
 
 import errno
+import fcntl
+import glob
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +64,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path, and renames the file written there to `path` on exit.
 
     The temporary path is in a hidden directory next to `path`. Missing parents of `path` are created. After an
-    exception, `path` is unchanged and the created directories are removed.
+    exception, `path` is unchanged and the created directories are removed. Hidden directories for `path` that killed
+    processes left are removed at the start.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         make_directory(path.parent)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as hidden:
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.tmp"):
+            with suppress(OSError), _locked(left):
+                shutil.rmtree(left)
+        with (
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as hidden,
+            ExitStack() as stack,
+        ):
+            with suppress(OSError):  # not every file system has locks
+                stack.enter_context(_locked(Path(hidden)))
             new = Path(hidden, path.name)
             yield new
             sync_file(new)
@@ -77,6 +89,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
             with suppress(OSError):  # not created, or another process has created files in it
                 folder.rmdir()
         raise
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock a directory. Raises `OSError` if another process has locked it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_or_warn(path: Path, text: str) -> None:

@@ -101,6 +101,18 @@ def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fail
     assert (tmp_path / "data").read_text() == "old"
 
 
+def test_what_killed_processes_left_is_removed(tmp_path):
+    left, others = tmp_path / ".data.abcdefgh.tmp", tmp_path / ".data2.abcdefgh.tmp"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "data").touch()
+    with atomic_write(tmp_path / "data") as used:
+        used.touch()
+        assert not left.exists() and others.exists()
+        replace(tmp_path / "data", "of another call")
+        assert used.exists()
+
+
 def test_a_lost_file_is_reported_without_an_error(tmp_path, capsys):
     write_or_warn(tmp_path / "nowhere" / "summary.json", "{}")
     errors = capsys.readouterr().err

@@ -143,8 +143,8 @@ def _outputs():
         damage = lambda directory, make=make: make(directory / "o")  # noqa: E731
         yield Case(FAMILY, f"output is {name}", prepare(out="o"), damage, codes, writes=writes)
     for name in ("tokens", "offsets"):
-        # As `train` says "damaged: prepare it again", the same call must not take it for done.
-        argv, damage = prepare(out="data.h5"), damaged_dataset(name, 0.3, 2)
+        # A call must not take it for done. --force, since data.h5 was made in another directory.
+        argv, damage = prepare(out="data.h5", options=("--force",)), damaged_dataset(name, 0.3, 2)
         yield Case(FAMILY, f"the same call over damaged {name}", argv, damage, (0,), writes=("data.h5",))
 
 
