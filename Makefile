@@ -8,6 +8,8 @@
 # make wheels DIR=... FOR_PYTHON=3.12   download the packages that a machine without a registry lacks, for WHEELS=DIR
 # make soak   long tests: pushes and fetches against exact sums, each rollout trained once, runs killed and resumed, random
 #             faults on two hosts (root), a time limit, exact runs: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
+# make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
+#             silently wrong results; SEED=1: other random inputs
 # make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: use the newest versions
 # make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
@@ -66,9 +68,10 @@ KILLS        ?= 50
 FAULTS       ?= 100
 EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
+SEED         ?= 0
 
 .PHONY: run run-rl environment test test-rest test-all test-library test-serial test-launch test-commands test-shutdown \
-    test-mpi test-hosts test-slurm test-gpu wheels soak lint lock test-oldest test-newest clean
+    test-mpi test-hosts test-slurm test-gpu wheels soak fuzz lint lock test-oldest test-newest clean
 
 # With a learning rate of 0 the model keeps its random initial values, for comparison with the trained one.
 SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
@@ -85,14 +88,14 @@ run: $(READY) $(DATA)
 DIGITS := runs/digits
 run-rl: $(READY)
 	$(BIN)/python jobs/digits.py $(DIGITS)
-	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl $(DIGITS)/examples.h5 --vocab-size 260
+	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl --out $(DIGITS)/examples.h5 --vocab-size 260
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
 	rm -rf $(DIGITS)/model
-	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft $(DIGITS)/model
+	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft --out $(DIGITS)/model
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml
 
 $(DATA): | $(READY)
-	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024
+	$(BIN)/odc-mpi prepare stdlib --out $@ --max-length 1024
 
 test: $(READY)
 	$(MAKE) test-serial test-launch MARKS="not slow"
@@ -168,6 +171,9 @@ soak: $(READY)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/faults.py --faults $(FAULTS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python benchmarks/exact_soak.py --steps $(EXACT_STEPS)
 	ODC_MPI_LONG=1 timeout $(SOAK_LIMIT_S) $(BIN)/python -m pytest tests/slurm/test_time_limit.py
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --jobs $(JOBS)
 
 environment: $(READY)
 

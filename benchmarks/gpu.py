@@ -268,7 +268,7 @@ class _Parts:
         """Return the entry `step` and the reason for a part that was omitted; None for either."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
-        with self._world.self_world() as alone:
+        with self._world.split("self") as alone:
             if on_device and (reason := self._against_step(alone)):
                 return None, reason
             options = self._options

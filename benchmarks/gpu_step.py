@@ -26,7 +26,7 @@ from torch import nn
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
 from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
 from odc_mpi.comm.device.device import Device
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles

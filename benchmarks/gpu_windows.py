@@ -27,7 +27,7 @@ import torch
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.bench.measure import entries, interleaved, seconds, slowest
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.factory import device_transport, staged, window_transport
+from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
@@ -82,8 +82,9 @@ class DeviceUnits:
             in_place = name == "mailbox"
             host = window_transport(world, zero_copy=in_place, reduction=reduction)
             self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
+        on_device = gradient_store_factories(device=device)
         for name in reductions:
-            self._add(device_transport(world, device, reduction=name), "fetch_device", "device", name)
+            self._add(window_transport(world, device=device, reduction=on_device[name]), "fetch_device", "device", name)
 
     def free(self) -> None:
         """Free all memory. Collective."""

@@ -108,7 +108,7 @@ def with_odc_mpi(way: str, steps: int) -> None:
     torch.set_num_threads(1)
     with World() as world:
         alone = way == "apart"
-        ranks, share, seed = (world.self_world(), 128, world.rank) if alone else (world, 256, 0)
+        ranks, share, seed = (world.split("self"), 128, world.rank) if alone else (world, 256, 0)
         given = {"--rl.log_completions": 0, "--data.minibatch_sequences": share, "--run.seed": seed}
         config = load(CONFIG, [str(word) for pair in given.items() for word in pair])
         config = replace(config, data=replace(config.data, eval_path=None))

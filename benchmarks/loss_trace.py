@@ -69,7 +69,7 @@ def trace(ranks):
         text = "".join(json.dumps({"text": f"{'la ' * (i % 9)}{i}"}) + "\n" for i in range(40))
         Path(folder, "text.jsonl").write_text(text)
         Path(folder, "config.yaml").write_text(CONFIG)
-        call(folder, ["prepare", "text.jsonl", "data.h5", "--vocab-size", "288"])
+        call(folder, ["prepare", "text.jsonl", "--out", "data.h5", "--vocab-size", "288"])
         for name, changes in RUNS.items():
             call(folder, ["train", "--config", "config.yaml", *changes], launcher)
             lines = Path(folder, "other" if name == "otherwise" else "run", "metrics.jsonl").read_text().splitlines()

@@ -151,7 +151,8 @@ def main():
     if reason is not None:
         parser.error(reason)
     if not DATA.exists():
-        subprocess.run([sys.executable, "-m", "odc_mpi", "prepare", "stdlib", DATA, "--max-length", "1024"], check=True)
+        command = [sys.executable, "-m", "odc_mpi", "prepare", "stdlib", "--out", DATA, "--max-length", "1024"]
+        subprocess.run(command, check=True)
     results = {}
     for _ in range(arguments.jobs):
         for hosts in (2, 1):

@@ -19,11 +19,11 @@ from progress_computing import Spells, Work, kinds_of_work
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
 from odc_mpi.bench.measure import entries, rotate
+from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.formatting import format_size
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout
 
 #: Work of the target.
 WORK = "small_operations"

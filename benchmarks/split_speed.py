@@ -18,7 +18,7 @@ import torch
 
 from odc_mpi.bench.contenders import OdcContender, run_rounds
 from odc_mpi.bench.train import default_configuration
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.prepare import PrepareOptions, prepare

@@ -14,7 +14,7 @@ _PUBLIC = {
     "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",
-    "Dataset": "odc_mpi.data.dataset",
+    "Dataset": "odc_mpi.data.dataset.reader",
     "Loader": "odc_mpi.data.loader",
     "UserError": "odc_mpi.errors",
 }

@@ -12,7 +12,6 @@ from torch import nn
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.factory import (
     collective_transport,
-    device_transport,
     gradient_store_factories,
     single_rank_transport,
     staged,
@@ -235,33 +234,24 @@ def _transport(
     decision: Decision,
     mailbox_bytes: int,
 ) -> Transport:
-    reduction, progress = decision.reduction.value, decision.progress.value == "thread"
     zero_copy = decision.zero_copy.value == "on"
-    if device is not None and decision.windows_on_device:
-        if zero_copy:
-            return single_rank_transport(world, device, param_dtype, reduce_dtype)
-        return device_transport(
-            world,
-            device,
-            param_dtype,
-            reduce_dtype,
-            reduction=reduction,
-            mailbox_bytes=mailbox_bytes,
-            progress=progress,
-        )
+    if device is not None and decision.windows_on_device and zero_copy:
+        return single_rank_transport(world, device, param_dtype, reduce_dtype)
     if decision.transport == "collective":
         if device is not None:
             raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
         return collective_transport(world, param_dtype, reduce_dtype)
-    host = window_transport(
+    window_device = device if decision.windows_on_device else None
+    transport = window_transport(
         world,
         param_dtype,
         reduce_dtype,
+        device=window_device,
         zero_copy=zero_copy,
-        reduction=gradient_store_factories(mailbox_bytes)[reduction],
-        progress=progress,
+        reduction=gradient_store_factories(mailbox_bytes, window_device)[decision.reduction.value],
+        progress=decision.progress.value == "thread",
     )
-    return host if device is None else staged(host, device)
+    return transport if device is None or window_device is not None else staged(transport, device)
 
 
 def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:

@@ -1,11 +1,13 @@
-"""Atomic and durable writes of files and directories. Does not use MPI."""
+"""Atomic and durable writes of files and directories, and reading of JSON. Does not use MPI."""
 
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from odc_mpi.errors import warn
 
@@ -88,6 +90,14 @@ def write_or_warn(path: Path, text: str) -> None:
 def warn_write_failed(path: Path, error: OSError) -> None:
     """Print a warning that a file of a run could not be written and that training continues."""
     warn(f"WARNING: cannot write {path}: {error.strerror}. The file is incomplete or missing; training continues")
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON in UTF-8. Raises `ValueError` for any invalid content, also if it is nested too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def sync_file(path: Path) -> None:

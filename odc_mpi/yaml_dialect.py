@@ -1,9 +1,12 @@
 """The YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
 
-Duplicate keys are an error.
+Duplicate keys are an error. Files and values have limits far above those of any configuration, so a file of another
+kind, or one whose aliases expand without end, is refused within a second.
 """
 
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,20 @@ import yaml
 
 from odc_mpi.errors import UserError
 
+_NOT_UTF8 = re.compile("[\0\ud800-\udfff]")
+#: Limits of a document: bytes of the file, values after the expansion of aliases, and levels of nesting.
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
+
 
 def read_file(path: Path) -> Any:
-    """Read a YAML document. Raise `UserError` if the file cannot be read or is not valid."""
+    """Read a YAML document from a file or from a pipe of the shell, as in ``--config <(...)``.
+
+    Raises:
+        UserError: The file cannot be read, is not valid, or exceeds a limit.
+    """
+    content = _read(path)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
+        return yaml.load(content.decode(), Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date like 2026-02-31
         mark = getattr(error, "problem_mark", None)
         place = f"{path}, line {mark.line + 1}" if mark else f"{path}"
@@ -25,13 +35,35 @@ def read_file(path: Path) -> Any:
         raise UserError(f"{place}: expected YAML, got: {problem}") from None
 
 
+def _read(path: Path) -> bytes:
+    try:
+        mode = path.stat().st_mode
+        # Opening a named pipe waits for a writer, perhaps forever.
+        if stat.S_ISFIFO(mode) and not os.path.realpath(path).startswith(("/proc/", "/dev/fd/")):
+            raise UserError(f"{path}: expected a configuration file, got a named pipe")
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise UserError(f"{path}: expected a configuration file, got a device")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path}: expected a configuration file of at most {MAX_BYTES} bytes, got more")
+    return content
+
+
 def read_value(text: str) -> Any:
-    """Parse a command line argument as YAML. Text that is blank or not valid YAML is returned unchanged."""
+    """Parse a command line argument as YAML. Text that is blank, not valid or beyond a limit is returned unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
         return text
     return text if text.strip() == "" else value
+
+
+def is_utf8(text: str) -> bool:
+    """Return False if the text contains NUL or half of a surrogate pair, as decoded bytes that are not UTF-8 do."""
+    return not _NOT_UTF8.search(text)
 
 
 def write(document: Any) -> str:
@@ -40,7 +72,36 @@ def write(document: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that accepts numbers like 1e-4 and -.1, and rejects duplicate keys."""
+    """Safe loader that accepts numbers like 1e-4 and -.1, and rejects duplicate keys and values beyond the limits."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = self._num_values = 0
+        self._num_values_of: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark, before = self.peek_event().start_mark, self._num_values
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        self._require(self._depth <= MAX_DEPTH, f"more than {MAX_DEPTH} levels of nesting", mark)
+        node: Any = super().compose_node(parent, index)
+        self._require(not is_alias or node in self._num_values_of, "an alias of a value that contains it", mark)
+        self._num_values += self._num_values_of[node] if is_alias else 1
+        self._require(self._num_values <= MAX_VALUES, f"more than {MAX_VALUES} values", mark)
+        if isinstance(node, yaml.ScalarNode):
+            self._require(is_utf8(node.value), "a NUL character or half of a surrogate pair", mark)
+        self._num_values_of.setdefault(node, self._num_values - before)
+        self._depth -= 1
+        return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        value = super().construct_yaml_int(node)
+        self._require(abs(value) < 1 << 64, "an integer of more than 64 bits", node.start_mark)
+        return value
+
+    def _require(self, condition: bool, problem: str, mark: Any) -> None:
+        if not condition:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -57,6 +118,7 @@ class _Dumper(yaml.SafeDumper):
     """Safe dumper that quotes strings which `_Loader` would read as numbers."""
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 # For both classes: if only the loader read 1e3 as a number, the dumper would write the string "1e3" without quotes.
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
 for _half in (_Loader, _Dumper):

@@ -17,7 +17,7 @@ MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
     "comm": {"runtime"},
-    "shard": {"comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels"},
+    "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
     "checkpoint": {"shard", "data.tokenizer"},
     "probe": {"runtime", "comm"},
     "api": {"probe", "shard", "comm", "runtime"},
@@ -52,7 +52,7 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
-    *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
+    *("comm.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }

@@ -16,12 +16,12 @@ import torch
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.comm.factory import GradientStoreFactory, gradient_store_factories, window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 #: Factories of gradient stores, by value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()

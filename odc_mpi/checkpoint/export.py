@@ -105,7 +105,7 @@ def export(
     """
     exporter = exporter or FullModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"expected OUT to be a new directory, got {out}, which exists: choose another")
+        raise UserError(f"expected a new directory as --out, got {str(out)!r}, which exists: change --out")
     dtype = dtype or exporter.dtype
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,9 @@ def export(
         sync_directory(out.parent)
     except (OSError, SafetensorError) as error:  # safetensors does not raise OSError for a full disk
         reason = getattr(error, "strerror", None) or one_line_message(error)
-        raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error
+        raise UserError(
+            f"expected --out in a folder that can be written, got {str(out)!r} ({reason}): change --out"
+        ) from error
     return names
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.files import sync_file
+from odc_mpi.files import parse_json, sync_file
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
@@ -128,7 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_bytes())
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise UserError(f"{path} is not the manifest of a checkpoint of odc_mpi")
         if body.get("version") != VERSION:
@@ -138,12 +138,16 @@ def read_manifest(directory: Path) -> Manifest:
             )
         if body.pop("checksum", None) != _checksum(body):
             raise UserError(f"{path} is damaged: its checksum does not match")
-        return _from_json(body)
+        manifest = _from_json(body)
+        _check(manifest)
+        return manifest
     except FileNotFoundError as error:
         raise UserError(f"{directory} is not a complete checkpoint: it has no {MANIFEST}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {one_line_message(error)}") from error
 
 
@@ -157,6 +161,29 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
     names = ("step", "size", "scalars", "optimizer", "metadata")
     return Manifest(tensors=tensors, files=files, **{name: body[name] for name in names})
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise `ValueError` unless the files are those of all ranks, and each tensor is stored completely in them."""
+    if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
+        raise ValueError("step, size or metadata has another type")
+    if len(manifest.files) != manifest.size + 1 or manifest.files.keys() != {
+        INDEX,
+        *(shard_name(manifest.step, rank) for rank in range(manifest.size)),
+    }:
+        raise ValueError(f"its files are not those of {manifest.size} ranks")
+    if not manifest.tensors:
+        raise ValueError("it has no tensors")
+    for name, record in manifest.tensors.items():
+        ends = [0, *(stop for _, _, stop in record.ranges)]
+        if (
+            record.dtype not in STORED_AS
+            or any(type(length) is not int or length < 0 for length in record.shape)
+            or any(start != end or start >= stop for (_, start, stop), end in zip(record.ranges, ends, strict=False))
+            or ends[-1] != record.numel
+            or not {rank for rank, _, _ in record.ranges} <= set(range(manifest.size))
+        ):
+            raise ValueError(f"the record of {name} is inconsistent")
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

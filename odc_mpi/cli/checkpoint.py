@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import BASE_HELP
+from odc_mpi.cli.options import BASE_HELP, add_out
 from odc_mpi.errors import UserError
 
 HELP = "list, verify, inspect and export checkpoints"
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         action.add_argument("directory", metavar="DIR", type=Path, help="run directory, its checkpoints or one of them")
         if name == "export":
-            action.add_argument("out", metavar="OUT", type=Path, help="new directory to write")
+            add_out(action, "DIR", "NEW_DIR", "directory to create")
             action.add_argument(
                 "--dtype",
                 choices=("float32", "bfloat16", "float16"),

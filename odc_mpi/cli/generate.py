@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int
+from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int, utf8
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Complete prompts with a model. Under mpiexec its parameters are sharded over the ranks."
     parser.add_argument("source", metavar="SOURCE", type=Path, help="run, checkpoint, Hugging Face or peft directory")
     parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to complete")
+    parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="text to complete")
     parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")

@@ -1,7 +1,7 @@
 """Entry point of the command line: parses arguments, calls a command, and converts exceptions to exit codes.
 
 0   success
-2   user error: one line on standard error, from one rank
+2   user error: one line on standard error, from one rank; also if standard output could not be written completely
 75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
 130 interrupted
 141 the output pipe was closed, as by head in `odc-mpi checkpoint show RUN | head`; shells use this code for SIGPIPE
@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, checkpoint, data, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import exit_as_interrupted
+from odc_mpi.runtime.streams import open_standard_streams
 
 #: Command modules by name, in the order of the help. Each has `HELP`, `add_arguments` and `run`. `run` imports slow
 #: modules, and raises UserError for invalid arguments and input.
@@ -28,6 +30,7 @@ COMMANDS = {
     "doctor": doctor,
     "train": train,
     "generate": generate,
+    "data": data,
     "checkpoint": checkpoint,
     "report": report,
     "job": job,
@@ -65,6 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises a UserError if the command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
+    check_out(arguments, rest, argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         words = [arguments.command, *filter(None, [getattr(arguments, "benchmark", None)])]
         raise UserError(f"unknown argument {rest[0]}: see odc-mpi {' '.join(words)} --help")
@@ -73,9 +77,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv`, by default `sys.argv[1:]`, and return the exit code. Collective if the command is."""
+    """Run a command, and return the exit code. Collective if the command is.
+
+    Args:
+        argv: Arguments of the command; None for those of this process, whose standard streams are then replaced.
+    """
+    if argv is not None:
+        return _run(argv)
+    output = open_standard_streams()
+    code = _run(sys.argv[1:])
+    sys.stdout.flush()
+    if output.error is not None and code == 0:
+        print_error(f"cannot write to standard output: {output.error.strerror}")
+        return 2
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
+        arguments = parse(argv)
         code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()  # a closed pipe raises here; at the exit, Python would print a traceback
         return code

@@ -1,9 +1,14 @@
 """Options that several commands share, and functions that parse the values of options."""
 
 import argparse
+import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 from odc_mpi.simulate.options import CACHES, SCENARIO, Option
@@ -16,6 +21,33 @@ if TYPE_CHECKING:
 #: Larger counts and seconds are typos, and not every system call accepts them.
 MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory of their base model; default: its directory in the training run"
+
+
+def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_text: str) -> None:
+    """Add the option --out of a command that requires it. `check_out` checks it."""
+    parser.usage = f"{parser.prog} {inputs} --out {metavar} [options]"
+    parser.add_argument("--out", type=Path, metavar=metavar, default=Path(), help=help_text)
+
+
+def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
+    """Raise a UserError if --out is missing or empty. The error has the user's words with --out added.
+
+    Args:
+        rest: Words that the parser did not recognize.
+        words: All words of the command line.
+    """
+    is_prepare, new = arguments.command == "prepare", list(words)
+    if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command == "checkpoint"):
+        return
+    value = "FILE" if is_prepare else "NEW_DIR"
+    last = (rest or getattr(arguments, "sources", ())[1:] or [""])[-1]
+    if last.startswith("-"):
+        return  # an unknown option
+    if last and (not is_prepare or Path(last).suffix in (".h5", ".hdf5")):  # meant as the output
+        new.insert(len(new) - 1 - new[::-1].index(last), "--out")
+    else:
+        new += [value] if new[-1] == "--out" else ["--out", value]
+    raise UserError(f"expected the option --out {value}, got none: write odc-mpi {shlex.join(new)}")
 
 
 def positive_int(text: str) -> int:
@@ -81,3 +113,11 @@ def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "S
     scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
     scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
     return scenario
+
+
+def utf8(text: str) -> str:
+    """Decode an argument as UTF-8, even if the locale has another encoding."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected text in UTF-8, got {text!r}: {error.reason}") from None

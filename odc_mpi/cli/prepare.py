@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from odc_mpi.cli.mpiexec import signals_handled
-from odc_mpi.cli.options import positive_int
+from odc_mpi.cli.options import add_out, positive_int
 from odc_mpi.errors import UserError
 
 HELP = "tokenize JSONL or Parquet into an HDF5 data set"
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL (also .gz and .zst) or Parquet file, a folder of such files, or stdlib, the functions of Python's "
         "standard library; with a weight: SOURCE:WEIGHT",
     )
-    parser.add_argument("out", metavar="OUT.h5", type=Path, help="data set to write")
+    add_out(parser, "SOURCE [SOURCE ...]", "FILE", "data set to write, such as chats.h5")
+    parser.add_argument("--force", action="store_true", help="replace a data set that was made from other sources")
     parser.add_argument("--prompts-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR|DATA.h5", help="directory or data set; default: train a tokenizer"
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bad-lines", choices=("error", "skip"), default="error", help="treatment of invalid lines")
     parser.add_argument(
-        "--eval-fraction", type=float, default=0.0, metavar="F", help="fraction to hold out in OUT.eval.h5, e.g. 0.02"
+        "--eval-fraction", type=float, default=0.0, metavar="F", help="fraction to hold out in NAME.eval.h5, e.g. 0.02"
     )
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="field of the prompt")
     parser.add_argument("--completion-field", default="completion", metavar="NAME", help="field of the completion")

@@ -30,7 +30,7 @@ from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
 from odc_mpi.comm.windows.rma import MPI_DTYPES
-from odc_mpi.comm.work import DeferredWork, FetchWork, Work
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
 #: MPI datatypes for elements that are only copied, by element size, since MPI has no bf16. With MPI.BYTE, the count of
@@ -113,7 +113,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         shard, element = self._shards[index], _BYTE_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
-        return DeferredWork(functools.partial(self._complete, index, request, buffer))
+        return Work(functools.partial(self._complete, index, request, buffer))
 
     @override
     def free(self) -> None:
@@ -132,7 +132,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
         super().__init__(dtype)
         self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: dict[int, torch.Tensor] = {}
-        self._reduces: deque[DeferredWork] = deque()
+        self._reduces: deque[Work] = deque()
         self._results = BufferPool()
 
     @override
@@ -157,7 +157,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
         result = self._results.acquire(counts[self._group.rank], self.dtype)
         send, receive = [gradient.numpy(), element], [result.numpy(), element]
         request = self._comms.comm_of(index).Ireduce_scatter(send, receive, counts, MPI.SUM)
-        reduce = DeferredWork(functools.partial(self._complete, index, request, result, gradient))
+        reduce = Work(functools.partial(self._complete, index, request, result, gradient))
         while self._reduces and self._reduces[0].is_done:
             self._reduces.popleft()
         self._reduces.append(reduce)

@@ -12,7 +12,7 @@ import torch
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters, DeviceSynchronizer
+from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
 from odc_mpi.comm.group import WorldGroup
@@ -22,7 +22,7 @@ from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientSt
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
-from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
+from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import HOST_WINDOW
 from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
@@ -54,51 +54,34 @@ def window_transport(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     *,
+    device: Device | None = None,
     zero_copy: bool = True,
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
 ) -> Transport:
-    """Build a transport with shards in windows on the host.
+    """Build a transport with shards in windows.
 
     Args:
-        zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load.
-        reduction: Factory of the gradient store, a value of `gradient_store_factories`.
+        device: Device of the windows and of the model, which every rank needs; None for the host.
+        zero_copy: If True, ranks of the same node map each other's parameter shards on the host and read them by direct
+            load.
+        reduction: Factory of the gradient store, a value of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """
     gradients = reduction(world, reduce_dtype)
-    group = WorldGroup(world, progress=progress)
-    windows = ParameterWindows(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
-    parameters = WindowParameters(windows)
-    return Transport(group, parameters, gradients, (windows, gradients), thread_safe=has_thread_multiple())
-
-
-def device_transport(
-    world: World,
-    device: Device,
-    param_dtype: torch.dtype = torch.float32,
-    reduce_dtype: torch.dtype = torch.float32,
-    *,
-    reduction: str,
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
-    progress: bool = False,
-) -> Transport:
-    """Build a transport with shards in windows on devices. Every rank needs a device.
-
-    Args:
-        reduction: How gradients are added: a key of `gradient_store_factories`.
-        mailbox_bytes: Device memory per rank for received gradients, if `reduction` is "mailbox".
-        progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
-    """
-    gradients = gradient_store_factories(mailbox_bytes, device)[reduction](world, reduce_dtype)
+    if device is None:
+        group = WorldGroup(world, progress=progress)
+        parameters = WindowParameters(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+        return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress)
-    windows = ParameterWindows(world, param_dtype, device_windows(device))
+    on_device = DeviceParameters(world, param_dtype, device)
     return Transport(
         group,
-        DeviceParameters(windows, device),
+        on_device,
         DeviceGradients(gradients, device),
-        (DeviceSynchronizer(device), windows, gradients),
+        (on_device, gradients),
         device=device.torch_device,
         thread_safe=has_thread_multiple(),
     )

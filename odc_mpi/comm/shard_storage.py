@@ -2,42 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-
-class Layout(Protocol):
-    """Properties of a flat array that a transport needs. `shard.layout.FlatLayout` implements them."""
-
-    @property
-    def name(self) -> str:
-        """Name of the unit (the parameters in the array), for messages."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the full array."""
-
-    @property
-    def shard_numel(self) -> int:
-        """Number of elements of each shard. The last shards may reach beyond the end of the array."""
-
-    @property
-    def trainable(self) -> bool:
-        """True if gradients are computed for the array."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the elements, or None for the dtype of the store."""
-
-    def owned(self, rank: int) -> tuple[int, int]:
-        """Return start and stop of the elements of the array that are in the shard of `rank`."""
-
-    def owners(self, start: int, stop: int) -> range:
-        """Return the ranks whose shards contain the elements from `start` to `stop`, exclusive."""
+from odc_mpi.comm.layout import FlatLayout
 
 
-def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def ranges_by_owner(layout: FlatLayout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Split a range of elements of an array by owner, and yield `(owner, start, stop)` of each part.
 
     The owners follow each other cyclically from `rank + 1` to `rank`, so that not all ranks access rank 0 first.
@@ -66,9 +37,9 @@ class ShardStorage:
     layouts and returns an empty footprint, as for private memory, and the other methods do nothing.
     """
 
-    layouts: Sequence[Layout] = ()
+    layouts: Sequence[FlatLayout] = ()
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         """Record the layouts, and return what `allocate` needs. Raises `UserError` if a setting does not fit them."""
         self.layouts = tuple(layouts)
         return Footprint()

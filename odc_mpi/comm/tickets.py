@@ -42,13 +42,13 @@ class Tickets:
         """
         while (position := self._next(self._world.node)) < count:
             yield position
-        while (num_empty := self._num_empty()) < len(self._others):
+        host = self._host(self._world.node)
+        while (num_empty := self._num_empty(host)) < len(self._others):
             position = self._next(self._others[num_empty])
             if position < count:
                 yield position
             else:
                 # If this overwrites a larger number of another rank, an empty node is asked again. That is harmless.
-                host = self._host(self._world.node)
                 with self._world.deadline("recording which nodes have tickets left", [host]):
                     self._window.atomic_store(host, _EMPTY, num_empty + 1)
 
@@ -79,8 +79,7 @@ class Tickets:
         cycle, i = divmod(num_drawn, len(offsets))
         return cycle * self._world.size + offsets[i]
 
-    def _num_empty(self) -> int:
-        host = self._host(self._world.node)
+    def _num_empty(self, host: int) -> int:
         with self._world.deadline("reading which nodes have tickets left", [host]):
             return self._window.atomic_read(host, _EMPTY)
 

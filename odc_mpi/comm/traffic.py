@@ -4,67 +4,51 @@ Accesses to the shards of this rank, zero-copy fetches and message headers are n
 """
 
 import functools
-from dataclasses import dataclass
+from collections import Counter
 
 from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Access, Transport
 
-
-@dataclass
-class ByteCounts:
-    """Bytes exchanged with other ranks of this node (`same_node`) and with ranks of other nodes (`other_nodes`)."""
-
-    same_node: int = 0
-    other_nodes: int = 0
-
-    def __add__(self, other: "ByteCounts") -> "ByteCounts":
-        return ByteCounts(self.same_node + other.same_node, self.other_nodes + other.other_nodes)
-
-    def __sub__(self, other: "ByteCounts") -> "ByteCounts":
-        return ByteCounts(self.same_node - other.same_node, self.other_nodes - other.other_nodes)
+#: Where the other ranks are: on the node of this rank, or on other nodes.
+PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
     """Counter of the bytes that this rank fetches and pushes through a transport. Not thread-safe.
 
     Attributes:
-        fetched: Bytes fetched since construction.
-        pushed: Bytes pushed since construction.
+        fetched: Bytes fetched since construction, by place.
+        pushed: Bytes pushed since construction, by place.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.fetched = ByteCounts()
-        self.pushed = ByteCounts()
-        self._last = ByteCounts(), ByteCounts()
+        self.fetched: Counter[str] = Counter()
+        self.pushed: Counter[str] = Counter()
+        self._last = self.fetched, self.pushed
         # Few different ranges are counted, but each may have a thousand owners.
-        self._by_owner = functools.cache(self._by_location)
+        self._by_owner = functools.cache(self._by_place)
 
     def add_fetch(self, index: int) -> None:
         """Count the bytes of one fetch of an array."""
         parameters = self._transport.parameters
         if parameters.access is Access.COPY:
             numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
-            self.fetched += self._by_owner(index, 0, numel, itemsize)
+            self.fetched = self.fetched + self._by_owner(index, 0, numel, itemsize)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
         """Count the bytes of one push of the elements from `start` to `stop`, exclusive, of an array."""
-        self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
+        self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
-    def bytes_since_last_call(self) -> tuple[int, int, int, int]:
-        """Return the bytes counted since the last call.
+    def bytes_since_last_call(self) -> list[int]:
+        """Return the bytes counted since the last call: fetched from each of `PLACES`, then pushed to each."""
+        now, last = (self.fetched, self.pushed), self._last
+        self._last = now
+        return [new[place] - old[place] for new, old in zip(now, last, strict=True) for place in PLACES]
 
-        Returns:
-            Bytes fetched from this node, fetched from other nodes, pushed to this node and pushed to other nodes.
-        """
-        (fetched, pushed), self._last = self._last, (self.fetched, self.pushed)
-        fetched, pushed = self.fetched - fetched, self.pushed - pushed
-        return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes
-
-    def _by_location(self, index: int, start: int, stop: int, itemsize: int) -> ByteCounts:
-        layout, group, total = self._transport.parameters.layouts[index], self._transport.group, ByteCounts()
+    def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> Counter[str]:
+        layout, group, counts = self._transport.parameters.layouts[index], self._transport.group, Counter[str]()
         for owner, begin, end in ranges_by_owner(layout, group.rank, start, stop):
             if owner != group.rank:
-                num_bytes = (end - begin) * itemsize
-                total += ByteCounts(num_bytes, 0) if group.is_on_this_node(owner) else ByteCounts(0, num_bytes)
-        return total
+                counts[PLACES[not group.is_on_this_node(owner)]] += (end - begin) * itemsize
+        return counts

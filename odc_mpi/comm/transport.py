@@ -1,7 +1,7 @@
 """Communication interface of a sharded model.
 
     Group            the ranks, their collectives, and the status that they publish for time-out messages
-    ParameterStore   this rank's shard of every flat array (`shard.layout.FlatLayout`); fetches and releases full arrays
+    ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
     GradientStore    this rank's shard of every trainable array; pushes gradients to the owners (the ranks with a shard)
 
 A `Transport` combines one of each and runs the synchronization points between two minibatches:
@@ -36,7 +36,8 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.buffers import BufferPool, empty_host
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 #: Dtypes of parameters. They are transferred as bytes, so MPI need not support them.
@@ -124,7 +125,7 @@ class ParameterStore(ABC):
 
     @property
     @abstractmethod
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[FlatLayout]:
         """Layouts of all arrays. The `index` of an array is its position in this sequence."""
 
     def dtype_of(self, index: int) -> torch.dtype:
@@ -240,7 +241,7 @@ class Transport:
         if (dtype := self.gradients.dtype) not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {dtype}")
 
-    def allocate(self, layouts: Sequence[Layout], close: Callable[[], None] | None = None) -> None:
+    def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards of arrays with these layouts. Collective. Call it once.
 
         `close` is called if the world closes before the transport. It must call `self.close`, which is the default.

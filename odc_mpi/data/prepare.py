@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from odc_mpi import __version__
-from odc_mpi.data.dataset import DatasetWriter, find_counts, vocabulary_digest
+from odc_mpi.data.dataset.format import vocabulary_digest
+from odc_mpi.data.dataset.verify import find_counts
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
 from odc_mpi.data.examples import InvalidRecordError, InvalidRecords
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.dataset import vocabulary_digest
+from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.encode import encode_prompts
 from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, parse_prompt
 from odc_mpi.data.sources import DataSource

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.dataset import read_tokenizer_files
+from odc_mpi.data.dataset.reader import read_tokenizer_files
 from odc_mpi.errors import UserError
 
 _FILES = (

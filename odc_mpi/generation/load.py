@@ -1,6 +1,5 @@
 """Loading of a model, its tokenizer and its stop tokens for generation from a run, a checkpoint or a directory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
+from odc_mpi.files import parse_json
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.load import load_checkpoint, load_model
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
@@ -125,7 +125,7 @@ def _stop_tokens(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:
     path = directory / "generation_config.json" if directory else None
     if path and path.is_file():
         try:
-            eos_tokens = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            eos_tokens = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path}: expected a generation configuration in JSON, got {error}") from error
         tokens += eos_tokens if isinstance(eos_tokens, list) else [eos_tokens]

@@ -3,7 +3,6 @@
 Each rank reads only its slices of the base model, but all adapters and trained copies of modules.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import parse_json
 from odc_mpi.models import build
 from odc_mpi.models.adapters import SETTINGS, add_adapters, base_name, is_trained, peft_name
 from odc_mpi.shard.local_shards import WeightSource
@@ -79,7 +79,7 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return bfloat16 if the config.json of a model directory names this type, otherwise float32."""
-    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    content = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
@@ -116,7 +116,7 @@ class _PeftWeights(WeightSource):
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        content = parse_json((path / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path / _CONFIG}: expected a peft configuration in JSON, got {error}") from error
     kind = content.get("peft_type") if isinstance(content, dict) else content

@@ -9,7 +9,6 @@ share to compute the digests, and reads it again to verify them.
 
 import copy
 import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import parse_json
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that transformers uses.
@@ -177,7 +177,7 @@ class SafetensorsWeights(HashedWeights):
         index = self._path / _INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
+                return dict(parse_json(index.read_text())["weight_map"])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"model.path: {index} is not an index of safetensors files: {one_line_message(error)}"

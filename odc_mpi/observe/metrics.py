@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import warn_write_failed, write_or_warn
+from odc_mpi.files import parse_json, warn_write_failed, write_or_warn
 
 METRICS = "metrics.jsonl"
 
@@ -82,7 +82,7 @@ def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                line = json.loads(text)
+                line = parse_json(text)
                 lines[int(line["step"])] = line
             except (ValueError, KeyError, TypeError):
                 continue

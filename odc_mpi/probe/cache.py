@@ -22,21 +22,17 @@ _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", 
 _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")
 
 
-def mpi_environment() -> dict[str, str]:
-    """Return the environment variables that configure MPI libraries."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_SETTINGS) and not name.startswith(_JOB_VARIABLES)
-    }
-
-
 def stack_key(library: str) -> dict[str, Any]:
     """Return the part of a cache key that describes the software: MPI library, mpi4py, environment variables.
 
     `library` is the result of MPI_Get_library_version.
     """
-    return {"library": library, "mpi4py": mpi4py.__version__, "settings": mpi_environment()}
+    settings = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SETTINGS) and not name.startswith(_JOB_VARIABLES)
+    }
+    return {"library": library, "mpi4py": mpi4py.__version__, "settings": settings}
 
 
 def cache_directory() -> Path:

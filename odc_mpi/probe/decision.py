@@ -12,7 +12,7 @@ A setting that is not `auto` takes precedence. Every choice has a reason, which 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from odc_mpi.errors import UserError
@@ -140,17 +140,20 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
-    if on_device:
-        findings = summarize(report)
-        window_device = _window_device(findings, settings)
-        if window_device.value == "cuda":
-            return _on_device(report, findings, settings, window_device)
-        return replace(decide(report, replace(settings, window_device="cpu")), window_device=window_device)
-    zero_copy = _zero_copy(report, settings.zero_copy)
-    peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
-    reduction = _reduction(peers, settings.reduction)
+    findings = summarize(report)
+    window_device = _window_device(findings, settings) if on_device else None
+    if window_device is not None and window_device.value == "cuda":
+        peers = findings.peers
+        window = Choice("create", "Win.Create on memory of the GPUs")
+        zero_copy = _zero_copy_on_device(report, settings.zero_copy)
+        reduction = _reduction_on_device(findings, settings.reduction)
+    else:
+        peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
+        zero_copy = _zero_copy(report, settings.zero_copy)
+        window = _window(zero_copy)
+        reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(_window(zero_copy), zero_copy, reduction, progress)
+    return Decision(window, zero_copy, reduction, progress, window_device)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
@@ -191,19 +194,6 @@ def _window_device(findings: DeviceFindings, settings: CommSettings) -> Choice:
     if objection is not None:
         return Choice("cpu", objection)
     return Choice("cuda", "odc-mpi doctor has seen all operations work that windows on GPUs need")
-
-
-def _on_device(
-    report: ProbeReport, findings: DeviceFindings, settings: CommSettings, window_device: Choice
-) -> Decision:
-    reduction = _reduction_on_device(findings, settings.reduction)
-    return Decision(
-        window=Choice("create", "Win.Create on memory of the GPUs"),
-        zero_copy=_zero_copy_on_device(report, settings.zero_copy),
-        reduction=reduction,
-        progress=_progress(report, findings.peers, settings.progress, reduction.value),
-        window_device=window_device,
-    )
 
 
 def _zero_copy_on_device(report: ProbeReport, setting: str) -> Choice:

@@ -1,10 +1,9 @@
 """Implementation of `odc-mpi report`, which writes an HTML page about a run or a benchmark, or a single plot."""
 
-import json
 from pathlib import Path
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import write_text_atomic
+from odc_mpi.files import parse_json, write_text_atomic
 from odc_mpi.report import bench_report, page, run_report
 
 #: Suffixes of output files that are refused if they differ from the format of the output.
@@ -51,7 +50,7 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
 
 def _read(source: Path) -> dict[str, object]:
     try:
-        content = json.loads(source.read_text(encoding="utf-8"))
+        content = parse_json(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{source}: expected a run directory or a benchmark's JSON, got: {error.strerror}") from None
     kind = content.get("benchmark") if isinstance(content, dict) else None

@@ -1,6 +1,5 @@
 """Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from odc_mpi import yaml_dialect as dialect
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
+from odc_mpi.files import parse_json
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (
     BLUE,
@@ -82,7 +82,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     steps = []
     for line in lines:
         try:
-            steps.append(json.loads(line))
+            steps.append(parse_json(line))
         except ValueError:  # a run that was killed may have written only part of its last line
             notes.append(f"{path.name}: skipped a line that is not JSON, after step {len(steps)}.")
     if not steps:
@@ -94,7 +94,7 @@ def _read_json(path: Path, reason: str, notes: list[str]) -> dict[str, Any] | No
     if not path.is_file():
         notes.append(f"There is no {path.name}: {reason}.")
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise TypeError(f"{path.name} is not a mapping")
     return content

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any
 
 #: Time for which a wait polls without a pause, in seconds. A barrier of ranks that arrive at the same time takes tens
 #: of microseconds.
@@ -19,11 +19,8 @@ SPIN_S = 200e-6
 #: Time for which a longer wait sleeps between polls, in seconds. Other ranks can use the core for computation.
 SLEEP_S = 200e-6
 
-#: Type of the description of a wait.
-W = TypeVar("W")
 
-
-class Watchdog(Generic[W]):
+class Watchdog:
     """Thread that calls a function if a wait exceeds its deadline, and then ends.
 
     Args:
@@ -33,19 +30,19 @@ class Watchdog(Generic[W]):
     """
 
     def __init__(
-        self, timeout_s: float, on_expiry: Callable[[W], None], on_poll: Callable[[], None] = lambda: None
+        self, timeout_s: float, on_expiry: Callable[[Any], None], on_poll: Callable[[], None] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
         self._on_expiry = on_expiry
         self._on_poll = on_poll
-        self._waits: dict[int, tuple[float, W]] = {}
+        self._waits: dict[int, tuple[float, object]] = {}
         self._tokens = itertools.count()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="odc_mpi-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def watch(self, wait: W) -> Iterator[None]:
+    def watch(self, wait: object) -> Iterator[None]:
         """Context manager that sets a deadline for a wait, which `wait` describes."""
         token = next(self._tokens)
         self._waits[token] = (time.monotonic() + self.timeout_s, wait)

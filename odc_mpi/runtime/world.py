@@ -102,20 +102,18 @@ class World(AbstractContextManager["World"]):
             atexit.register(self._finalize)
 
     def split(self, by: str) -> "World":
-        """Return a new world of the ranks on this node, with the same timeout. Collective.
+        """Return a new world of the ranks on this node, with the same timeout, or of this rank only. Collective.
 
-        The new world is closed with this world, unless it was closed before. `by` must be "node".
+        A world of this rank only does not communicate. The new world is closed with this world, unless it was closed
+        before.
+
+        Args:
+            by: "node", or "self" for this rank only.
         """
-        if by != "node":
-            raise ValueError(f"split: expected node, got {by!r}")
-        return self._sub_world(self.node_comm)
-
-    def self_world(self) -> "World":
-        """Return a new world of this rank only, with the same timeout.
-
-        The new world is closed with this world, unless it was closed before.
-        """
-        return self._sub_world(MPI.COMM_SELF)
+        part = World({"node": self.node_comm, "self": MPI.COMM_SELF}[by], job=self.job)
+        self.on_close(part.close)
+        part.on_close(lambda: self.cancel_on_close(part.close))
+        return part
 
     @property
     def timeout_s(self) -> float:
@@ -329,12 +327,6 @@ class World(AbstractContextManager["World"]):
         self.num_nodes = len(leaders)
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
-
-    def _sub_world(self, comm: MPI.Intracomm) -> "World":
-        part = World(comm, job=self.job)
-        self.on_close(part.close)
-        part.on_close(lambda: self.cancel_on_close(part.close))
-        return part
 
     def _synchronize_before_finalize(self) -> None:
         with self.job.finalizing() as check_stranded:

@@ -22,7 +22,6 @@ Note: recomputation
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -127,25 +126,6 @@ class UnitForwards:
         self._push(unit, *gradients)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedView:
-    """Reference to a view of a unit's array, which autograd saves instead of the view.
-
-    Attributes:
-        array: Index of the array in the unit.
-        offset: Offset of the view in the storage of the array, in elements.
-        parameter_version: `UnshardedUnits.parameter_version` when the view was saved.
-    """
-
-    unit: Unit
-    array: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    parameter_version: int
-
-
 class SavedTensorHooks:
     """Saved-tensor hooks that make autograd save references to parameters instead of the parameters themselves."""
 
@@ -161,32 +141,32 @@ class SavedTensorHooks:
             return
         self._active = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved()):
                 yield
         finally:
             self._active = False
 
-    def _pack(self, tensor: torch.Tensor) -> SavedView | tuple[torch.Tensor, int]:
+    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         location = self._unsharded.find(tensor)
         if location is None:
             # Detached: a saved output that references its own node would never be freed. The version replaces the check
             # of autograd against in-place changes, which hooks disable.
-            return tensor.detach(), tensor._version
-        unit, array = location
-        offset = int(tensor.storage_offset())
-        return SavedView(
-            unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._unsharded.parameter_version
-        )
+            return partial(_unchanged, tensor.detach(), tensor._version)
+        view = tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return partial(self._view_of, *location, view, self._unsharded.parameter_version)
 
-    def _unpack(self, saved: SavedView | tuple[torch.Tensor, int]) -> torch.Tensor:
-        if isinstance(saved, tuple):
-            tensor, version = saved
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place: "
-                    f"expected version {version}, got version {tensor._version}"
-                )
-            return tensor
-        self._unsharded.check_current(saved.parameter_version)
-        self._unsharded.unshard(saved.unit)
-        return saved.unit.as_strided(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)
+    def _view_of(
+        self, unit: Unit, array: int, view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]], parameter_version: int
+    ) -> torch.Tensor:
+        self._unsharded.check_current(parameter_version)
+        self._unsharded.unshard(unit)
+        return unit.as_strided(array, *view)
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place: "
+            f"expected version {version}, got version {tensor._version}"
+        )
+    return tensor

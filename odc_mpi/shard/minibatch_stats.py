@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from odc_mpi.comm.traffic import PLACES
+
 #: Names of the values that every model reports: bytes that `comm.traffic` counted since the previous minibatch.
-TRAFFIC = tuple(f"bytes_{did}_{where}" for did in ("fetched", "pushed") for where in ("same_node", "other_nodes"))
+TRAFFIC = tuple(f"bytes_{did}_{place}" for did in ("fetched", "pushed") for place in PLACES)
 
 
 class MinibatchStats:

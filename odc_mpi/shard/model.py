@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from odc_mpi.comm.layout import Slice
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
 from odc_mpi.shard.gradient_format import FixedPointGradients, make_gradient_format
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import (
@@ -32,7 +33,7 @@ from odc_mpi.shard.modules import (
     replicate,
     wrap_forward,
 )
-from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
+from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
 from odc_mpi.shard.step_phases import SYNC_POINTS, SpanRecorder, StepPhase, StepPhases
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
@@ -113,8 +114,8 @@ class ShardedModel:
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
-        guard = StepGuard([*self.shard_parameters(), *self._placeholders.tensors()], self._check_optimizer)
-        self._resources.callback(guard.close)
+        # A global hook, since the optimizer is created later, by the caller.
+        self._resources.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
         self.publish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -335,7 +336,7 @@ class ShardedModel:
         """Free the windows. The slices keep their values. Collective. Idempotent."""
         self._resources.close()
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Check an optimizer before its step, if it has slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)

@@ -72,10 +72,6 @@ class Placeholders:
         self._by_id = {id(p): (name, weakref.ref(p)) for group in (tensors, originals) for name, p in group.items()}
         self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the placeholders, and those of the replaced parameters that still exist."""
-        return [parameter for _, reference in self._by_id.values() if (parameter := reference()) is not None]
-
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
         """Allow `state_dict()` of the modules in the enclosed code."""

@@ -5,15 +5,11 @@ that use the rows and columns of a matrix or the norm of a parameter.
 """
 
 import math
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 #: PyTorch optimizers that compute the update of each element only from the gradients of this element.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -50,49 +46,6 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
     )
     raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
-
-
-class StepGuard:
-    """Calls `check(optimizer)` before each step of an optimizer that has at least one of the given parameters.
-
-    PyTorch has only global step hooks. All guards therefore share one hook, which finds the guards of an optimizer by
-    its parameters. A step is thus not slower if more models are open. Guards do not keep parameters alive.
-    """
-
-    _guarded: ClassVar[dict[int, tuple[weakref.ref[torch.Tensor], "StepGuard"]]] = {}
-    _hook: ClassVar[RemovableHandle | None] = None
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, parameters: Sequence[torch.Tensor], check: Callable[[optim.Optimizer], None]) -> None:
-        self.check = check
-        with StepGuard._lock:
-            self._keys = [id(parameter) for parameter in parameters]
-            StepGuard._guarded |= {id(parameter): (weakref.ref(parameter), self) for parameter in parameters}
-            if StepGuard._hook is None:
-                StepGuard._hook = register_optimizer_step_pre_hook(_check_step)
-
-    def close(self) -> None:
-        """Stop the checks of this guard. Idempotent."""
-        with StepGuard._lock:
-            for key in self._keys:
-                if StepGuard._guarded.get(key, (None, None))[1] is self:
-                    del StepGuard._guarded[key]
-            if not StepGuard._guarded and StepGuard._hook is not None:
-                StepGuard._hook.remove()
-                StepGuard._hook = None
-
-    @classmethod
-    def for_optimizer(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
-        """Return the guards of the parameters of an optimizer, without duplicates."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        entries = [(p, *cls._guarded[id(p)]) for p in parameters if id(p) in cls._guarded]
-        # An address can be reused.
-        return list(dict.fromkeys(guard for p, reference, guard in entries if reference() is p))
-
-
-def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for guard in StepGuard.for_optimizer(optimizer):
-        guard.check(optimizer)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.units.unit import Unit
 
 #: Selection of units: a class, a class name or a submodule.

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from odc_mpi.comm.work import DeferredWork, Work
+from odc_mpi.comm.work import Work
 
 K = TypeVar("K", bound=Hashable)
 
@@ -67,7 +67,7 @@ class CommunicationThread:
         Do not access the memory of the arguments before the returned handle is complete. `wait` of this handle raises
         the exception of the operation, if any.
         """
-        return DeferredWork(self._executor.submit(_complete, [operation, *arguments]).result)
+        return Work(self._executor.submit(_complete, [operation, *arguments]).result)
 
     def close(self) -> None:
         """Complete all started operations and end the thread. Idempotent."""

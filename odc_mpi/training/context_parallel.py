@@ -11,7 +11,7 @@ import torch
 
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Microbatch, Minibatch, read_chunk
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError

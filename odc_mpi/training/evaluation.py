@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
 from odc_mpi.data.plan.cost import CostModel
@@ -26,6 +26,7 @@ from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.damage import raise_damage
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 
@@ -85,7 +86,11 @@ class LossEvaluator(PeriodicEvaluator):
         self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per loss token and the perplexity. Collective, but ranks wait only at the end."""
+        """Return the mean loss per loss token and the perplexity. Collective, but ranks wait only at the end.
+
+        Raises:
+            DamageFoundError: A rank could not read a sequence. Raised by every rank.
+        """
         local_loss, training = 0.0, self._model.module.training
         self._model.eval()
         try:
@@ -97,6 +102,7 @@ class LossEvaluator(PeriodicEvaluator):
         finally:
             self._model.train(training)
         total = sum(self._world.gather_objects(local_loss))
+        raise_damage(self._world, self._minibatch.dataset)
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
         loss = total / self._minibatch.num_tokens
         try:

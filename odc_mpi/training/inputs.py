@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from odc_mpi.data.dataset import Dataset, vocabulary_digest
+from odc_mpi.data.dataset.format import vocabulary_digest
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel, flops_cost
@@ -14,6 +15,7 @@ from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
+from odc_mpi.training.damage import PlaceholderDataset
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
@@ -133,7 +135,7 @@ def _validate_prompts(
 
 
 def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel) -> Dataset:
-    dataset = Dataset(path)
+    dataset = PlaceholderDataset(path)
     _check_vocabulary(setting, dataset, model, meta_model)
     longest = int(dataset.lengths.max())
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)

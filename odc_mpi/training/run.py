@@ -31,7 +31,7 @@ from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.configuration import flatten_config
@@ -45,6 +45,7 @@ from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.context_parallel import ChunkMicrobatches
+from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.evaluation import LossEvaluator
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
@@ -78,6 +79,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written.
+        DamageFoundError: A sequence could not be read. The last complete step is saved if the run saves checkpoints.
         TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
         StoppedError: The run was stopped on request. It has saved a checkpoint if it had begun to train.
     """
@@ -167,7 +169,7 @@ def build_trainer(
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
         chunks = ChunkMicrobatches(windows) if windows else None
-        source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
+        source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
         objective = SFTObjective()
         if config.data.cost == "fitted":
             callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
@@ -246,6 +248,10 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
         trainer.start()
         while trainer.completed_steps < steps and not stop.requested_on_any_rank:
             trainer.step()
+    except DamageFoundError:
+        checkpointing.save_last_step(trainer.completed_steps)
+        checkpointing.on_train_end()
+        raise
     except TrainingError:
         checkpointing.on_train_end()  # publish a checkpoint that is still being written
         raise

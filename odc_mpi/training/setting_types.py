@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origi
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
+from odc_mpi.yaml_dialect import is_utf8
 
 #: Number of bytes. The user can also write it as text, such as 512M.
 Size = NewType("Size", int)
@@ -60,6 +61,8 @@ def validate_value(
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
         raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
+    if isinstance(value, str) and not is_utf8(value):
+        raise UserError(f"{expected} in UTF-8, without NUL, got {format_value(value)}")
     for check in checks:
         if value is not None and not check.is_valid(value):
             raise UserError(f"{expected}, {check.description}, got {format_value(value)}")

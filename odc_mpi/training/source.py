@@ -7,12 +7,14 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader, Microbatch, Minibatch
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.context_parallel import ChunkMicrobatches
+from odc_mpi.training.damage import PlaceholderDataset, raise_damage
 from odc_mpi.training.loop import MinibatchSource
 
 
@@ -21,6 +23,9 @@ class DatasetSource(MinibatchSource):
 
     The plan of a minibatch assigns microbatches to ranks. Ranks claim the remaining ones one at a time.
 
+    If a rank cannot read a sequence, `on_gathered` restores the position of the loader before the minibatch, and raises
+    `DamageFoundError` on every rank.
+
     Args:
         dataset: Data set of the loader. `close` closes it.
         seed: Seed of random numbers in the model, such as those of dropout.
@@ -28,19 +33,24 @@ class DatasetSource(MinibatchSource):
         chunks: Iterator over chunks of split sequences; None without context parallelism.
     """
 
+    gathered_names = ("damage",)
+
     def __init__(
         self,
+        world: World,
         dataset: Dataset,
         loader: Loader,
         seed: int,
         tickets: Tickets | None,
         chunks: ChunkMicrobatches | None = None,
     ) -> None:
-        self._dataset, self._loader = dataset, loader
+        self._world, self._dataset, self._loader = world, dataset, loader
+        self._before = loader.state_dict()
         self._seed, self._tickets, self._chunks = seed, tickets, chunks
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch of the loader."""
+        self._before = self._loader.state_dict()
         return next(self._loader)
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
@@ -64,10 +74,20 @@ class DatasetSource(MinibatchSource):
         num_chunks = sum(rank in split.ranks for split in plan.splits)
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_chunks
 
+    def local_values(self) -> tuple[float]:
+        """Return 1 if this rank could not read a sequence, else 0."""
+        return (float(isinstance(self._dataset, PlaceholderDataset) and self._dataset.damage is not None),)
+
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets for the next minibatch. All ranks have claimed their microbatches by now. One-sided."""
+        """Reset the tickets for the next minibatch. All ranks have claimed their microbatches by now. One-sided.
+
+        Collective if a rank could not read a sequence.
+        """
         if self._tickets:
             self._tickets.reset()
+        if gathered.sum("damage"):
+            self._loader.load_state_dict(self._before)
+            raise_damage(self._world, self._dataset)
 
     def on_step_end(self, step: Step) -> None:
         """Add tokens, tokens per second and, with chunks, the number of split sequences to the metrics."""

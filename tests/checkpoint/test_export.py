@@ -18,7 +18,7 @@ from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel

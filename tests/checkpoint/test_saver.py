@@ -18,6 +18,7 @@ from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
 from odc_mpi.checkpoint.commands import list_lines, open_newest_checkpoint, verify
 from odc_mpi.checkpoint.manifest import (
+    FileRecord,
     Manifest,
     TensorRecord,
     read_manifest,
@@ -199,7 +200,7 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
     directory = tmp_path / step_name(1)
     path = directory / "manifest.json"
     intact = path.read_text()
-    for text in (intact[:-20], intact.replace('"step": 1', '"step": 2'), "[]", "", "\0" * 100):
+    for text in (intact[:-20], intact.replace('"step": 1', '"step": 2'), "[]", "", "\0" * 100, "[" * 10**5):
         path.write_text(text)
         with pytest.raises(UserError, match=r"damaged|not the manifest"):
             read_manifest(directory)
@@ -210,6 +211,45 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "VERSION", 7)
     with pytest.raises(UserError, match="expected version 7 of the format, got 3"):
         read_manifest(directory)
+
+
+RECORD = TensorRecord("trainable", "float32", (6,), ((0, 0, 3), (1, 3, 6)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "1"},
+        {"size": 3},
+        {"size": 10**12},
+        {"metadata": []},
+        {"files": {}},
+        {"tensors": {}},
+        *(
+            {"tensors": {"model/x": replace(RECORD, **fields)}}
+            for fields in (
+                {"dtype": "float3"},
+                {"shape": (-6,)},
+                {"shape": (7,)},
+                {"ranges": ((0, 0, 3), (2, 3, 6))},
+                {"ranges": ((0, 0, 3), (1, 4, 6))},
+                {"ranges": ((0, 0, 3), (1, 3, 3), (1, 3, 6))},
+                {"ranges": ()},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_an_inconsistent_manifest_with_a_valid_checksum(tmp_path, changes):
+    Ranks(tmp_path, 2).save(1)
+    directory = tmp_path / step_name(1)
+    intact = read_manifest(directory)
+    assert intact.tensors == {"model/x": RECORD}
+    write_manifest(directory / "manifest.json", replace(intact, **changes))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: ") as caught:
+        read_manifest(directory)
+    assert "\n" not in str(caught.value)
+    assert verify(tmp_path)[1] == 1
 
 
 def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
@@ -224,7 +264,8 @@ def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
 def test_keys_that_are_numbers(tmp_path):
     """JSON makes them text, of which "10" comes before "2"."""
     metadata = {"id2label": {2: "a", 10: "b", 9: "c"}}
-    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), metadata=metadata))
+    files = dict.fromkeys((shard_name(1, 0), "index.h5"), FileRecord(1, 2))
+    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), metadata=metadata, files=files))
     assert read_manifest(tmp_path).metadata == {"id2label": {"2": "a", "10": "b", "9": "c"}}
 
 

@@ -8,7 +8,7 @@ import transformers
 from test_main import QWEN2
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.files import atomic_write
 
@@ -16,11 +16,14 @@ from odc_mpi.files import atomic_write
 def test_prepare_prints_its_result(tmp_path, capsys):
     source = tmp_path / "lines.jsonl"
     source.write_text('{"text": "abc abc abc"}\n' * 3)
-    assert cli.main(["prepare", "stdlib", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"]) == 0
+    assert (
+        cli.main(["prepare", "stdlib", "--out", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"])
+        == 0
+    )
     said = capsys.readouterr()
     assert "truncated to --max-length" in said.out
     out = tmp_path / "lines.h5"
-    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.h5")]) == 0
+    assert cli.main(["prepare", str(source), "--out", str(out), "--tokenizer", str(tmp_path / "std.h5")]) == 0
     with Dataset(out) as dataset:
         assert len(dataset) == 3
     for lines, words in (
@@ -31,13 +34,13 @@ def test_prepare_prints_its_result(tmp_path, capsys):
         source.write_text(lines)
         capsys.readouterr()
         new = tmp_path / "new" / "lines.h5"
-        assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.h5")]) == 2
+        assert cli.main(["prepare", str(source), "--out", str(new), "--tokenizer", str(tmp_path / "std.h5")]) == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
         assert words in errors[-1] and errors[-1].startswith("odc-mpi: error: ")
         assert len([line for line in errors if "error" in line]) == 1
         assert not new.parent.exists(), "something was left of a mistake"
     source.write_text('{"text": "a"}\n{"text": \n{"text": ""}\n')
-    assert cli.main(["prepare", str(source), str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
+    assert cli.main(["prepare", str(source), "--out", str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
     errors = capsys.readouterr().out
     assert f"trained on {source}" in errors and "1 dropped: no loss tokens\n1 skipped: invalid\n" in errors
 
@@ -52,7 +55,7 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("odc_mpi.data.prepare.prepare", begin)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["prepare", "stdlib", str(tmp_path / "new" / "out.h5")])
+        cli.main(["prepare", "stdlib", "--out", str(tmp_path / "new" / "out.h5")])
     assert ended.value.code == 143
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == before
@@ -61,7 +64,16 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     for name, size in (("one", "300"), ("two", "310")):
-        arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]
+        arguments = [
+            "prepare",
+            "stdlib",
+            "--out",
+            str(tmp_path / f"{name}.h5"),
+            "--vocab-size",
+            size,
+            "--max-length",
+            "60",
+        ]
         assert cli.main(arguments) == 0
     model = tmp_path / "model"
     model.mkdir()

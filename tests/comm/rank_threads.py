@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from local_transport import LocalGroup
 
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.transport import Transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 
 def make_layouts(size: int) -> list[FlatLayout]:

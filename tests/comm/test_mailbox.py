@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce import mailbox
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.job import Progress
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 SIZES = [1, 40, 333, 2000]
 SMALLEST = 256  # bytes of a ring

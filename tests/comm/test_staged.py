@@ -11,7 +11,7 @@ from ranks import LateTransport
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.factory import staged
 from odc_mpi.comm.transport import Access
-from odc_mpi.comm.work import CompletedWork, FetchWork
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.errors import UserError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -25,7 +25,7 @@ class ViewTransport(LocalTransport):
 
     def fetch(self, index):
         shards = [self._group.parameters[owner][index] for owner in range(self.size)]
-        return FetchWork(torch.cat(shards)[: self.layouts[index].numel], CompletedWork())
+        return FetchWork(torch.cat(shards)[: self.layouts[index].numel], Work())
 
     def release(self, fetched):
         fetched.fill_(float("nan"))  # a late reader would notice

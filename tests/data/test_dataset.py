@@ -1,4 +1,5 @@
 import fcntl
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,11 @@ import h5py
 import numpy as np
 import pytest
 
-from odc_mpi.data import dataset as module
-from odc_mpi.data.dataset import Dataset, DatasetWriter, read_tokenizer_files
+from odc_mpi.data.dataset import writer as module
+from odc_mpi.data.dataset.format import DamagedDatasetError
+from odc_mpi.data.dataset.reader import Dataset, read_tokenizer_files
+from odc_mpi.data.dataset.verify import find_counts, verify_dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 
 Write = Callable[[Sequence[int]], Path]
@@ -51,18 +55,19 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
             "loss_mask": (np.uint8, (10,)),
             "offsets": (np.int64, (3,)),
             "num_trained_tokens": (np.int32, (2,)),
+            "checksums": (np.uint32, (2,)),
         }
         assert file["offsets"][:].tolist() == [0, 4, 10]
         attributes = dict(file.attrs)
         assert len(attributes.pop("content")) == 64
         assert attributes == {
-            "format": "odc_mpi.dataset",
-            "version": 1,
+            "format": b"odc_mpi.dataset",
+            "version": 2,
             "vocab_size": 10,
             "max_token_id": 9,
-            "tokenizer": "none",
-            "source": "test",
-            "vocabulary": "",
+            "tokenizer": b"none",
+            "source": b"test",
+            "vocabulary": b"",
         }
 
 
@@ -143,12 +148,12 @@ def test_writer_never_overwrites(write_dataset: Write) -> None:
         DatasetWriter(write_dataset([4]), vocab_size=9, tokenizer="t", source="s")
 
 
-def refused(path: Path) -> str:
+def refused(path: Path, remedy: str = "data.path") -> str:
     with pytest.raises(UserError) as caught:
         Dataset(path)
     message = str(caught.value)
     assert "\n" not in message
-    assert "data.path" in message
+    assert remedy in message
     assert str(path) in message
     return message
 
@@ -165,11 +170,12 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
     assert "expected a file of odc-mpi prepare" in refused(tmp_path / "b.h5")
 
 
-def test_newer_version(write_dataset: Write) -> None:
+def test_another_version(write_dataset: Write) -> None:
     path = write_dataset([4, 6])
     with h5py.File(path, "a") as file:
-        file.attrs["version"] = 2
-    assert "newer" in refused(path)
+        file.attrs["version"] = 1
+        file.attrs["format"] = "odc_mpi.dataset"
+    assert "expected version 2 of" in refused(path, "prepare it again")
 
 
 def test_truncated_file(write_dataset: Write) -> None:
@@ -179,13 +185,41 @@ def test_truncated_file(write_dataset: Write) -> None:
         refused(path)
 
 
-def replace(name: str, values: Any) -> Callable[[h5py.File], None]:
+def replace(name: str, values: Any, **options: Any) -> Callable[[h5py.File], None]:
     def damage(file: h5py.File) -> None:
+        old = file[name]
         del file[name]
         if values is not None:
-            file[name] = values
+            file.create_dataset(
+                name, data=values, **{"chunks": old.chunks, "fletcher32": True, "maxshape": (None,)} | options
+            )
 
     return damage
+
+
+def link(kind: Any) -> Callable[[h5py.File], None]:
+    def damage(file: h5py.File) -> None:
+        file.move("tokens", "others")
+        file["tokens"] = kind
+
+    return damage
+
+
+def virtual(file: h5py.File) -> None:
+    del file["loss_mask"]
+    layout = h5py.VirtualLayout((10,), np.uint8)
+    layout[:] = h5py.VirtualSource("missing.h5", "loss_mask", (10,))
+    file.create_virtual_dataset("loss_mask", layout)
+
+
+def grow(file: h5py.File) -> None:
+    """As many tokens as no disk has, none of them written."""
+    for name in ("tokens", "loss_mask"):
+        file[name].resize((2**42,))
+
+
+def set_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
+    return lambda file: file.attrs.__setitem__(name, value)
 
 
 @pytest.mark.parametrize(
@@ -194,23 +228,104 @@ def replace(name: str, values: Any) -> Callable[[h5py.File], None]:
         replace("tokens", None),
         replace("tokens", np.arange(10, dtype=np.int64)),
         replace("tokens", np.arange(9, dtype=np.uint32)),
+        replace("tokens", np.arange(10, dtype=np.uint32), fletcher32=False),
+        replace("tokens", np.arange(10, dtype=np.uint32), chunks=None, maxshape=(10,), fletcher32=False),
+        replace("tokens", np.arange(10, dtype=np.uint32).reshape(10, 1), chunks=(16, 1), maxshape=(None, 1)),
         replace("loss_mask", np.ones(9, dtype=np.uint8)),
         replace("offsets", np.array([0, 10], dtype=np.int64)),
         replace("offsets", np.array([1, 4, 10], dtype=np.int64)),
         replace("offsets", np.array([0, 4, 9], dtype=np.int64)),
+        replace("offsets", np.array([0, 5, 10], dtype=np.int64)),
         replace("offsets", np.array([0, 11, 10], dtype=np.int64)),
         replace("offsets", np.array([], dtype=np.int64)),
         replace("num_trained_tokens", np.array([0, 1], dtype=np.int32)),
         replace("num_trained_tokens", np.array([4, 1], dtype=np.int32)),
         replace("num_trained_tokens", np.array([1], dtype=np.int32)),
+        replace("checksums", np.array([1, 2], dtype=np.uint32)),
+        replace("checksums", np.array([1], dtype=np.uint32)),
+        link(h5py.SoftLink("/others")),
+        link(h5py.SoftLink("/tokens")),
+        link(h5py.ExternalLink("other.h5", "/tokens")),
+        virtual,
+        grow,
+        set_attribute("content", np.bytes_(b"0" * 64)),
+        set_attribute("content", [1, 2]),
+        set_attribute("version", [2, 2]),
+        set_attribute("vocab_size", "many"),
+        set_attribute("vocab_size", float("nan")),
+        set_attribute("max_token_id", [1, 2]),
+        set_attribute("vocabulary", 1),
         lambda file: file.attrs.__delitem__("vocab_size"),
     ],
 )
 def test_inconsistent_files(write_dataset: Write, damage: Callable[[h5py.File], None]) -> None:
     path = write_dataset([4, 6])
-    with h5py.File(path, "a") as file:
+    with h5py.File(path, "a", libver="latest") as file:
         damage(file)
     assert "is damaged" in refused(path)
+
+
+def rewrite(name: str, values: Any) -> Callable[[h5py.File], None]:
+    """With correct checksums of HDF5, as a program would do."""
+    return lambda file: file[name].__setitem__(slice(4, 10), values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewrite("tokens", 0),
+        rewrite("tokens", 2**32 - 1),
+        rewrite("loss_mask", 0),
+        rewrite("loss_mask", 1),
+        rewrite("loss_mask", 255),
+        set_attribute("max_token_id", 5),
+    ],
+)
+def test_sequences_that_are_not_those_that_were_written(
+    write_dataset: Write, change: Callable[[h5py.File], None]
+) -> None:
+    path = write_dataset([4, 6])
+    with h5py.File(path, "a", libver="latest") as file:
+        change(file)
+    with Dataset(path) as dataset:
+        assert len(dataset[0][0]) == 4
+        with pytest.raises(DamagedDatasetError, match="sequence 1 does not match") as caught:
+            dataset[1]
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(DamagedDatasetError, match="1 of 2 sequences, the first: 1"):
+        verify_dataset(path)
+
+
+def everything(path: Path) -> Any:
+    with Dataset(path) as dataset, h5py.File(path, locking=False) as file:
+        sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in dataset]
+        attributes = {name: repr(value) for name, value in file.attrs.items()}
+        return sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(module, "CHUNK", 64)
+    path, damaged, rng = tmp_path / "a.h5", tmp_path / "b.h5", np.random.default_rng(seed)
+    files = {"tokenizer.json": b"{}" * 100, "merges.txt": b"a b"}
+    with DatasetWriter(path, vocab_size=90, tokenizer="t", source="s", tokenizer_files=files) as writer:
+        for length in rng.integers(2, 90, 12):
+            writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool))
+        # As an attribute of more than 4 KiB, it would have no checksum.
+        writer.set_attributes(request="r", report=json.dumps({"lines": ["x" * 100] * 60}), sources="s", more=1, last=2)
+    assert "12 sequences" in verify_dataset(path)
+    content, expected, num_refused = path.read_bytes(), everything(path), 0
+    for position in rng.choice(len(content), 200, replace=False):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << rng.integers(8)
+        damaged.write_bytes(flipped)
+        try:
+            verify_dataset(damaged)
+        except UserError:
+            num_refused += 1
+        else:
+            assert everything(damaged) == expected, f"position {position}"
+    assert num_refused > 80
 
 
 def test_a_data_set_without_sequences(write_dataset: Write) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import IGNORED_LABEL, Loader, Microbatch, Minibatch, read_chunk, read_microbatch
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
 from odc_mpi.data.plan.cost import CostModel

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data import stdlib
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.encode_block import FilterCounts, SequenceFilter, _fit
 from odc_mpi.data.prepare import PrepareOptions

@@ -6,7 +6,7 @@ import json
 import pytest
 from number_words import number_words
 
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
-from odc_mpi.comm.work import CompletedWork, FetchWork, Work
+from odc_mpi.comm.work import FetchWork, Work
 
 
 @dataclass
@@ -55,7 +56,7 @@ class LocalTransport(Transport, Group):
     ) -> None:
         self._group = group
         self.rank, self.size = rank, group.size
-        self.layouts: tuple[Layout, ...] = ()
+        self.layouts: tuple[FlatLayout, ...] = ()
         stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
         super().__init__(self, *stores, [LocalShards(self)], thread_safe=self.thread_safe, one_sided=self.one_sided)
 
@@ -67,7 +68,7 @@ class LocalTransport(Transport, Group):
         for owner in range(self.size):
             start, stop = self.layouts[index].owned(owner)
             buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
-        return CompletedWork()
+        return Work()
 
     def fetch(self, index: int) -> FetchWork:
         return ParameterStore.fetch(self.parameters, index)
@@ -84,7 +85,7 @@ class LocalTransport(Transport, Group):
                 self._group.gradients[owner][index][begin - first : end - first] += gradient[
                     begin - start : end - start
                 ]
-        return CompletedWork()
+        return Work()
 
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         plan()
@@ -135,7 +136,7 @@ class LocalShards(ShardStorage):
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         self._transport.layouts = tuple(layouts)
         return Footprint()
 
@@ -159,7 +160,7 @@ class LocalParameters(ParameterStore):
         self.access = transport.access
 
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[FlatLayout]:
         return self._transport.layouts
 
     def shard(self, index: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 from pathlib import Path
 from odc_mpi import World
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=20)
 transport = window_transport(world)
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (4 << 20,), True)], world.size)])

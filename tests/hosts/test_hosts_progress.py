@@ -13,7 +13,7 @@ from odc_mpi import World
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)
 reduction = {"accumulate": AccumulateGradientStore, "mailbox": MailboxGradientStore}[sys.argv[1]]

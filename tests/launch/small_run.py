@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset.writer import DatasetWriter
 
 MODEL = {
     "model_type": "qwen2",

@@ -5,9 +5,9 @@ import pytest
 from grpo_job import write_files
 from mpi4py import MPI
 
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 VOCAB = 61
 #: Numbers of ranks that a test runs on without the marker `sizes`: a pair, and a pair with a bystander.

@@ -134,4 +134,4 @@ def test_settings_are_those_that_change_what_the_library_does(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_osc", "^ucx")
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("PMIX_RANK", "3")
-    assert cache.mpi_environment() == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}
+    assert cache.stack_key("MPICH")["settings"] == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}

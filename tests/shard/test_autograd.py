@@ -9,8 +9,8 @@ import torch
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards, in_backward
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits

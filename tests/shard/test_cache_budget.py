@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,6 @@ from torch import nn
 from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.traffic import ByteCounts
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensorHooks
@@ -310,7 +310,9 @@ def test_half_of_the_model_halves_the_excess() -> None:
             train.model.cache_bytes = CacheBytes(int(share * needs.parameters), int(share * needs.gradients))
             before = train.model.traffic.fetched, train.model.traffic.pushed
             train.step(8, batch=torch.ones(1, width, dtype=torch.float64))
-            moved = [now.same_node - then.same_node for now, then in zip(traffic_of(train.model), before, strict=True)]
+            moved = [
+                now["same_node"] - then["same_node"] for now, then in zip(traffic_of(train.model), before, strict=True)
+            ]
             excess.append(moved)
         for nothing, half, everything in zip(*excess, strict=True):
             assert (half - everything) / (nothing - everything) <= 0.55
@@ -319,7 +321,7 @@ def test_half_of_the_model_halves_the_excess() -> None:
     run_ranks(2, work)
 
 
-def traffic_of(model: ShardedModel) -> tuple[ByteCounts, ByteCounts]:
+def traffic_of(model: ShardedModel) -> tuple[Counter[str], Counter[str]]:
     return model.traffic.fetched, model.traffic.pushed
 
 
@@ -336,7 +338,7 @@ def test_traffic_does_not_depend_on_the_number_of_microbatches(
     assert moved[0] == moved[1] == moved[2]
     whole = sum(layout.numel for layout in transport.parameters.layouts) * ITEM_BYTES
     own = sum(stop - start for start, stop in (x.owned(transport.group.rank) for x in transport.layouts))
-    assert moved[0] == [ByteCounts(whole - own * ITEM_BYTES)] * 2
+    assert moved[0] == [Counter(same_node=whole - own * ITEM_BYTES)] * 2
 
 
 def test_bytes_by_node() -> None:
@@ -355,7 +357,7 @@ def test_bytes_by_node() -> None:
                 for owner in set(range(4)) - {transport.rank}:
                     start, stop = layout.owned(owner)
                     parts[owner // 2 == transport.rank // 2][0] += stop - start
-            assert [moved.other_nodes, moved.same_node] == [part[0] * ITEM_BYTES for part in parts]
+            assert [moved["other_nodes"], moved["same_node"]] == [part[0] * ITEM_BYTES for part in parts]
 
     run_ranks(4, work, transport=TwoNodes)
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 

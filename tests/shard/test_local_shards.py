@@ -4,8 +4,8 @@ from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 from toy_models import RandomWeights
 
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.gradient_format.floating_point import FloatGradients
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource
 from odc_mpi.shard.partition import UnitParameters
 

@@ -15,7 +15,7 @@ from torch import nn, optim
 from toy_models import WIDTH, Block, Layer, RandomWeights, Stack, Transformer
 
 from odc_mpi.comm.transport import Access
-from odc_mpi.comm.work import CompletedWork, FetchWork
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -264,7 +264,7 @@ class InPlace(RecordingTransport):
     access = Access.VIEW
 
     def fetch(self, index: int) -> FetchWork:
-        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], CompletedWork())
+        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], Work())
 
     def release(self, fetched: torch.Tensor) -> None:
         pass

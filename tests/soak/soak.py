@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 MINIBATCHES_PER_LIFE = 20
 MAX_NUMEL = 200_000

@@ -11,7 +11,8 @@ import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as vocabularies
 
-from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
+from odc_mpi.data.dataset.format import vocabulary_digest
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError

@@ -1,5 +1,6 @@
 """Settings: written files are read back, and every user error is one line that names source, setting and cure."""
 
+import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,6 +202,12 @@ def test_arguments_for_text_are_taken_as_they_are(write):
         assert load(write(MINIMAL), ["--run.dir", text]).run.dir == text
 
 
+def _bomb(form: str) -> str:
+    """Return a document in which ten anchors multiply a value by ten each, in a list or by merging mappings."""
+    lines = [f"b{i}: &b{i} {form.format(', '.join([f'*b{i - 1}'] * 10))}" for i in range(1, 11)]
+    return "\n".join(["b0: &b0 {a: 1}", *lines])
+
+
 SIZE = "expected auto or a size such as 512M or 0"
 
 
@@ -288,6 +295,22 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run: {dir: 2026-02-31}", "job.yaml: expected YAML, got: "),
         ("run: {dir: \x07}", "job.yaml: expected YAML, got: "),
         ("run: {dir: !!python/name:os.system x}", "job.yaml, line 1: expected YAML, got: "),
+        ('run: {dir: "a\\0"}', "job.yaml, line 1: expected YAML, got: a NUL character or half of a surrogate pair"),
+        ('run: {dir: "\\ud800"}', "job.yaml, line 1: expected YAML, got: a NUL character or half of a surrogate pair"),
+        ('model: {config: {"a\\0": 1}}', "job.yaml, line 1: expected YAML, got: a NUL character or half"),
+        ("run: {steps: 0x1" + "0" * 16 + "}", "job.yaml, line 1: expected YAML, got: an integer of more than 64 bits"),
+        ("run: {steps: 0x" + "f" * 9999 + "}", "job.yaml, line 1: expected YAML, got: an integer of more than 64 bits"),
+        ("run: {steps: " + "9" * 9999 + "}", "job.yaml: expected YAML, got: Exceeds the limit"),
+        ("run: &a\n  dir: *a", "job.yaml, line 2: expected YAML, got: an alias of a value that contains it"),
+        ("&a [*a]", "job.yaml, line 1: expected YAML, got: an alias of a value that contains it"),
+        ("model: &a {config: {<<: *a}}", "job.yaml, line 1: expected YAML, got: an alias of a value that contains"),
+        ("[" * 100_000, "job.yaml, line 1: expected YAML, got: more than 50 levels of nesting"),
+        ("model: {config: " + "{a: " * 10_000, "job.yaml, line 1: expected YAML, got: more than 50 levels"),
+        ("\n".join(" " * level + "-" for level in range(1000)), "job.yaml, line 51: expected YAML, got: more than 50"),
+        ("[" + "1," * 100_000 + "]", "job.yaml, line 1: expected YAML, got: more than 10000 values"),
+        (_bomb("[{}]"), "job.yaml, line 5: expected YAML, got: more than 10000 values"),
+        (_bomb("{{<<: [{}]}}"), "job.yaml, line 5: expected YAML, got: more than 10000 values"),
+        ("#" * ((1 << 20) + 1), "job.yaml: expected a configuration file of at most 1048576 bytes, got more"),
         ("run:\n  steps: 1\n  steps: 2", "job.yaml, line 3: expected YAML, got: steps is given twice"),
         ("run: {steps: 1}\nrun: {dir: a}", "job.yaml, line 2: expected YAML, got: run is given twice"),
         ("model: {path: m}", "job.yaml: data.path is missing: expected "),
@@ -365,11 +388,22 @@ def test_missing_settings_without_a_file_are_the_command_lines():
     assert message(None, "--model.path", "m").startswith("command line: data.path is missing")
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\udcff"])
+def test_arguments_that_are_not_utf8(write, text):
+    assert message(write(MINIMAL), "--run.dir", text).startswith("command line: run.dir: expected text in UTF-8")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     assert message(tmp_path / "none.yaml") == "job.yaml: expected a configuration file, got: No such file or directory"
     assert message(tmp_path).startswith("job.yaml: expected a configuration file, got: Is a directory")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert message(tmp_path / "binary").startswith("job.yaml: expected YAML, got: ")
+
+
+def test_files_that_never_end(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert message(tmp_path / "pipe") == "job.yaml: expected a configuration file, got a named pipe"
+    assert message(Path("/dev/zero")) == "job.yaml: expected a configuration file, got a device"
 
 
 def test_anchors_and_merges_are_no_doubled_keys(write):

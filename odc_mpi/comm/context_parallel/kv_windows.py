@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import ReadableWindow, Window, align_up
+from odc_mpi.comm.windows.rma import Window, align_up
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
@@ -75,8 +75,7 @@ class KVWindows:
         assert 0 < sizes.num_layers < MAX_LAYERS
         self.world, self.sizes = world, sizes
         world.require_shared_memory(sizes.num_bytes, "the keys and values of split sequences")
-        make_window = SharedWindow if shared else Window
-        self._memory: ReadableWindow = make_window(world, sizes.num_bytes, torch.uint8)
+        self._memory = (SharedWindow if shared else Window)(world, sizes.num_bytes, torch.uint8)
         self._flags = Window(world, len(_FLAG_NAMES) * world.size, torch.int64)
         self._flag_values = self._flags.tensor.numpy()
         # Origin buffers of the last Put of each flag. They must not change before a flush.

@@ -20,20 +20,20 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device
-from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
-from odc_mpi.comm.work import DeferredWork, Work
+from odc_mpi.comm.windows.device_window import device_windows
+from odc_mpi.comm.windows.parameters import WindowParameters
+from odc_mpi.comm.work import Work
+from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
     """Parameters in windows in device memory, fetched into buffers on the device of this rank."""
 
-    def __init__(self, windows: ParameterWindows, device: Device) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
-        super().__init__(windows, BufferPool(device.empty_for_windows))
+        super().__init__(world, dtype, device_windows(device), BufferPool(device.empty_for_windows))
         self._device = device
-        self._rank = windows.world.rank
         self._events = BufferEvents()
 
     @override
@@ -41,17 +41,23 @@ class DeviceParameters(WindowParameters):
         self._events.set(buffer, self._device.record_event())
 
     @override
+    def sync(self) -> None:
+        # The windows contain what the enqueued kernels write only when these have run.
+        self._device.record_event().synchronize()
+        super().sync()
+
+    @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
+        return Work(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
     def _fetch(self, index: int, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
         self._device.set_current()
         wait_for.synchronize()
-        self._windows.world.progress.run_tasks()
-        ranges = self._windows.owned_ranges(index)
-        gets = self._windows.start_gets(index, [owner for owner in ranges if owner != self._rank], buffer)
-        if self._rank in ranges:
-            start, stop = ranges[self._rank]
+        self.world.progress.run_tasks()
+        ranges = self.owned_ranges(index)
+        gets = self.start_gets(index, [owner for owner in ranges if owner != self.world.rank], buffer)
+        if self.world.rank in ranges:
+            start, stop = ranges[self.world.rank]
             copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
             gets.wait()
             copied.synchronize()
@@ -82,20 +88,9 @@ class DeviceGradients(GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
+        return Work(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
     def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: torch.cuda.Event) -> None:
         self._device.set_current()
         wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()
-
-
-class DeviceSynchronizer(ShardStorage):
-    """Storage without memory. Its `sync` waits for the kernels that are enqueued on the current stream of a device."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    @override
-    def sync(self) -> None:
-        self._device.record_event().synchronize()

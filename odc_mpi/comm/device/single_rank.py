@@ -10,7 +10,7 @@ from typing_extensions import override
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
-from odc_mpi.comm.work import CompletedWork, FetchWork, Work
+from odc_mpi.comm.work import FetchWork, Work
 
 
 class SingleRankParameters(ShardStorage, ParameterStore):
@@ -33,7 +33,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
     @override
     def fetch(self, index: int) -> FetchWork:
-        return FetchWork(self._arrays[index][: self.layouts[index].numel], CompletedWork())
+        return FetchWork(self._arrays[index][: self.layouts[index].numel], Work())
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class SingleRankGradients(ShardStorage, GradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         # A torch operator: `add_segments_` takes longer to launch, and there is no cast to save.
         self._sums[index][start : start + gradient.numel()].add_(gradient)
-        return CompletedWork()
+        return Work()
 
     @override
     def free(self) -> None:

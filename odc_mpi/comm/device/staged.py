@@ -26,9 +26,10 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
-from odc_mpi.comm.shard_storage import Layout, ShardStorage
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
-from odc_mpi.comm.work import DeferredWork, FetchWork, Work
+from odc_mpi.comm.work import FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
@@ -74,7 +75,7 @@ class StagedParameters(ParameterStore):
 
     @override
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[FlatLayout]:
         return self._inner.layouts
 
     @override
@@ -88,7 +89,7 @@ class StagedParameters(ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         after = self._events.pop(buffer)
-        return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
+        return Work(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
     def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: torch.cuda.Event) -> None:
         array = fetch.wait()
@@ -118,7 +119,7 @@ class StagedGradients(DeviceGradients):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
         copied = self._device.copy(pinned, gradient, self._events.pop(gradient))
-        return DeferredWork(partial(self._push_pinned, index, start, pinned, copied))
+        return Work(partial(self._push_pinned, index, start, pinned, copied))
 
     def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: torch.cuda.Event) -> None:
         copy_event.synchronize()

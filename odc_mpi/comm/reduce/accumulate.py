@@ -13,7 +13,8 @@ from itertools import chain
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferred_flush
 from odc_mpi.comm.work import Work
@@ -62,7 +63,7 @@ class AccumulateGradientStore(WindowGradientStore):
         self._windows: dict[int, list[Window]] = {}
 
     @override
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         super().plan(layouts)
         self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trainable_numels))
         num_bytes = sum(self.trainable_numels.values()) * self.dtype.itemsize

@@ -38,11 +38,12 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.reduce.slots import Header, HostSlots
-from odc_mpi.comm.shard_storage import Footprint, Layout
+from odc_mpi.comm.shard_storage import Footprint
 from odc_mpi.comm.windows.rma import Memory, Window, align_up
-from odc_mpi.comm.work import DeferredWork, Work
+from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
@@ -90,7 +91,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._unflushed: list[int] = []
         self._drain_lock = threading.Lock()
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if it is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
@@ -141,7 +142,7 @@ class MailboxGradientStore(WindowGradientStore):
             for begin, part in local:
                 self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
-        return DeferredWork(partial(self._wait, push))
+        return Work(partial(self._wait, push))
 
     @override
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.rma import Window, WindowFactory
@@ -34,16 +35,19 @@ class DeviceWindow(Window):
         self._memory = world.run_on_all(lambda: device.empty_for_windows(numel * dtype.itemsize))
         super().__init__(world, numel, dtype, same_size=same_size)
 
+    @override
     def free(self) -> None:
-        """Free the window. Collective. Its memory stays allocated while other tensors share it."""
-        self.tensor = torch.empty(0)
+        self._mapped_shards.clear()  # their memory is not that of MPI, so it stays while other tensors share it
         super().free()
         self._memory = torch.empty(0)
 
-    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
+    @override
+    def _make(
+        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
+    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
         tensor = self._memory.view(dtype)
         memory = as_mpi_buffer(tensor.view(torch.uint8)) if numel else None
-        return MPI.Win.Create(memory, dtype.itemsize, info, world.comm), tensor
+        return [MPI.Win.Create(memory, dtype.itemsize, info, world.comm)], {world.rank: tensor}
 
 
 def device_windows(device: Device) -> WindowFactory:

@@ -2,8 +2,6 @@
 
 A fetch returns a view if this rank maps the shards of all ranks contiguously. Otherwise it copies the shards that this
 rank maps, issues an MPI_Get for each other shard, and flushes the window.
-
-`ParameterWindows` owns the shards, on the host or on a device. `WindowParameters` fetches arrays from them to the host.
 `comm.device.device_stores` fetches arrays to a device.
 """
 
@@ -13,43 +11,41 @@ import torch
 from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
+from odc_mpi.comm.layout import FlatLayout
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, ReadableWindow, WindowFactory, deferred_flush
-from odc_mpi.comm.work import CompletedWork, FetchWork, Work
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, Window, WindowFactory, deferred_flush
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
 
-class ParameterWindows(ShardStorage):
-    """Storage of parameter shards, with one window per array.
+class WindowParameters(ShardStorage, ParameterStore):
+    """Parameters in windows. Fetches go to host memory. They do not copy if this rank maps all shards contiguously.
 
-    Attributes:
-        dtype: Default dtype of the shards. The `dtype` of a layout takes precedence.
-        all_shards_mapped: True if, in every window, this rank maps the shards of all ranks contiguously.
+    Args:
+        kind: Kind of the windows, one per array.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, world: World, dtype: torch.dtype, kind: WindowFactory, buffers: BufferPool | None = None
+    ) -> None:
+        super().__init__(dtype, buffers)
         self.world = world
         self._kind = kind
-        self._windows: list[ReadableWindow] = []
-        self.all_shards_mapped = False
-
-    def __getitem__(self, index: int) -> ReadableWindow:
-        return self._windows[index]
+        self._windows: list[Window] = []
 
     @override
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
         super().plan(layouts)
-        num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
         per_array = 2 if self._kind.shared and self.world.num_nodes > 1 else 1
-        return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
+        return Footprint(len(layouts) * per_array, self.shard_bytes if self._kind.on_host else 0)
 
     @override
     def allocate(self) -> None:
-        for layout in self.layouts:
-            self._windows.append(self._kind.create(self.world, layout.shard_numel, layout.dtype or self.dtype))
-        self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
+        for index, layout in enumerate(self.layouts):
+            self._windows.append(self._kind.create(self.world, layout.shard_numel, self.dtype_of(index)))
+        if all(window.all_shards is not None for window in self._windows):
+            self.access = Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
 
     def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
         """Map each owner of a part of an array to the range of elements, start and stop, that it owns."""
@@ -59,11 +55,8 @@ class ParameterWindows(ShardStorage):
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
         """Start to read the shards of `owners` into their ranges of `buffer`, the full array. One-sided."""
-        layout, window, memory = (
-            self.layouts[index],
-            self._windows[index],
-            self._kind.as_buffer(buffer.view(torch.uint8)),
-        )
+        layout, window = self.layouts[index], self._windows[index]
+        memory = self._kind.as_buffer(buffer.view(torch.uint8))
         what = f"fetching unit {layout.name}"
         with self.world.deadline(what, owners):
             for owner in owners:
@@ -85,26 +78,6 @@ class ParameterWindows(ShardStorage):
         while self._windows:
             self._windows.pop().free()
 
-
-class WindowParameters(ParameterStore):
-    """Parameters in windows in host memory. Fetches do not copy if this rank maps all shards."""
-
-    def __init__(self, windows: ParameterWindows, buffers: BufferPool | None = None) -> None:
-        super().__init__(windows.dtype, buffers)
-        self._windows = windows
-
-    @property
-    def access(self) -> Access:  # type: ignore[override]
-        """Kind of access: COPY, or VIEW or KEEP if this rank maps all shards (KEEP if `CAN_DETACH_STORAGE`)."""
-        if not self._windows.all_shards_mapped:
-            return Access.COPY
-        return Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
-
-    @override
-    @property
-    def layouts(self) -> Sequence[Layout]:
-        return self._windows.layouts
-
     @override
     def shard(self, index: int) -> torch.Tensor:
         return self._windows[index].tensor
@@ -113,10 +86,10 @@ class WindowParameters(ParameterStore):
     def fetch(self, index: int) -> FetchWork:
         if self.access is Access.COPY:
             return super().fetch(index)
-        self._windows.world.progress.run_tasks()
+        self.world.progress.run_tasks()
         shards = self._windows[index].all_shards
         assert shards is not None
-        return FetchWork(shards[: self.layouts[index].numel], CompletedWork())
+        return FetchWork(shards[: self.layouts[index].numel], Work())
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
@@ -125,10 +98,10 @@ class WindowParameters(ParameterStore):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        self._windows.world.progress.run_tasks()
-        ranges, window = self._windows.owned_ranges(index), self._windows[index]
+        self.world.progress.run_tasks()
+        ranges, window = self.owned_ranges(index), self._windows[index]
         mapped = {owner: shard for owner in ranges if (shard := window.mapped_shard(owner)) is not None}
-        work = self._windows.start_gets(index, [owner for owner in ranges if owner not in mapped], buffer)
+        work = self.start_gets(index, [owner for owner in ranges if owner not in mapped], buffer)
         # While the Gets are in flight:
         for owner, shard in mapped.items():
             start, stop = ranges[owner]

@@ -14,15 +14,14 @@ therefore uses `Win.Create` only for Gets between nodes.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
-from typing_extensions import override
 
-from odc_mpi.comm.work import DeferredWork
+from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
@@ -40,74 +39,50 @@ ALIGNMENT = 64
 CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-class ReadableWindow(Protocol):
-    """Common interface of all windows: one shard per rank, which other ranks can read.
+class Window:
+    """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
+
+    Args:
+        numel: Number of elements of the shard of this rank.
+        same_size: True if `numel` is the same on all ranks.
 
     Attributes:
         tensor: Shard of this rank.
         all_shards: Shards of all ranks as one array, or None if this rank does not map them contiguously.
     """
 
-    tensor: torch.Tensor
-    all_shards: torch.Tensor | None
+    def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
+        self.all_shards: torch.Tensor | None = None
+        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
+        with world.collective("allocating a window"):
+            # `same_size` saves the library a table of sizes. No other hint was found to matter.
+            info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
+            self._wins, self._mapped_shards = self._make(world, numel, dtype, info)
+            info.Free()
+            self._open_epochs(world)
+        # Operations use the first window. Others own its memory.
+        self._win = self._wins[0]
+        self.tensor = self._mapped_shards[world.rank]
+        # This first touch of the pages would otherwise slow down the first fetch.
+        self.tensor.zero_()
+        # Other ranks may access the shard after this and a collective.
+        self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
         """Return a view of the shard of rank `target`, or None if this rank does not map its memory."""
+        return self._mapped_shards.get(target)
 
     def mapped_memory(self) -> list[torch.Tensor]:
         """Return the shards that this rank maps, as a single tensor if `all_shards` is available."""
+        return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to read elements of another rank's shard, beginning at element `start`, into `buffer`, given as bytes.
 
         One-sided. The buffer is complete after `flush`.
         """
-
-    def flush(self) -> None:
-        """Complete all operations of this rank on the window at their targets. One-sided."""
-
-    def sync(self) -> None:
-        """Synchronize the public and private copies of the window (`MPI_Win_sync`). Does not communicate."""
-
-    def free(self) -> None:
-        """Free the window. Collective. If `CAN_DETACH_STORAGE`, tensors that view its memory keep a copy of it."""
-
-
-class Window(ReadableWindow):
-    """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
-
-    Args:
-        numel: Number of elements of the shard of this rank.
-        same_size: True if `numel` is the same on all ranks.
-    """
-
-    all_shards: torch.Tensor | None = None
-
-    def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
-        self._rank = world.rank
-        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
-        with world.collective("allocating a window"):
-            # `same_size` saves the library a table of sizes. No other hint was found to matter.
-            info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
-            self._win, self.tensor = self._make(world, numel, dtype, info)
-            info.Free()
-            open_epoch(self._win, world)
-        # This first touch of the pages would otherwise slow down the first fetch.
-        self.tensor.zero_()
-        # Other ranks may access the shard after this and a collective.
-        self.sync()
-
-    @override
-    def mapped_shard(self, target: int) -> torch.Tensor | None:
-        return self.tensor if target == self._rank else None
-
-    @override
-    def mapped_memory(self) -> list[torch.Tensor]:
-        return [self.tensor]
-
-    @override
-    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        read_shard(self._win, target, buffer, self.tensor.itemsize, start)
+        for offset, part in _messages(buffer, self.tensor.itemsize):
+            self._win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
     def put(self, target: int, start: int, values: Memory) -> None:
         """Start to overwrite elements of a shard, beginning at element `start`, with `values`, given as bytes.
@@ -176,7 +151,6 @@ class Window(ReadableWindow):
         self._win.Flush(target)
         return int(before[0])
 
-    @override
     def flush(self, target: int | None = None) -> None:
         """Complete the operations of this rank at `target`, or at all targets if it is None. One-sided."""
         if target is None:
@@ -188,21 +162,51 @@ class Window(ReadableWindow):
         """Complete the operations of this rank locally. One-sided. Their buffers may be modified afterwards."""
         self._win.Flush_local_all()
 
-    @override
     def sync(self) -> None:
-        self._win.Sync()
+        """Synchronize the public and private copies of the window (`MPI_Win_sync`). Does not communicate."""
+        for win in self._wins:
+            win.Sync()
 
-    @override
     def free(self) -> None:
-        storage, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
-        free_window(self._win, [storage])
+        """Free the window. Collective. If `CAN_DETACH_STORAGE`, tensors that view its memory keep a copy of it."""
+        storages = [StorageWeakRef(shard.untyped_storage()) for shard in self._mapped_shards.values()]
+        if self.all_shards is not None:
+            storages.append(StorageWeakRef(self.all_shards.untyped_storage()))
+        self.tensor, self.all_shards = torch.empty(0), None
+        self._mapped_shards.clear()
+        for reference in storages:
+            # An access to freed memory would crash.
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and CAN_DETACH_STORAGE:
+                storage._swap_data_ptr_(storage.clone())  # type: ignore[attr-defined]
+        for win in self._wins:
+            win.Unlock_all()
+            win.Free()
 
-    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
-        """Allocate the memory and create the window. Collective, within `World.collective`."""
+    def _make(
+        self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info
+    ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
+        """Allocate the memory and create the window. Collective, within `World.collective`.
+
+        Returns the MPI windows in the order in which they are freed, and the shards that this rank maps, by rank.
+        """
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
-        if not numel:
-            return win, torch.empty(0, dtype=dtype)
-        return win, torch.frombuffer(win.tomemory(), dtype=dtype, count=numel)
+        tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        return [win], {world.rank: tensor}
+
+    def _open_epochs(self, world: World) -> None:
+        """Begin the passive-target epochs, or free the windows and raise `UserError` if MPI does not support them."""
+        models = {memory_model(win) for win in self._wins}
+        for win in self._wins:
+            if models == {"unified"}:
+                win.Lock_all(MPI.MODE_NOCHECK)
+            else:
+                win.Free()
+        if models != {"unified"}:
+            raise UserError(
+                f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {models.pop()} ones under "
+                f"{world.mpi_library}: use another MPI library"
+            )
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
-) -> DeferredWork:
+) -> Work:
     """Return a handle of started operations, whose `wait` completes them by calling `flush`.
 
     Args:
@@ -245,13 +249,7 @@ def deferred_flush(
         with world.deadline(what, owners):
             flush()
 
-    return DeferredWork(partial(complete, memory))
-
-
-def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
-    """Start to read elements of `itemsize` bytes from element `start` of rank `target` on into `buffer`. One-sided."""
-    for offset, part in _messages(buffer, itemsize):
-        win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
+    return Work(partial(complete, memory))
 
 
 def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]:
@@ -259,31 +257,3 @@ def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]
     step = MAX_MESSAGE_NUMEL * itemsize
     for first in range(0, len(memory), step):
         yield first // itemsize, memory[first : first + step]
-
-
-def open_epoch(win: MPI.Win, world: World) -> None:
-    """Begin the passive-target epoch of a window.
-
-    If the memory model of the window is not unified, it is freed, which is collective, and `UserError` is raised.
-    """
-    model = memory_model(win)
-    if model != "unified":
-        win.Free()
-        raise UserError(
-            f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {model} ones under "
-            f"{world.mpi_library}: use another MPI library"
-        )
-    win.Lock_all(MPI.MODE_NOCHECK)
-
-
-def free_window(win: MPI.Win, views: Iterable[StorageWeakRef] = ()) -> None:
-    """Free a window. Collective.
-
-    Storages in `views` that tensors still use are moved to a copy, because an access to freed memory would crash.
-    """
-    for reference in views:
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if storage is not None and CAN_DETACH_STORAGE:
-            storage._swap_data_ptr_(storage.clone())  # type: ignore[attr-defined]
-    win.Unlock_all()
-    win.Free()

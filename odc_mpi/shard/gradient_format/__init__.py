@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.shard.gradient_format.base import GradientFormat as GradientFormat
 from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 from odc_mpi.shard.gradient_format.floating_point import FloatGradients
-from odc_mpi.shard.layout import FlatLayout
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:

@@ -22,9 +22,9 @@ from enum import Enum
 
 import torch
 
+from odc_mpi.comm.layout import FlatLayout, ParameterRange
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.comm.work import FetchWork
-from odc_mpi.shard.layout import FlatLayout, ParameterRange
 
 
 class UnitState(Enum):

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.loader import Minibatch, ShuffledSampler
 from odc_mpi.data.plan.balance import Plan

@@ -84,7 +84,8 @@ class CheckpointCallback(Callback):
             warn=warn,
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
-        self._last: int | None = None
+        #: Step of the last checkpoint, or the number of steps before this start.
+        self._last = trainer.completed_steps
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
@@ -102,6 +103,11 @@ class CheckpointCallback(Callback):
         if self._stop.requested_on_any_rank or (every and (number % every == 0 or number == self._run.steps)):
             self._update_best(step)
             self._save(number)
+
+    def save_last_step(self, step: int) -> None:
+        """Save a checkpoint of the last complete step, unless it has one, or the run saves none. Collective."""
+        if self._run.checkpoint_every and step != self._last:
+            self._save(step)
 
     def parameters_digest(self) -> str:
         """Return the digest of the current parameters, as `odc-mpi checkpoint digest` prints it. Collective.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import remove_incomplete
-from odc_mpi.files import make_directory, write_text_durable
+from odc_mpi.files import make_directory, parse_json, write_text_durable
 from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
@@ -56,7 +56,7 @@ def has_records(path: Path) -> bool:
 def _parse_step(line: str) -> float:
     """Return the step of a JSON line, or infinity if a killed run left the line incomplete."""
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

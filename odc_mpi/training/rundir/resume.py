@@ -30,6 +30,8 @@ _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
     "comm.timeout_s",
 }
+#: Metadata that a checkpoint of a training run has at least.
+_METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
 _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
 
 
@@ -271,4 +273,7 @@ def _open_checkpoint(path: Path, world: World) -> tuple[Checkpoint | None, str |
         raise
     except UserError as error:
         return None, str(error)
+    if missing := _METADATA - checkpoint.manifest.metadata.keys():
+        checkpoint.close()
+        return None, f"{path} is not of a training run: its metadata lack {', '.join(sorted(missing))}"
     return checkpoint, checkpoint.check_files(range(world.rank, checkpoint.manifest.size, world.size))

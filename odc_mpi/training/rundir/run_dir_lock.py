@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.errors import UserError, warn
-from odc_mpi.files import make_directory, write_text_atomic
+from odc_mpi.files import make_directory, parse_json, write_text_atomic
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
@@ -104,7 +104,7 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a lock file, or an empty dictionary if it is missing or invalid."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        record = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

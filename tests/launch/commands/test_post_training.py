@@ -17,7 +17,7 @@ from processes import descendants, is_python
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.cli.main import main
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset.reader import Dataset
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -102,7 +102,9 @@ def loss_in_peft(base, adapters, dataset):
 def test_the_way_that_readme_shows(tmp_path):
     pytest.importorskip("peft")
     shell, runs = Shell(tmp_path), tmp_path / "runs"
-    assert main(["prepare", "stdlib", str(runs / "data" / "stdlib.h5"), "--max-length", "1024"]) == 0  # as make run
+    assert (
+        main(["prepare", "stdlib", "--out", str(runs / "data" / "stdlib.h5"), "--max-length", "1024"]) == 0
+    )  # as make run
     train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = commands()
     for command in (train_base, export_base, prepare):
         shell.run(command)

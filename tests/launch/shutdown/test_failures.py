@@ -221,7 +221,7 @@ def test_too_little_shared_memory_is_reported_early(tmp_path):
     text = """
 import odc_mpi, torch
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = odc_mpi.World(timeout_s=20)
 try:
     window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
@@ -279,7 +279,8 @@ def test_ranks_with_different_data_are_reported(tmp_path, data, config):
 import shutil, sys
 from odc_mpi.cli import main as cli
 from odc_mpi.runtime.world import MPI
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 path = "{tmp_path}/other.h5"
 if MPI.COMM_WORLD.rank == 1:
     with Dataset("{data}") as whole, DatasetWriter(path, vocab_size=60, tokenizer="none", source="other") as writer:

@@ -8,7 +8,7 @@ import time, torch
 from odc_mpi import World
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=2)
 transport = window_transport(world, reduction=lambda *args: MailboxGradientStore(*args, mailbox_bytes=1000))
 transport.allocate([FlatLayout.build("layers.3", [ParameterSpec("weight", (10_000,), True)], world.size)])

@@ -14,7 +14,8 @@ from small_training import configure
 from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCostModel
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.training.run import train

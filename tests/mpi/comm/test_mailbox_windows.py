@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import UserError
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 

@@ -10,8 +10,8 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
 

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.prefetch import CommunicationThread
 
 pytestmark = pytest.mark.mpi

@@ -9,6 +9,7 @@ import torch
 from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
@@ -16,7 +17,6 @@ from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.errors import AllRanksUserError, UserError
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -214,10 +214,9 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
 @pytest.mark.sizes(2)
 def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
     """By the memory barrier of the standard, MPI_Win_sync, before the ranks synchronize."""
-    synced = []
+    synced, sync = [], Window.sync
+    monkeypatch.setattr(Window, "sync", lambda self: (synced.append(self.tensor.clone()), sync(self)))
     for kind in (Window, SharedWindow):
-        sync = kind.sync
-        monkeypatch.setattr(kind, "sync", lambda self, sync=sync: (synced.append(self.tensor.clone()), sync(self)))
         window = kind(world, 3, torch.int64)
         (values,) = synced
         assert not values.any()

@@ -7,7 +7,7 @@ from small_training import assert_like_plain, configure
 
 from odc_mpi import api
 from odc_mpi.comm.factory import staged, window_transport
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
 

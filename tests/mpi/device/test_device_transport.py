@@ -8,11 +8,11 @@ import torch
 from late_device import LateDevice
 from units import assert_pushed, random_pushes
 
-from odc_mpi.comm.factory import device_transport
+from odc_mpi.comm.factory import gradient_store_factories, window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -72,12 +72,13 @@ def make(world, monkeypatch, request, allocate):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
 
     def build(sizes=SIZES, **dtypes):
-        transport = device_transport(
+        device = LateDevice()
+        reductions = gradient_store_factories(LITTLE_ROOM * max(1, world.size - 1), device)
+        transport = window_transport(
             world,
-            LateDevice(),
             **dtypes,
-            reduction=request.param.split()[0],
-            mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
+            device=device,
+            reduction=reductions[request.param.split()[0]],
             progress=request.param.endswith("thread"),
         )
         return allocate(transport, sizes)
@@ -163,7 +164,8 @@ def test_memory_without_an_event_is_not_touched(make):
 
 
 def test_frozen_arrays_have_no_gradient_shard(world):
-    transport = device_transport(world, LateDevice(), reduction="mailbox", mailbox_bytes=1 << 20)
+    device = LateDevice()
+    transport = window_transport(world, device=device, reduction=gradient_store_factories(1 << 20, device)["mailbox"])
     transport.allocate([FlatLayout.build("frozen", [ParameterSpec("p", (100,), False)], world.size)])
     with pytest.raises(KeyError):
         transport.gradients.shard(0)

@@ -77,7 +77,7 @@ def reference(train, world, **changes):
     """The run on a rank by itself."""
     key = repr(sorted(changes.items()))
     if key not in _references:
-        _references[key] = train("alone", world.self_world(), **changes)
+        _references[key] = train("alone", world.split("self"), **changes)
     return _references[key]
 
 
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, train):
     base = train.base
     _, first = train("first", world, **settings, run__steps=1)
     _, second = train(
-        "second", world.self_world(), **settings, run__steps=2, run__resume=base / "first/checkpoints/step_00000001"
+        "second", world.split("self"), **settings, run__steps=2, run__resume=base / "first/checkpoints/step_00000001"
     )
     newest = base / "second/checkpoints/step_00000002"
     digest, third = train("third", world, **settings, run__resume=newest)
@@ -164,7 +164,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runs, "apply_exact_settings", in_fp32)
         digest, _ = train("fp32", world)
-        alone, _ = train("fp32_alone", world.self_world())
+        alone, _ = train("fp32_alone", world.split("self"))
     assert wanted != digest != alone
     with monkeypatch.context() as patch:
         patch.setattr(source, "longest_first_batches", lambda lengths, *_: [list(range(len(lengths)))])

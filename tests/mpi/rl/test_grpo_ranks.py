@@ -135,7 +135,7 @@ def test_ranks_make_the_same_as_one(world, run, grpo_dir):
     changes = {"rl__max_concurrent_sequences": 2 * NUM_GENERATIONS, "optim__adam_epsilon": 1e-3}
     lines, _ = run("all", **changes)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    alone = world.self_world()
+    alone = world.split("self")
     if world.rank == 0:
         config = make_settings(grpo_dir, **changes)
         trainer = build_trainer(config, alone, open_inputs(config, 0, 1), decide(config, alone))
@@ -160,7 +160,7 @@ ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
 def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generated(world, run):
     changes = ADAM | {"rl__log_completions": 1, "run__checkpoint_every": 2, "run__dir": run.base / "on"}
     whole, _ = run("whole", **ADAM, rl__log_completions=1)
-    alone = world.self_world()
+    alone = world.split("self")
     if world.rank == 0:
         train(make_settings(run.path, **(changes | {"run__steps": 3})), alone)
         shutil.rmtree(steps_in(run.base / "on" / "checkpoints")[3])  # as if it had ended before it could save

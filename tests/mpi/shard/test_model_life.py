@@ -1,4 +1,4 @@
-"""Models that come and go: what the process keeps of them, and of how many a step takes notice."""
+"""Models that come and go: what the process keeps of them."""
 
 import gc
 import threading
@@ -10,7 +10,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.shard.optim import StepGuard
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -25,7 +24,6 @@ def kept(world):
     return {
         "resources": len(world._resources),
         "hooks": len(hooks),
-        "guarded parameters": len(StepGuard._guarded),
         "threads": threading.active_count(),
         "windows": world.job.num_windows,
     }
@@ -59,22 +57,11 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
     assert [reference() for reference in references] == [None] * len(references)
 
 
-def test_models_that_are_open_together_do_not_slow_each_other_s_steps(world, decision):
-    before = kept(world)
-    models = [shard_model(torch.nn.Linear(2, 2), world, decision=decision) for _ in range(4)]
-    assert len(hooks) == max(1, before["hooks"])
-    for model in models:
-        assert [guard.check.__self__ for guard in StepGuard.for_optimizer(step_once(model))] == [model]
-    for model in models:
-        model.close()
-    assert_no_more(world, before)
-
-
 def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     before = kept(world)
     Tickets(world).close()
     world.split("node").close()
-    world.self_world().close()
+    world.split("self").close()
     assert_no_more(world, before)
 
 
@@ -86,6 +73,6 @@ def test_open_resources_close_with_their_world(world, decision):
         step_once(model)
         values = [p.tolist() for p in slices]
         assert part.job.num_windows == world.job.num_windows > before, "one process, one limit"
-        inner = part.self_world()
+        inner = part.split("self")
     assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed

@@ -294,8 +294,8 @@ def test_peft_loads_what_is_exported_and_merging_gives_the_same(world, saved, da
     out, merged = run_dir / "out", run_dir / "merged"
     tokens = torch.arange(12)[None]
     if world.rank == 0:
-        assert main(["checkpoint", "export", str(run_dir), str(out)]) == 0
-        assert main(["checkpoint", "export", str(run_dir), str(merged), "--merge"]) == 0
+        assert main(["checkpoint", "export", str(run_dir), "--out", str(out)]) == 0
+        assert main(["checkpoint", "export", str(run_dir), "--out", str(merged), "--merge"]) == 0
         assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
         plain_base = transformers.AutoModelForCausalLM.from_pretrained(base)
         before = plain_base(tokens).logits

@@ -9,7 +9,8 @@ import torch_reference
 from small_training import QWEN2, configure
 
 from odc_mpi.checkpoint.manifest import steps_in
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models import build as models
 from odc_mpi.training.run import train

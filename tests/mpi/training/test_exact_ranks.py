@@ -58,7 +58,7 @@ def reference(train, world, **changes):
     """The run on a rank by itself, each rank in a directory of its own."""
     key = repr(sorted(changes.items()))
     if key not in _references:
-        digest, lines, summary = train("alone", world.self_world(), **changes)
+        digest, lines, summary = train("alone", world.split("self"), **changes)
         assert summary["parameters_digest"] == digest
         _references[key] = digest, without_times(lines)
     return _references[key]
@@ -128,7 +128,7 @@ def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, train):
     _, first, _ = train("first", world, run__checkpoint_every=2)
     started = first[0]["step"]
     base = train.base
-    node = world.self_world()
+    node = world.split("self")
     _, second, _ = train("second", node, run__checkpoint_every=2, run__resume=base / "first/checkpoints/step_00000002")
     newest = base / f"second_{world.rank}/checkpoints/step_00000004"
     newest = world.gather_objects(newest)[2]
@@ -151,7 +151,7 @@ def test_floating_point_sums_are_found_out(world, train, monkeypatch):
 
     monkeypatch.setattr(runs, "apply_exact_settings", without)
     digest, lines, _ = train("all", world)
-    alone, alone_lines, _ = train("floats", world.self_world())
+    alone, alone_lines, _ = train("floats", world.split("self"))
     assert digest != alone != wanted
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone_lines], rel=1e-4)
 

@@ -1,7 +1,5 @@
 """Training over windows gives the losses and parameters of a plain loop on one process."""
 
-import functools
-
 import pytest
 import torch
 from small_training import (
@@ -15,9 +13,6 @@ from small_training import (
     training,
 )
 
-from odc_mpi import api
-from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.models import build as models
 from odc_mpi.training.inputs import open_inputs
 
@@ -74,12 +69,10 @@ def test_a_cost_that_is_learned_changes_plans_and_nothing_else(world, dataset_pa
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
 
 
-def test_through_mailboxes(world, dataset_path, monkeypatch):
+def test_through_mailboxes(world, dataset_path):
     """A mailbox for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
-    reduction = functools.partial(MailboxGradientStore, mailbox_bytes=1024 * world.size)
-    monkeypatch.setattr(api, "window_transport", functools.partial(window_transport, reduction=reduction))
-    config = configure(dataset_path, **{"data.balance": "lb_mini"})
-    assert_like_plain(config, world)
+    mailbox = {"comm.reduction": "mailbox", "comm.mailbox_bytes": 1024 * world.size}
+    assert_like_plain(configure(dataset_path, **{"data.balance": "lb_mini", **mailbox}), world)
 
 
 def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):

@@ -17,7 +17,7 @@ from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
-from odc_mpi.comm.work import CompletedWork, Work
+from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.units.unit import Unit, UnitState
@@ -136,7 +136,7 @@ def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
 
     thread = CommunicationThread("t")
     bad = thread.start(fail if when == "start" else lambda: Late(fail))
-    good = thread.start(CompletedWork)
+    good = thread.start(Work)
     with pytest.raises(ValueError, match=f"at the {when}"):
         bad.wait()
     good.wait()
@@ -165,7 +165,7 @@ def test_buffers_taken_in_inference_mode_are_filled() -> None:
         with torch.inference_mode(taken):
             buffer = pool.acquire(10, torch.float32)
         with torch.inference_mode(filled):
-            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), CompletedWork())[1]).wait()
+            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), Work())[1]).wait()
         assert bool((buffer[2:5] == 1).all())
     thread.close()
 

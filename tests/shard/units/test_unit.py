@@ -7,7 +7,7 @@ import torch
 from ranks import RecordingTransport, on_ranks
 from torch import nn
 
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.modules import OnDemandParameters, placeholder
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits

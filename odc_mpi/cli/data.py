@@ -1,0 +1,35 @@
+"""`odc-mpi data`: verification of data sets, in one process."""
+
+import argparse
+from pathlib import Path
+
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.ranks import print_error
+
+HELP = "verify data sets"
+_VERIFY_HELP = "compare all data with its checksums, and load the tokenizer; exit code 2 if a file is damaged"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action and its arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    verify = actions.add_parser("verify", help=_VERIFY_HELP, description=_VERIFY_HELP, allow_abbrev=False)
+    verify.add_argument("paths", metavar="FILE", nargs="+", type=Path, help="data set of odc-mpi prepare")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line for each file, on standard error if it is damaged, and return the exit code."""
+    from odc_mpi.data.dataset.verify import verify_dataset
+    from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
+
+    code = 0
+    for path in arguments.paths:
+        try:
+            line = verify_dataset(path)
+            if tokenizer_files(path):
+                load_tokenizer(path, "the data set")
+            print(line, flush=True)
+        except UserError as error:
+            print_error(error)
+            code = 2
+    return code

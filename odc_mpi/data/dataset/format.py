@@ -1,0 +1,97 @@
+"""Names, types, digests and errors of data sets."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from zlib import crc32
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.errors import UserError, one_line_message
+
+FORMAT = "odc_mpi.dataset"
+VERSION = 2
+CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
+TOKENIZER_GROUP = "tokenizer"
+REPORT = "report"  # not an attribute, since those above 4 KiB have no checksums
+#: HDF5 datasets of a data set and their types.
+TYPES = {
+    "tokens": np.uint32,
+    "loss_mask": np.uint8,
+    "offsets": np.int64,
+    "num_trained_tokens": np.int32,
+    "checksums": np.uint32,
+}
+
+
+class DamagedDatasetError(UserError):
+    """A data set that does not contain what was written."""
+
+    def __init__(self, path: Path, description: str) -> None:
+        super().__init__(f"the data set {str(path)!r} is damaged: {description}: prepare it again, or change data.path")
+
+
+@contextmanager
+def hdf5_errors(path: Path, description: str) -> Iterator[None]:
+    """Context manager that converts the exceptions of h5py to `DamagedDatasetError`.
+
+    Args:
+        description: What is read, such as "sequence 3", for the error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    # h5py raises various types for damaged files.
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise DamagedDatasetError(path, f"{description} cannot be read ({one_line_message(error)})") from error
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Return the SHA-256 of a vocabulary, in hexadecimal. It covers all tokens and their numbers."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.uint8]) -> int:
+    """Return the checksum of a sequence from its tokens, uint32 [length], and its loss mask, uint8 [length]."""
+    return crc32(_little_endian(loss_mask), crc32(_little_endian(tokens)))
+
+
+def content_digest(*arrays: npt.NDArray) -> str:
+    """Return the SHA-256 of `offsets`, `num_trained_tokens` and `checksums`, in hexadecimal."""
+    return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
+
+
+def _little_endian(array: npt.NDArray) -> bytes:
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
+
+
+def encode_text(text: str) -> np.bytes_:
+    """Return a text as the value of an attribute, with a fixed length. Bytes of file names may not be UTF-8."""
+    return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
+
+
+def read_text(attributes: h5py.AttributeManager, name: str) -> str:
+    """Read a text attribute. Raises `KeyError` or `TypeError` if it is missing or of another type."""
+    value = attributes[name]
+    if not isinstance(value, bytes):
+        raise TypeError(f"the attribute {name!r} is not a text of fixed length")
+    return value.decode()
+
+
+def read_size(attributes: h5py.AttributeManager, name: str) -> int:
+    """Read an integer attribute. Raises `KeyError` or `TypeError` if it is missing or of another type."""
+    value = attributes[name]
+    if not isinstance(value, np.integer):
+        raise TypeError(f"the attribute {name!r} is not an integer")
+    return int(value)
+
+
+def has_signature(file: h5py.File) -> bool:
+    """Return True if `prepare` of any version wrote the file."""
+    value = file.attrs.get("format")
+    return value.decode(errors="replace") == FORMAT if isinstance(value, bytes) else bool(np.all(value == FORMAT))

@@ -1,0 +1,197 @@
+"""Reader of data sets, which verifies what it reads."""
+
+import hashlib
+import operator
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.dataset.format import (
+    FORMAT,
+    TOKENIZER_GROUP,
+    TYPES,
+    VERSION,
+    DamagedDatasetError,
+    content_digest,
+    has_signature,
+    hdf5_errors,
+    read_size,
+    read_text,
+    sequence_checksum,
+)
+from odc_mpi.errors import UserError, one_line_message
+
+_CHECKSUM_BYTES = 4  # of HDF5, at the end of each chunk
+
+
+class Dataset(AbstractContextManager["Dataset"]):
+    """Data set opened for reading. Sequences are read from the file one at a time.
+
+    The data set is a context manager that closes the file.
+
+    Attributes:
+        lengths: Number of tokens of each sequence, int64 [n].
+        num_trained_tokens: Number of loss tokens of each sequence, not counting its first token, int64 [n].
+        vocab_size: Number of tokens of the tokenizer.
+        max_token_id: Largest token number in the file. The model's embedding must have more rows than this.
+        vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Open a file written by `prepare`. Each rank opens the file independently.
+
+        Raises:
+            UserError: The file is missing, or not a data set of this version.
+            DamagedDatasetError: The file is damaged. The tokens and the loss mask are verified when they are read.
+        """
+        self.path = Path(path)
+        self._file = _open(self.path)
+        try:
+            with hdf5_errors(self.path, "the file"):
+                _check_format(self._file, self.path)
+                for name, dtype in TYPES.items():
+                    check_storage(self._file, name, self.path, dtype)
+                self._read_index()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_index(self) -> None:
+        file = self._file
+        self._tokens, self._loss_mask = file["tokens"], file["loss_mask"]
+        self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
+        trained: npt.NDArray[np.int32] = file["num_trained_tokens"][:]
+        self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
+        self._content = read_text(file.attrs, "content")
+        self.vocab_size, self.max_token_id = read_size(file.attrs, "vocab_size"), read_size(file.attrs, "max_token_id")
+        self.vocabulary = read_text(file.attrs, "vocabulary")
+        if not len(trained):
+            raise UserError(f"the data set {str(self.path)!r} is empty: prepare it again, or change data.path")
+        if len(self._offsets) != len(trained) + 1 or len(self._checksums) != len(trained):
+            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens and checksums differ in length")
+        self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+        self.num_trained_tokens: npt.NDArray[np.int64] = trained.astype(np.int64)
+        num_tokens = len(self._tokens)
+        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or (self.lengths < 2).any():
+            raise DamagedDatasetError(self.path, "the offsets do not match the tokens")
+        if len(self._loss_mask) != num_tokens:
+            raise DamagedDatasetError(self.path, "tokens and loss_mask differ in length")
+        if ((trained < 1) | (trained >= self.lengths)).any():
+            raise DamagedDatasetError(self.path, "the numbers of loss tokens do not match the lengths")
+        if content_digest(self._offsets, trained, self._checksums) != self._content:
+            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens or checksums were changed")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length].
+
+        Raises:
+            DamagedDatasetError: The sequence cannot be read, or is not the one that was written.
+        """
+        i = operator.index(index)
+        if not 0 <= i < len(self):
+            raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
+        part = slice(self._offsets[i], self._offsets[i + 1])
+        with hdf5_errors(self.path, f"sequence {i}"):
+            tokens, loss_mask = self._tokens[part], self._loss_mask[part]
+        if sequence_checksum(tokens, loss_mask) != self._checksums[i]:
+            raise DamagedDatasetError(self.path, f"sequence {i} does not match its checksum")
+        if tokens.max() > self.max_token_id or np.count_nonzero(loss_mask[1:]) != self.num_trained_tokens[i]:
+            raise DamagedDatasetError(self.path, f"sequence {i} does not match max_token_id or num_trained_tokens")
+        return tokens.astype(np.int64), loss_mask.astype(np.bool_)
+
+    def digest(self) -> str:
+        """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.
+
+        It covers the checksums of all sequences, so this method does not read the tokens.
+        """
+        return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_dataset(path: Path) -> bool:
+    """Return True if `path` is a file that `prepare` has finished, of any version, damaged or not."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return has_signature(file)
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError):  # missing, not HDF5, or damaged at the beginning
+        return False
+
+
+def read_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Return the contents of the tokenizer's files in a data set, by name.
+
+    The result is empty if the data set contains no tokenizer, or if `path` is not a data set.
+
+    Raises:
+        DamagedDatasetError: The tokenizer in the data set is damaged.
+    """
+    if not is_dataset(path):
+        return {}
+    with hdf5_errors(path, "the tokenizer"), h5py.File(path, "r", locking=False) as file:
+        if TOKENIZER_GROUP not in file:
+            return {}
+        names = [f"{TOKENIZER_GROUP}/{name}" for name in file[TOKENIZER_GROUP]]
+        return {Path(name).name: check_storage(file, name, path, np.uint8)[:].tobytes() for name in names}
+
+
+def _open(path: Path) -> h5py.File:
+    """Open a file without locking it, since some network and read-only file systems do not support locks."""
+    try:
+        reason = None if path.is_file() else "no file"
+    except (OSError, ValueError) as error:  # no permission to search the directory, or an invalid name
+        reason = one_line_message(error)
+    if reason is not None:
+        raise UserError(f"expected a data set at {str(path)!r}, got {reason}: change data.path, or run odc-mpi prepare")
+    try:
+        return h5py.File(path, "r", locking=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"expected an HDF5 file at {str(path)!r}, got one that does not open ({one_line_message(error)}): "
+            "write one with odc-mpi prepare, or change data.path"
+        ) from error
+
+
+def _check_format(file: h5py.File, path: Path) -> None:
+    if not has_signature(file):
+        raise UserError(
+            f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"
+        )
+    version = read_size(file.attrs, "version")
+    if version != VERSION:
+        raise UserError(
+            f"expected version {VERSION} of the data set {str(path)!r}, got version {version}: prepare it again with "
+            "this version of odc_mpi"
+        )
+
+
+def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
+    """Return an HDF5 dataset. Raises `DamagedDatasetError` unless all its data are in this file, with checksums.
+
+    Storage elsewhere (a link, external or virtual storage) would be followed to any file, and read as zeros if it is
+    missing; so would chunks that were never written.
+    """
+    parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
+    if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):
+        raise DamagedDatasetError(path, f"{name!r} is missing, or a link")
+    found, item = file[name], np.dtype(dtype)
+    if not isinstance(found, h5py.Dataset) or found.dtype != item or found.ndim != 1:
+        raise DamagedDatasetError(path, f"{name!r} is not a vector of {item.name}")
+    if found.is_virtual or found.external or not found.fletcher32 or found.chunks is None:
+        raise DamagedDatasetError(path, f"{name!r} is not stored in chunks with checksums in this file")
+    (chunk,) = found.chunks
+    num_chunks = -(-len(found) // chunk)
+    if found.id.get_storage_size() != num_chunks * (chunk * item.itemsize + _CHECKSUM_BYTES):
+        raise DamagedDatasetError(path, f"{name!r} is incomplete")
+    return found

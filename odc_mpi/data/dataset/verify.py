@@ -1,0 +1,59 @@
+"""Verification of complete data sets."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from odc_mpi.data.dataset.format import REPORT, DamagedDatasetError, hdf5_errors, read_text
+from odc_mpi.data.dataset.reader import Dataset, check_storage, read_tokenizer_files
+from odc_mpi.errors import UserError
+
+_MAX_NUMBERS = 3
+
+
+def verify_dataset(path: Path) -> str:
+    """Read everything in a data set, and return a line that describes it.
+
+    Raises:
+        UserError: The file is not a data set, or damaged. The message names the first damaged sequences.
+    """
+    with Dataset(path) as dataset:
+        damaged: dict[int, DamagedDatasetError] = {}
+        for i in range(len(dataset)):
+            try:
+                dataset[i]
+            except DamagedDatasetError as error:
+                damaged[i] = error
+        if damaged:
+            first = ", ".join(map(str, list(damaged)[:_MAX_NUMBERS]))
+            raise DamagedDatasetError(path, f"{len(damaged)} of {len(dataset)} sequences, the first: {first}")
+        with hdf5_errors(path, "the attributes or the report"), h5py.File(path, "r", locking=False) as file:
+            dict(file.attrs)
+            if REPORT in file:
+                check_storage(file, REPORT, path, np.uint8)[:]
+        files = read_tokenizer_files(path)
+        tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
+        return f"{path}: {len(dataset):,} sequences, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
+
+
+def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
+    """Return the counts of the earlier call of `prepare` that wrote these data sets, by name.
+
+    All data are verified. The result is None if a data set is missing, unfinished or damaged, or has a digest other
+    than `request`.
+    """
+    reports = set()
+    for path in paths:
+        try:
+            with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
+                if read_text(file.attrs, "request") != request:
+                    return None
+                reports.add(check_storage(file, REPORT, path, np.uint8)[:].tobytes())
+            verify_dataset(path)
+        except UserError:
+            return None
+    return json.loads(reports.pop()) if len(reports) == 1 else None

@@ -1,0 +1,122 @@
+"""Writer of data sets."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.dataset.format import (
+    CHUNK,
+    FORMAT,
+    REPORT,
+    TOKENIZER_GROUP,
+    TYPES,
+    VERSION,
+    content_digest,
+    encode_text,
+    sequence_checksum,
+)
+from odc_mpi.hdf5_file import create_hdf5
+
+_BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
+
+
+class DatasetWriter(AbstractContextManager["DatasetWriter"]):
+    """Context manager that writes a data set, sequence by sequence, in bounded memory.
+
+    If an exception leaves the context, the file is closed unfinished, and `Dataset` rejects it. On exit the context
+    raises `OSError` if the file could not be written, for example because the disk is full. The attributes
+    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, without the first token of each sequence),
+    `longest` (number of tokens of the longest sequence) and `max_token_id` refer to the sequences appended so far.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        tokenizer: str,
+        source: str,
+        vocabulary: str = "",
+        tokenizer_files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Create the file, which must not exist.
+
+        Args:
+            vocab_size: Number of tokens of the tokenizer.
+            tokenizer: Name of the tokenizer, for display.
+            source: Name of the source of the text, for display.
+            vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
+            tokenizer_files: Contents of the tokenizer's files by name; None to store no tokenizer.
+        """
+        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
+        self._attributes: dict[str, int | str] = {}
+        self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
+        self._stack = ExitStack()
+        # The first version with checksums in all metadata. Older libraries could not read the latest one.
+        self._file: h5py.File = self._stack.enter_context(create_hdf5(path, libver=("v110", "v110")))
+        for name, dtype in TYPES.items():
+            self._create(name, np.empty(0, dtype=dtype))
+        for name, content in (tokenizer_files or {}).items():
+            self._create(f"{TOKENIZER_GROUP}/{name}", np.frombuffer(content, dtype=np.uint8))
+        self._buffers: dict[str, list[npt.NDArray]] = {name: [] for name in TYPES}
+        self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
+        self._num_buffered = 0
+
+    def _create(self, name: str, values: npt.NDArray) -> None:
+        self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
+
+    def set_attributes(self, **attributes: int | str) -> None:
+        """Add attributes of the file. They are written when the context ends without an exception."""
+        self._attributes.update(attributes)
+
+    def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
+        """Append a sequence of at least two tokens. At least one token after the first must be a loss token.
+
+        Args:
+            tokens: Tokens of the sequence, uint32 [length].
+            loss_mask: True for each loss token, bool [length].
+        """
+        num_trained = int(np.count_nonzero(loss_mask[1:]))
+        assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
+        self.num_sequences += 1
+        self.num_tokens += len(tokens)
+        self.num_trained_tokens += num_trained
+        self.longest = max(self.longest, len(tokens))
+        self.max_token_id = max(self.max_token_id, int(tokens.max()))
+        stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)
+        numbers = self.num_tokens, num_trained, sequence_checksum(*stored)
+        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in numbers)]
+        for name, values in zip(TYPES, arrays, strict=True):
+            self._buffers[name].append(values)
+        self._num_buffered += len(tokens)
+        if self._num_buffered >= _BUFFERED_TOKENS:
+            self._write_buffers()
+
+    def _write_buffers(self) -> None:
+        for name, parts in self._buffers.items():
+            if parts:
+                values = np.concatenate(parts).astype(TYPES[name])
+                target = self._file[name]
+                begin = len(target)
+                target.resize((begin + len(values),))
+                target[begin:] = values
+                parts.clear()
+        self._num_buffered = 0
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._stack:
+            if kind is None:
+                self._write_buffers()
+                arrays = (self._file[name][:] for name in ("offsets", "num_trained_tokens", "checksums"))
+                self.set_attributes(
+                    content=content_digest(*arrays), max_token_id=self.max_token_id, format=FORMAT, version=VERSION
+                )
+                for name, value in self._attributes.items():
+                    if name == REPORT:
+                        self._create(name, np.frombuffer(str(value).encode(), dtype=np.uint8))
+                    else:
+                        self._file.attrs[name] = encode_text(value) if isinstance(value, str) else value

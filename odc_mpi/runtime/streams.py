@@ -1,0 +1,56 @@
+"""Standard streams of the process: closed ones, full disks, and encodings without some characters. Does not use MPI."""
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class Output(io.FileIO):
+    """Raw file over the descriptor of a standard stream that discards all output after the first error.
+
+    So a full disk neither ends a training nor hides an exit code. A closed pipe still raises `BrokenPipeError`.
+
+    Attributes:
+        error: First error; None if all output was written.
+    """
+
+    error: OSError | None = None
+
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        """Write bytes, or discard them after an error, and return their number."""
+        if self.error is None:
+            try:
+                return super().write(content)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                self.error = error
+        return len(content)
+
+
+def open_standard_streams() -> Output:
+    """Replace `sys.stdout` and `sys.stderr` by streams over `Output`, and return the `Output` of standard output.
+
+    Characters that the encoding lacks are written as escape sequences. A closed stream is replaced by the null device,
+    since otherwise the next file that is opened would become this stream.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    outputs = [_open(1, sys.stdout), _open(2, sys.stderr)]
+    sys.stdout, sys.stderr = (stream for stream, _ in outputs)
+    return outputs[0][1]
+
+
+def _open(descriptor: int, previous: TextIO | None) -> tuple[TextIO, Output]:
+    output = Output(descriptor, "w", closefd=False)
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(output),  # type: ignore[type-var]
+        encoding=previous.encoding if previous else "utf-8",
+        errors="backslashreplace",
+        line_buffering=descriptor == 2 or output.isatty(),
+    )
+    return stream, output

@@ -1,0 +1,125 @@
+"""An input of the fuzzer, the commands it is given to, and random damage to files."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+
+from odc_mpi.cli import prepare as prepare_command
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command in a copy of the undamaged files, after some damage to them.
+
+    Attributes:
+        damage: Function of the directory of the copy.
+        codes: Exit codes that are right. A command that succeeds prints a result; one that fails prints one line.
+        same: With exit code 0, only the result from undamaged files is right: losses, generated text or exported files.
+        limit_s: Seconds after which the command counts as hanging.
+        ranks: Number of ranks under mpiexec; 0: no launcher.
+        real: Start a process of its own, for inputs that act on the start of the interpreter.
+        env: Changes of environment variables; None removes one.
+        limits: Resource limits by number, as for `resource.setrlimit`.
+        streams: What a file descriptor is: "" if closed, or a file such as /dev/full.
+        writes: Names in the directory that the command may change.
+        mount: Size of a file system mounted on the folder "full", such as 64k; needs root.
+    """
+
+    family: str
+    name: str
+    argv: tuple[str, ...]
+    damage: Callable[[Path], object] = lambda directory: None
+    codes: tuple[int, ...] = (2,)
+    same: bool = False
+    limit_s: float = 30.0
+    ranks: int = 0
+    real: bool = False
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    limits: Mapping[int, int] = field(default_factory=dict)
+    streams: Mapping[int, str] = field(default_factory=dict)
+    writes: tuple[str, ...] = ("new",)
+    mount: str = ""
+
+
+# Until `--out` is an option of all commands.
+OUT = ("--out",) if "--out" in Path(prepare_command.__file__).read_text() else ()
+
+
+def prepare(*sources, out="out.h5", options=()):
+    return ("prepare", *(sources or ("a.jsonl", "b.jsonl")), *OUT, out, "--vocab-size", "300", *options)
+
+
+def export(run_dir="run", out="new"):
+    return ("checkpoint", "export", run_dir, *OUT, out)
+
+
+def train(*settings, config="config.yaml", run_dir="new"):
+    return ("train", "--config", config, "--run.dir", run_dir, *map(str, settings))
+
+
+def write(name, content):
+    """Damage: write text or bytes to a file, and make its folder."""
+
+    def damage(directory):
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+
+    return damage
+
+
+def change(name, function):
+    """Damage: replace the content of a file, bytes, by `function(content)`."""
+
+    def damage(directory):
+        content = (directory / name).read_bytes()
+        (directory / name).write_bytes(function(content))
+
+    return damage
+
+
+def mutation(rng):
+    """Return a random change of a content, as a name and a function that changes at least one byte."""
+    kind = rng.choice(("flip", "flip", "zero", "delete", "repeat", "insert", "cut"))
+    where, size, seed = rng.random(), rng.randrange(1, 64), rng.randbytes(64)
+
+    def apply(content):
+        at = int(where * len(content))
+        head, part, rest = content[:at], content[at : at + size], content[at + size :]
+        match kind:
+            case "flip":
+                part = bytes([part[0] ^ (1 << size % 8)]) + part[1:]
+            case "zero":
+                part = bytes(len(part)) if any(part) else b"\xff" * len(part)
+            case "delete":
+                part = b""
+            case "repeat":
+                part = part + part
+            case "insert":
+                part = seed[:size] + part
+            case _:
+                part = rest = b""
+        return head + part + rest
+
+    return f"{kind} {size} at {where:.4f}", apply
+
+
+def damaged_dataset(zone, where, bit):
+    """Damage: flip a bit of the stored bytes of a dataset of data.h5, or of any byte of the file."""
+
+    def damage(directory):
+        content = bytearray((directory / "data.h5").read_bytes())
+        begin, size = 0, len(content)
+        if zone != "anywhere":
+            with h5py.File(directory / "data.h5", "r") as file:
+                item = file[zone]
+                if isinstance(item, h5py.Group):
+                    item = max(item.values(), key=len)
+                size = item.nbytes
+                begin = item.id.get_chunk_info(0).byte_offset if item.chunks else item.id.get_offset()
+        content[min(begin + int(where * size), len(content) - 1)] ^= 1 << bit
+        (directory / "data.h5").write_bytes(content)
+
+    return damage

@@ -1,0 +1,87 @@
+"""Inputs of the environment: locales, closed and full streams, resource limits, home directories."""
+
+import resource
+
+from case import Case, prepare, train, write
+
+FAMILY = "e environments"
+_OTHER_LETTERS = "数据"
+LOCALES = {
+    "UTF-8": {"LC_ALL": "C.UTF-8"},
+    "POSIX": {"LC_ALL": "POSIX"},
+    "POSIX without UTF-8 mode": {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    "missing locale": {"LC_ALL": "xx_XX.UTF-8"},
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+}
+COMMANDS = {
+    "prepare": prepare(),
+    "train": train(),
+    "show": ("checkpoint", "show", "run"),
+    "list": ("checkpoint", "list", "run"),
+    "verify": ("checkpoint", "verify", "run"),
+    "generate": ("generate", "run", "--prompt", _OTHER_LETTERS, "--max-new-tokens", "2"),
+    "help": ("--help",),
+    "an error": ("prepare", "missing.jsonl", "--out", "x.h5"),
+}
+STREAMS = {
+    "stdout closed": {1: ""},
+    "stdout full": {1: "/dev/full"},
+    "stderr closed": {2: ""},
+    "stderr full": {2: "/dev/full"},
+    "stdin closed": {0: ""},
+    "all closed": {0: "", 1: "", 2: ""},
+}
+HOMES = {
+    "no HOME": {"HOME": None, "XDG_CACHE_HOME": None},
+    "HOME missing": {"HOME": "/nonexistent", "XDG_CACHE_HOME": None},
+    "HOME a file": {"HOME": "/dev/null", "XDG_CACHE_HOME": None},
+    "cache not writable": {"XDG_CACHE_HOME": "/proc"},
+    "TMPDIR missing": {"TMPDIR": "/nonexistent"},
+    "TERM dumb": {"TERM": "dumb", "COLUMNS": "1"},
+    "COLUMNS not a number": {"COLUMNS": "x", "LINES": "-1"},
+    "threads not a number": {"OMP_NUM_THREADS": "x"},
+}
+
+
+def cases(rng):
+    other = f"{_OTHER_LETTERS}.jsonl"
+    for name, env in LOCALES.items():
+        for command in ("prepare", "generate"):
+            yield _case(f"{command}: locale {name}", COMMANDS[command], (0,), env=env)
+        yield _case(
+            f"a file with other letters: {name}", prepare(other), (0,), write(other, '{"text": "a b c"}\n' * 3), env
+        )
+    for stream, streams in STREAMS.items():
+        for command in ("prepare", "show", "list", "an error", "train", "help"):
+            failing = command == "an error"
+            codes = (2,) if failing and 1 in streams and 2 not in streams else (0, 1, 2)
+            yield _case(f"{command}: {stream}", COMMANDS[command], codes, streams=streams)
+    for name, env in HOMES.items():
+        yield _case(f"train: {name}", COMMANDS["train"], (0,), env=env)
+    for name, limits in _limits().items():
+        for command in ("prepare", "train"):
+            yield _case(f"{command}: {name}", COMMANDS[command], (0, 1, 2), limits=limits)
+
+
+def _limits():
+    files = {f"{number} open files": {resource.RLIMIT_NOFILE: number} for number in (16, 32, 64)}
+    return {
+        **files,
+        **{f"{size >> 20} MiB of addresses": {resource.RLIMIT_AS: size} for size in (60 << 20, 200 << 20, 1 << 30)},
+    }
+
+
+def _case(name, argv, codes, damage=lambda directory: None, env=(), limits=(), streams=()):
+    return Case(
+        FAMILY,
+        name,
+        argv,
+        damage,
+        codes,
+        real=True,
+        env=dict(env),
+        limits=dict(limits),
+        streams=dict(streams),
+        limit_s=60,
+    )

@@ -1,0 +1,152 @@
+"""Give the commands damaged files and bad input, and judge what comes of it.
+
+    python tests/fuzz/fuzz.py --seed 0 --jobs 2                 all inputs: make fuzz SEED=0
+    python tests/fuzz/fuzz.py --part 20                         a random twentieth of each family
+    python tests/fuzz/fuzz.py --match "c: .*mask" --verbose     those whose name matches, with their output
+
+The last line counts inputs, tracebacks, hangs, wrong exit codes, losses of files and silently wrong results.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
+
+import dataset_inputs  # noqa: E402
+import environment_inputs  # noqa: E402
+import material  # noqa: E402
+import prepare_inputs  # noqa: E402
+import run_inputs  # noqa: E402
+import runner  # noqa: E402
+import settings_inputs  # noqa: E402
+from case import Case  # noqa: E402
+from judge import SEVERITIES, judge, result, snapshot  # noqa: E402
+
+FAMILIES = (prepare_inputs, settings_inputs, dataset_inputs, run_inputs, environment_inputs)
+#: Findings that are right after all, by family and name: the reason.
+JUSTIFIED: dict[tuple[str, str], str] = {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent inputs")
+    parser.add_argument("--part", type=int, default=1, metavar="N", help="only one in N inputs")
+    parser.add_argument("--match", default="", metavar="REGEX", help="only inputs whose 'family: name' matches")
+    parser.add_argument("--real", action="store_true", help="start a process of its own for each input")
+    parser.add_argument("--verbose", action="store_true", help="print every input with its exit code and output")
+    arguments = parser.parse_args()
+    runner.import_modules()
+    work = Path(tempfile.mkdtemp(prefix="odc_mpi-fuzz-"))
+    argv = _fuzz(arguments, work)
+    if isinstance(argv, int):
+        shutil.rmtree(work)
+        return argv
+    return runner.console(argv)  # in a child
+
+
+def _fuzz(arguments, work):
+    """Run the inputs and return the exit code; in the process of an input, return its command line."""
+    undamaged = work / "material"
+    undamaged.mkdir()
+    if not (pid := os.fork()):
+        material.write_sources(undamaged)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for argv in material.COMMANDS:
+        case = Case("material", "", argv)
+        finished = runner.run(case, undamaged)
+        if finished is None:
+            return argv
+        assert finished.code == 0, (argv, finished)
+    cases = list(select(arguments.seed, arguments.part, arguments.match))
+    began = time.monotonic()
+    numbers, write = os.pipe()
+    os.write(write, b"".join(number.to_bytes(4, "little") for number in range(len(cases))))
+    os.close(write)
+    workers = []
+    for worker in range(arguments.jobs):
+        if not (pid := os.fork()):
+            argv = _work(cases, numbers, undamaged, work / str(worker), arguments)
+            return argv if argv is not None else os._exit(0)
+        workers.append(pid)
+    codes = [os.waitpid(pid, 0)[1] for pid in workers]
+    rows = [json.loads(line) for worker in range(arguments.jobs) for line in (work / f"{worker}.rows").open()]
+    assert not any(codes) and len(rows) == len(cases), f"a worker failed: {codes}, {len(rows)} of {len(cases)}"
+    return _print(cases, dict(rows), time.monotonic() - began)
+
+
+def select(seed, part, match):
+    """Yield all inputs of a seed, or a random part of each family."""
+    for family in FAMILIES:
+        draw = random.Random(seed)
+        everything = list(family.cases(draw))
+        chosen = everything if part == 1 else draw.sample(everything, len(everything) // part)
+        yield from (case for case in chosen if re.search(match, f"{case.family}: {case.name}"))
+
+
+def _work(cases, numbers, undamaged, directory, arguments):
+    """Run inputs until none is left. In the process of an input, return its command line."""
+    expected = {}
+    with Path(f"{directory}.rows").open("w") as rows:
+        while number := os.read(numbers, 4):
+            case = cases[index := int.from_bytes(number, "little")]
+            if case.same and case.argv not in expected:
+                reference = Case("reference", "", case.argv, ranks=case.ranks, codes=(0,), limit_s=120)
+                outcome = _one(reference, undamaged, directory, {}, arguments.real)
+                if outcome is None:
+                    return case.argv
+                expected[case.argv] = outcome[2]
+            outcome = _one(case, undamaged, directory, expected, arguments.real)
+            if outcome is None:
+                return case.argv
+            found, finished, _ = outcome
+            rows.write(json.dumps([index, found]) + "\n")
+            rows.flush()  # a forked child must not write it again
+            if found or arguments.verbose:
+                print(f"{case.family}: {case.name}: exit code {finished.code}; {'; '.join(found)}", flush=True)
+            if arguments.verbose:
+                print(textwrap.indent(finished.out + finished.err, "    "), flush=True)
+    return None
+
+
+def _one(case, undamaged, directory, expected, real):
+    """Run one input; return findings, its end, and its result, or None in the child."""
+    with runner.Copy(case, undamaged, directory):
+        before = snapshot(directory)
+        finished = runner.run(case, directory, real)
+        if finished is None:
+            return None
+        got = result(case, directory, finished) if finished.code == 0 else None
+        return judge(case, finished, before, snapshot(directory), expected.get(case.argv), got), finished, got
+
+
+def _print(cases, rows, seconds):
+    inputs, counts = Counter(case.family for case in cases), Counter()
+    for index, found in rows.items():
+        case = cases[index]
+        if (case.family, case.name) not in JUSTIFIED:
+            counts.update({(case.family, text[0]) for text in found})
+    print(f"\n{'family':30}{'inputs':>8}" + "".join(f"{letter:>6}" for letter in [*SEVERITIES, "M"]))
+    for family, number in inputs.items():
+        print(f"{family:30}{number:8}" + "".join(f"{counts[family, letter]:6}" for letter in [*SEVERITIES, "M"]))
+    totals = {letter: sum(counts[family, letter] for family in inputs) for letter in SEVERITIES}
+    print(f"{seconds:.0f} s; M: messages of more than one line; justified: {len(JUSTIFIED)}")
+    named = ", ".join(f"{totals[letter]} {SEVERITIES[letter]}" for letter in SEVERITIES)
+    print(f"{len(cases)} inputs, {named}")
+    return 1 if any(totals.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

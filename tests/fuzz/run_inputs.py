@@ -1,0 +1,180 @@
+"""Inputs of run directories: damaged checkpoints, manifests sealed again with a valid checksum, metrics and traces."""
+
+import json
+import os
+import resource
+
+from case import Case, change, export, mutation, train, write
+from material import TWO_STEPS
+
+from odc_mpi.checkpoint import manifest
+
+FAMILY = "d run directories"
+_NEWEST = "run/checkpoints/step_00000002"
+_MANIFEST = f"{_NEWEST}/manifest.json"
+CHECKPOINT_FILES = (_MANIFEST, f"{_NEWEST}/step_00000002_rank_00000.h5", f"{_NEWEST}/index.h5")
+OTHER_FILES = ("run/metrics.jsonl", "run/trace.json", "run/summary.json", "run/config.yaml")
+_RESUME = train(*TWO_STEPS, "--run.steps", 3, run_dir="run")
+_GENERATE = ("generate", "run", "--prompt", "the of", "--max-new-tokens", "2")
+#: Commands by name: their words, and exit codes after damage to a checkpoint.
+COMMANDS = {
+    "resume": (_RESUME, (0, 2)),
+    "generate": (_GENERATE, (0, 2)),
+    "export": (export(), (0, 2)),
+    "verify": (("checkpoint", "verify", "run"), (1, 2)),
+    "list": (("checkpoint", "list", "run"), (0, 1, 2)),
+    "show": (("checkpoint", "show", "run"), (0, 2)),
+    "digest": (("checkpoint", "digest", "run"), (0, 2)),
+    "report": (("report", "run", "--out", "new.html"), (0, 2)),
+}
+_SAME = ("resume", "generate", "export")
+_NESTED = "[" * 100_000
+MANIFESTS = (
+    *("", _NESTED, "[]", "1", "\0" * 500, "{}", b"\xff{}", "NaN", "9" * 5000),
+    '{"format": "odc_mpi.checkpoint", "version": 99}',
+)
+METRICS = (
+    *("", "\n", "[]", "{}", "null", "1", "{", "NaN", _NESTED, '{"step": 1}', '{"step": null, "loss": 1}', "\0" * 100),
+    *(
+        '{"step": 1, "loss": [], "tokens_per_s": [], "step_s": []}',
+        '{"step": 1, "loss": "x", "step_s": "y"}',
+        "9" * 5000,
+    ),
+    *(
+        '{"step": 1, "loss": 1e308, "grad_norm": 1e308}',
+        '{"step": -1, "loss": NaN}',
+        '{"step": 1e308, "loss": Infinity}',
+    ),
+    *(
+        '{"step": true, "loss": false}',
+        '{"step": "\\ud800", "loss": {}}',
+        '{"step": 1, "loss": 1}\n{"step": 1, "loss": 2}',
+    ),
+)
+TRACES = (
+    "",
+    "[]",
+    "{}",
+    "null",
+    _NESTED,
+    '{"traceEvents": 1}',
+    '{"traceEvents": [1]}',
+    '{"traceEvents": [{}]}',
+    "9" * 5000,
+)
+
+
+def cases(rng):
+    for name, (argv, _) in COMMANDS.items():
+        yield Case(FAMILY, f"{name}: undamaged", argv, codes=(0,), same=name in _SAME, writes=("new", "run"))
+    for text in MANIFESTS:
+        yield from _all(f"manifest {text[:20]!r}", write(_MANIFEST, text))
+    for name, edit in SEALED.items():
+        yield from _all(f"manifest sealed, {name}", _sealed(edit))
+    for path in CHECKPOINT_FILES:
+        yield from _all(f"{path.rpartition('_')[2]} missing", lambda directory, path=path: (directory / path).unlink())
+    for number in range(120):
+        name, apply = mutation(rng)
+        path = CHECKPOINT_FILES[number % len(CHECKPOINT_FILES)]
+        command = rng.choice([*COMMANDS, "resume", "verify"])
+        yield _case(command, f"{path.rpartition('/')[2]}: {name}", change(path, apply))
+    for path in OTHER_FILES:
+        for _ in range(8):
+            name, apply = mutation(rng)
+            argv, _codes = COMMANDS[rng.choice(("report", "resume"))]
+            yield Case(FAMILY, f"{argv[0]}, {path}: {name}", argv, change(path, apply), (0, 2), writes=("new", "run"))
+    for text in METRICS:
+        name, argv = f"metrics.jsonl {text[:40]!r}", COMMANDS["report"][0]
+        yield Case(FAMILY, name, argv, write("run/metrics.jsonl", text * 3), (0, 2), writes=("run",))
+    for text in TRACES:
+        yield Case(FAMILY, f"trace.json {text[:30]!r}", COMMANDS["report"][0], write("run/trace.json", text), (0, 2))
+    for source in ("", "missing", "notes.txt", "data.h5", "/dev/null", "full", "model", "x" * 300):
+        for argv in (
+            ("report", source),
+            ("checkpoint", "list", source),
+            ("checkpoint", "verify", source),
+            export(source),
+        ):
+            yield Case(FAMILY, f"{' '.join(argv[:2])[:30]} of {source[:20]!r}", argv, codes=(1, 2))
+        if source != "model":
+            yield Case(FAMILY, f"generate of {source[:20]!r}", ("generate", source, "--prompt", "a"), codes=(1, 2))
+    for out in ("notes.txt", "run", "model", "a.jsonl/x", "/dev/null", ""):
+        yield Case(FAMILY, f"export to {out!r}", export(out=out))
+        if out not in ("", "/dev/null"):
+            yield Case(
+                FAMILY, f"report to {out!r}", ("report", "run", "--out", out), codes=(0, 2), writes=("notes.txt",)
+            )
+    yield from _full_disks()
+    yield _case("resume", "rank file cut, two ranks", change(CHECKPOINT_FILES[1], lambda content: content[:2000]), 2)
+    yield _case("resume", "manifest sealed, step a text, two ranks", _sealed(SEALED["step a text"]), 2)
+
+
+def _case(command, name, damage, ranks=0):
+    argv, codes = COMMANDS[command]
+    limit_s = 90 if ranks else 30
+    return Case(
+        FAMILY, f"{command}: {name}", argv, damage, codes, command in _SAME, limit_s, ranks, writes=("new", "run")
+    )
+
+
+def _all(name, damage):
+    return (_case(command, name, damage) for command in COMMANDS)
+
+
+def _sealed(edit):
+    """Damage: edit a manifest, and give it a valid checksum."""
+
+    def damage(directory):
+        path = directory / _MANIFEST
+        body = json.loads(path.read_text())
+        body.pop("checksum")
+        edit(body)
+        path.write_text(json.dumps({**body, "checksum": manifest._checksum(body)}))
+
+    return damage
+
+
+def _first(body):
+    return next(iter(body["tensors"].values()))
+
+
+SEALED = {
+    "metadata {}": lambda body: body.update(metadata={}),
+    "no tensors": lambda body: body.update(tensors={}),
+    "tensors a list": lambda body: body.update(tensors=[]),
+    "ranges of a rank that is missing": lambda body: _first(body).update(ranges=[[7, 0, 10]]),
+    "ranges beyond the tensor": lambda body: _first(body).update(ranges=[[0, 0, 10**9]]),
+    "ranges reversed": lambda body: _first(body).update(ranges=[[0, 10, 0]]),
+    "ranges empty": lambda body: _first(body).update(ranges=[]),
+    "dtype unknown": lambda body: _first(body).update(dtype="float3"),
+    "dtype another": lambda body: _first(body).update(dtype="float64"),
+    "shape negative": lambda body: _first(body).update(shape=[-1, 16]),
+    "shape huge": lambda body: _first(body).update(shape=[2**40, 2**40]),
+    "kind unknown": lambda body: _first(body).update(kind="x"),
+    "step a text": lambda body: body.update(step="2"),
+    "step another": lambda body: body.update(step=5),
+    "size 0": lambda body: body.update(size=0),
+    "size huge": lambda body: body.update(size=10**9),
+    "files {}": lambda body: body.update(files={}),
+    "files elsewhere": lambda body: body.update(files={"../x": {"num_bytes": 1, "checksum": 1}}),
+    "scalars a list": lambda body: body.update(scalars=[]),
+    "optimizer a number": lambda body: body.update(optimizer=1),
+}
+
+
+def _full_disks():
+    argvs = {
+        "train": train("--run.checkpoint_every", 1, "--run.steps", 2, run_dir="full/run"),
+        "export": export(out="full/new"),
+        "report": ("report", "run", "--out", "full/new.html"),
+        "generate": (*_GENERATE, "--out", "full/new.jsonl"),
+    }
+    for name, argv in argvs.items():
+        codes = (0, 1, 2) if name == "train" else (0, 2)
+        if os.geteuid() == 0:
+            for size in ("4k", "16k", "64k", "128k"):
+                yield Case(FAMILY, f"{name} on a disk of {size}", argv, codes=codes, mount=size)
+        if name in ("export", "report"):  # MPI cannot start under a limit below that of its shared memory
+            for size in (2000, 8192, 40_000):
+                limits = {resource.RLIMIT_FSIZE: size}
+                yield Case(FAMILY, f"{name} with files of at most {size}", argv, codes=codes, limits=limits)

@@ -1,0 +1,164 @@
+"""Runs of cases: a child forked from a process that has imported everything, or a process of its own.
+
+A start of `odc-mpi train` imports modules for seconds. The fuzzer imports them once, without starting MPI, and forks a
+child per case, which then calls the function of the console script. A child is a process group, killed at its limit.
+"""
+
+import atexit
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpi_launch import MPIEXEC, environment
+
+STDOUT, STDERR = ".stdout", ".stderr"
+MODULES = (
+    *("odc_mpi.data.prepare", "odc_mpi.training.run", "odc_mpi.generation.run", "odc_mpi.generation.generate"),
+    *("odc_mpi.checkpoint.commands", "odc_mpi.checkpoint.export", "odc_mpi.report.report", "odc_mpi.report.run_report"),
+    *("odc_mpi.observe.rank_log", "transformers.models.qwen2.modeling_qwen2", "isal.igzip"),
+    *("transformers.generation.utils", "transformers.processing_utils", "matplotlib.pyplot"),
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a command; `code` is None if it was killed at its limit."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+class Copy:
+    """Context manager of a copy of the undamaged files, with the damage of the case.
+
+    Only the process that entered the context removes the copy: its children leave the context, too.
+    """
+
+    def __init__(self, case, material, directory):
+        self._case, self._material, self._directory, self._owner = case, material, directory, os.getpid()
+
+    def __enter__(self):
+        shutil.copytree(self._material, self._directory, symlinks=True)
+        full = self._directory / "full"
+        full.mkdir()
+        if self._case.mount:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={self._case.mount}", "tmpfs", full], check=True)
+        self._case.damage(self._directory)
+
+    def __exit__(self, *_):
+        if os.getpid() != self._owner:
+            return  # in the child
+        if self._case.mount:
+            subprocess.run(["umount", "-l", self._directory / "full"], check=True)
+        shutil.rmtree(self._directory)
+
+
+def run(case, directory, real=False):
+    """Run the command of the case and return its end. In the child, return None; the child then calls `console`."""
+    output = [directory.with_suffix(suffix) for suffix in (STDOUT, STDERR)]
+    for path in output:
+        path.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        _enter(case, directory, output)
+        if real or case.real or case.ranks:
+            words = [sys.executable, "-m", "odc_mpi", *case.argv]
+            words = [MPIEXEC, "-n", str(case.ranks), *words] if case.ranks else words
+            os.execve(words[0], [os.fsencode(word) for word in words], dict(os.environ))
+        return None
+    code = _wait(pid, case.limit_s)
+    texts = [path.read_text(errors="replace") if path.exists() else "" for path in output]
+    return Finished(code, *texts)
+
+
+def console(argv):
+    """Act as the console script, and end this process as the interpreter does, but without freeing its modules."""
+    from mpi4py import MPI
+
+    from odc_mpi.cli.main import main
+
+    sys.argv = ["odc-mpi", *argv]
+    if argv[0] in ("train", "generate"):
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        code = 120
+    os._exit(code or 0)
+
+
+def _enter(case, directory, output):
+    """Become the process of a case: session, directory, environment, limits, streams."""
+    os.setsid()
+    os.chdir(directory)
+    for name in os.environ.keys() - (wanted := environment(PYTHONDONTWRITEBYTECODE="1")).keys():
+        del os.environ[name]
+    os.environ.update(wanted)
+    for name, value in case.env.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    files = {0: os.devnull, **dict(enumerate(map(str, output), 1)), **case.streams}
+    for descriptor, name in files.items():
+        if name:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor and name[:5] != "/dev/" else os.O_RDWR
+            opened = os.open(name, flags)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        else:
+            os.close(descriptor)
+    for limit, value in {resource.RLIMIT_CORE: 0, **case.limits}.items():
+        resource.setrlimit(limit, (value, value))
+    # If memory runs out, the kernel kills this process before any other.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL if case.real else signal.SIG_IGN)
+
+
+def _wait(pid, limit_s):
+    """Wait for a process and end its group. Return its exit code, or None after the limit, longer under load."""
+    busy = max(1.0, os.getloadavg()[0] / os.cpu_count())
+    descriptor = os.pidfd_open(pid)
+    ended = bool(select.select([descriptor], [], [], busy * limit_s)[0])
+    if not ended:
+        os.killpg(pid, signal.SIGTERM)  # a launcher ends its ranks, which are in groups of their own
+        select.select([descriptor], [], [], 2)
+    os.close(descriptor)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def import_modules():
+    """Import what commands import, without starting MPI."""
+    import gc
+    import importlib
+
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    gc.disable()
+    for module in MODULES:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()
+    gc.enable()

@@ -1,0 +1,194 @@
+"""Inputs of settings and models: YAML files, values of settings, configurations, model directories."""
+
+import json
+import os
+import struct
+from operator import itemgetter
+
+from case import Case, change, mutation, train, write
+from material import MODEL
+
+from odc_mpi.training import settings
+
+FAMILY = "b settings and models"
+RIGHT = (0, 2)
+_HUGE = 1 << 70
+_NESTED = "{a: " * 10_000 + "1" + "}" * 10_000
+_ANCHORS = "".join(f"  a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(10))
+YAML = {
+    "empty": "",
+    "a list": "[]",
+    "a number": "1",
+    "a text": "run",
+    "null": "null",
+    "not YAML": "run: [",
+    "tab": "run:\n\tsteps: 1",
+    "two documents": "run: {}\n---\nrun: {}",
+    "the same key twice": "run: {}\nrun: {}",
+    "keys that are numbers": "1: 2",
+    "keys that are lists": "? [a]\n: 1",
+    "an object of Python": "run: !!python/object/apply:os.system [echo]",
+    "binary": "run: {dir: !!binary aGVsbG8=}",
+    "a set": "run: !!set {a, b}",
+    "a date": "run: {dir: 2001-01-01}",
+    "a merge": "run: {<<: 1}",
+    "a merge of itself": "run: &a {<<: *a}",
+    "an unknown anchor": "run: *a",
+    "an anchor to itself": "run: &a {dir: *a}",
+    "a list of itself": "run: {report_to: &a [*a]}",
+    "model.config of itself": "model: {config: &a {model_type: *a}}",
+    "nested lists": "run: " + "[" * 10_000 + "]" * 10_000,
+    "nested mappings": "run: " + _NESTED,
+    "nested model.config": "model: {config: " + _NESTED + "}",
+    "block nesting": "".join(" " * i + "a:\n" for i in range(3000)),
+    "anchors that expand": "model:\n config:\n  a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + _ANCHORS,
+    "100,000 aliases": "model: {config: {a: &a 1, b: [" + "*a, " * 100_000 + "]}}",
+    "20 MB": "# " + "x" * 20_000_000,
+    "a long text": "run: {dir: " + "x" * 500_000 + "}",
+    "NUL": "run: {dir: a\x00b}",
+    "NUL in quotes": 'run: {dir: "a\\0b"}',
+    "a lone surrogate": 'run: {dir: "a\\ud800"}',
+    "a lone surrogate in model.path": 'model: {path: "a\\ud800"}',
+    "control characters": 'run: {dir: "\\e[2J"}',
+    "byte order mark": b"\xef\xbb\xbfrun: {}",
+    "UTF-16": "run: {}".encode("utf-16"),
+    "not UTF-8": b"run: {dir: \xff}",
+    "zeros": bytes(4096),
+    "an unknown section": "rnu: {}",
+    "an unknown key": "run: {step: 1}",
+    "sections that are lists": "run: []\nmodel: 1\ndata: null",
+    "a huge integer": f"run: {{seed: {_HUGE}}}",
+    "an integer of 10,000 digits": "run: {seed: " + "9" * 10_000 + "}",
+    "sexagesimal": "run: {seed: 1:30}",
+    "octal": "run: {seed: 0o17}",
+}
+CONFIGS = (
+    *("/dev/null", "/dev/zero", "/dev/full", "missing.yaml", ".", "", "notes.txt", "data.h5", "pipe", "loop"),
+    "x" * 300,
+)
+VALUES = (
+    *("", "null", "true", "nan", "inf", "-1", "-0.0", "1e400", str(_HUGE), "[]", "{}", "x", "[nan]", "\udcff", "a: b"),
+    "&a [*a]",
+)
+#: With these, a large value is a valid setting of a run that does not end soon.
+_LONG = ("run.steps", "run.num_train_epochs", "data.minibatch_sequences", "run.threads")
+#: Values of keys of model.config.
+MODEL_VALUES = {
+    "num_hidden_layers": (0, -1, 1.5, "x", None, [], 10**8, _HUGE),
+    "vocab_size": (0, 1, -1, 1.5, "x", None, 10**12, _HUGE),
+    "hidden_size": (0, 1, 15, -16, "x", None, 10**6, 10**9, _HUGE),
+    "intermediate_size": (0, -1, "x", None, 10**12, _HUGE),
+    "num_attention_heads": (0, 3, -2, "x", None, 10**9),
+    "num_key_value_heads": (0, 3, -1, "x", None, 10**9),
+    "max_position_embeddings": (0, -1, 1, "x", None, _HUGE),
+    "model_type": ("", "nope", None, 1, [], "bert", "t5", "clip", "gpt2"),
+    "rope_parameters": (
+        {"rope_type": "nope"},
+        {"rope_type": "linear"},
+        [],
+        "x",
+        {"rope_theta": 0},
+        {"rope_theta": "x"},
+    ),
+    "rms_norm_eps": (0, -1, "x", None, "nan"),
+    "hidden_act": ("", "nope", 1, None),
+    "layer_types": ([], ["x"], "x", ["full_attention"], ["full_attention"] * 100),
+    "tie_word_embeddings": ("x", None, 2),
+    "dtype": ("nope", "float8_e4m3fn", 1, "complex64"),
+    "head_dim": (0, -1, 7, 10**9, "x"),
+    "initializer_range": (-1, "x", "nan", None),
+    "quantization_config": ({}, {"quant_method": "nope"}, 1),
+    "auto_map": ({"AutoConfig": "x.y"}, 1),
+    "attention_dropout": (-1, 2, "x"),
+    "pad_token_id": (-5, 10**9, "x"),
+    "architectures": ([], ["Nope"], 1),
+    "sliding_window": (0, -1, "x"),
+    "unknown_key": (1, {"a": "\ud800"}),
+}
+_CONFIG, _WEIGHTS = "model/config.json", "model/model.safetensors"
+
+
+def cases(rng):
+    for name, text in YAML.items():
+        yield Case(FAMILY, f"yaml: {name}", train(), write("config.yaml", text))
+    for name in CONFIGS:
+        yield Case(FAMILY, f"--config {name[:40]!r}", train(config=name), _odd_files)
+    for _ in range(40):
+        name, apply = mutation(rng)
+        yield Case(FAMILY, f"config.yaml: {name}", train("--run.steps", 1), change("config.yaml", apply), RIGHT)
+    for name in sorted(settings.defaults().keys() - {"run.dir"}):
+        for value in ("", "-1", "nan", "x", "[]", "0.5") if name in _LONG else rng.sample(VALUES, 2):
+            yield Case(FAMILY, f"--{name} {value!a}", train(f"--{name}", value), codes=RIGHT)
+    for value in ("", "notes.txt", "notes.txt/x", "/proc/x", "x" * 300, "a\nb", "/dev/null", "\udcff"):
+        yield Case(FAMILY, f"run.dir {value[:30]!a}", train(run_dir=value), codes=RIGHT)
+    for words in (("--run.steps",), ("--run",), ("--run.steps.x", 1), ("--.", 1), ("x",), ("--run.step", 1), ("--=1",)):
+        yield Case(FAMILY, f"words {words}", train(*words))
+    for key, values in MODEL_VALUES.items():
+        for value in values:
+            argv = train(f"--model.config.{key}", json.dumps(value))
+            yield Case(FAMILY, f"model.config.{key} {json.dumps(value)}", argv, codes=RIGHT)
+    yield from _directories(rng)
+
+
+def _odd_files(directory):
+    os.mkfifo(directory / "pipe")
+    (directory / "loop").symlink_to("loop")
+
+
+def _directories(rng):
+    argv = train("--model.config", "null", "--model.path", "model")
+    damages = {
+        "undamaged": lambda directory: None,
+        "missing": lambda directory: (directory / "model").rename(directory / "other"),
+        "no config": lambda directory: (directory / _CONFIG).unlink(),
+        "no weights": lambda directory: (directory / _WEIGHTS).unlink(),
+        **{f"config {text[:20]}": write(_CONFIG, text) for text in ("", "[]", "1", "{}", "{", "[" * 100_000)},
+        "config is a folder": lambda directory: ((directory / _CONFIG).unlink(), (directory / _CONFIG).mkdir()),
+        "weights are a folder": lambda directory: ((directory / _WEIGHTS).unlink(), (directory / _WEIGHTS).mkdir()),
+        "weights are a link to themselves": _looped,
+        "weights of another model": write(_CONFIG, json.dumps({**MODEL, "hidden_size": 32})),
+        "weights with fewer layers": write(_CONFIG, json.dumps({**MODEL, "num_hidden_layers": 3})),
+        **{f"header of {size}": change(_WEIGHTS, _length(size)) for size in (0, 1, 8, 1 << 20, 1 << 60, (1 << 64) - 1)},
+        **{f"header {text[:20]}": change(_WEIGHTS, _header(text)) for text in ("", "[]", "1", "{", "{}", "[" * 90_000)},
+        **{f"cut at {size}": change(_WEIGHTS, itemgetter(slice(size))) for size in (0, 4, 8, 100, 2000)},
+        **{f"index {text[:30]}": _index(text) for text in INDEXES},
+    }
+    for name, damage in damages.items():
+        codes = (0,) if name == "undamaged" else RIGHT
+        yield Case(FAMILY, f"model: {name}", argv, damage, codes)
+    for _ in range(20):
+        name, apply = mutation(rng)
+        yield Case(FAMILY, f"model config: {name}", argv, change(_CONFIG, apply), RIGHT)
+    for _ in range(15):
+        name, apply = mutation(rng)
+        early = lambda content, apply=apply: apply(content[:1200]) + content[1200:]  # noqa: E731 - the header
+        yield Case(FAMILY, f"model header: {name}", argv, change(_WEIGHTS, early), RIGHT)
+
+
+INDEXES = (
+    *("", "[]", "1", "{}", '{"weight_map": []}', '{"weight_map": 1}', '{"weight_map": {}}', '{"weight_map": null}'),
+    *('{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": []}}', "[" * 100_000),
+    *('{"weight_map": {"a": "missing.safetensors"}}', '{"weight_map": {"a": "../model/model.safetensors"}}'),
+    *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "x\\u0000"}}', '{"weight_map": {"a": "\\ud800"}}'),
+)
+
+
+def _index(text):
+    def damage(directory):
+        (directory / _WEIGHTS).rename(directory / "model" / "part.safetensors")
+        (directory / "model" / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
+def _looped(directory):
+    (directory / _WEIGHTS).unlink()
+    (directory / _WEIGHTS).symlink_to("model.safetensors")
+
+
+def _length(size):
+    return lambda content: struct.pack("<Q", size) + content[8:]
+
+
+def _header(text):
+    return lambda content: struct.pack("<Q", len(text)) + text.encode() + content[-1000:]
