@@ -6,8 +6,6 @@ from pathlib import Path
 
 import h5py
 
-from odc_mpi.cli import prepare as prepare_command
-
 
 @dataclass(frozen=True)
 class Case:
@@ -43,16 +41,12 @@ class Case:
     mount: str = ""
 
 
-# Until `--out` is an option of all commands.
-OUT = ("--out",) if "--out" in Path(prepare_command.__file__).read_text() else ()
-
-
 def prepare(*sources, out="out.h5", options=()):
-    return ("prepare", *(sources or ("a.jsonl", "b.jsonl")), *OUT, out, "--vocab-size", "300", *options)
+    return ("prepare", *(sources or ("a.jsonl", "b.jsonl")), "--out", out, "--vocab-size", "300", *options)
 
 
 def export(run_dir="run", out="new"):
-    return ("checkpoint", "export", run_dir, *OUT, out)
+    return ("checkpoint", "export", run_dir, "--out", out)
 
 
 def train(*settings, config="config.yaml", run_dir="new"):
