@@ -41,6 +41,8 @@ _STYLES = {
 #: Maximum number of bars in a plot. If there are more steps, they are averaged in groups.
 _MAX_BARS = 80
 _NUM_BINS = 40
+#: Maximum magnitude of a number that matplotlib can draw without overflow, with a margin. Excludes NaN.
+_MAX_DRAWN = 1e100
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -82,12 +84,23 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     steps = []
     for line in lines:
         try:
-            steps.append(parse_json(line))
-        except ValueError:  # a run that was killed may have written only part of its last line
-            notes.append(f"{path.name}: skipped a line that is not JSON, after step {len(steps)}.")
+            step = parse_json(line)
+        except ValueError:
+            step = None
+        if _is_step(step):
+            steps.append(step)
+        else:  # a run that was killed may have written only part of its last line
+            notes.append(f"{path.name}: skipped a line that is not the JSON of a step, after {len(steps)} steps.")
     if not steps:
         notes.append(f"There is no step in {path.name}: the run ended before its first step.")
     return steps
+
+
+def _is_step(step: Any) -> bool:
+    """Return True if a line of metrics.jsonl is a mapping of names to numbers that can be drawn, or null."""
+    return isinstance(step, dict) and all(
+        value is None or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN) for value in step.values()
+    )
 
 
 def _read_json(path: Path, reason: str, notes: list[str]) -> dict[str, Any] | None:

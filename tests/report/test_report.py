@@ -168,9 +168,19 @@ def test_a_run_that_was_killed(run):
         file.write('{"step": 6, "lo')
     output = describe(run)
     assert [figure.plot.name for figure in output.figures] == ["time", "loss"]
-    for word, note in zip(("after step 5", "summary.json", "trace.json", "data.path"), output.notes, strict=True):
+    for word, note in zip(("after 5 steps", "summary.json", "trace.json", "data.path"), output.notes, strict=True):
         assert word in note
     extract_plots(written(run))
+
+
+@pytest.mark.parametrize("value", ["[]", "NaN", "1e308", '"text"', "[" * 100_000])
+def test_lines_with_other_values_than_numbers_are_skipped(run, capfd, value):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {value}, "loss": {value}}}\n17\n')
+    assert sum("after 5 steps" in note for note in describe(run).notes) == 2
+    (run / "metrics.jsonl").write_text(f'{{"step": {value}, "loss": {value}}}\n')
+    extract_plots(written(run))
+    assert not capfd.readouterr().err
 
 
 def test_a_data_set_that_is_damaged_is_not_called_gone(run):
@@ -334,7 +344,6 @@ def test_other_files_are_a_user_error(tmp_path, capsys, content, words):
         ("config.yaml", "a: b: c"),
         ("config.yaml", "[1]"),
         ("metrics.jsonl", '{"step": 1}\n'),
-        ("metrics.jsonl", "17\n"),
     ],
 )
 def test_damaged_runs_are_a_user_error(run, capsys, name, content):
