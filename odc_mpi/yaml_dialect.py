@@ -20,10 +20,13 @@ MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
 
 
 def read_file(path: Path) -> Any:
-    """Read a YAML document from a file or from a pipe of the shell, as in ``--config <(...)``.
+    """Read a YAML document from a regular file or from a pipe of the shell, as in ``--config <(...)``.
+
+    The result is None if the document is empty.
 
     Raises:
-        UserError: The file cannot be read, is not valid, or exceeds a limit.
+        UserError: The file cannot be read, is a device or a named pipe, is not one valid document, or exceeds
+            `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
     """
     content = _read(path)
     try:
@@ -87,7 +90,9 @@ class _Loader(yaml.SafeLoader):
         node: Any = super().compose_node(parent, index)
         self._require(not is_alias or node in self._num_values_of, "an alias of a value that contains it", mark)
         self._num_values += self._num_values_of[node] if is_alias else 1
-        self._require(self._num_values <= MAX_VALUES, f"more than {MAX_VALUES} values", mark)
+        self._require(
+            self._num_values <= MAX_VALUES, f"more than {MAX_VALUES} keys and values, counting those of aliases", mark
+        )
         if isinstance(node, yaml.ScalarNode):
             self._require(is_utf8(node.value), "a NUL character or half of a surrogate pair", mark)
         self._num_values_of.setdefault(node, self._num_values - before)

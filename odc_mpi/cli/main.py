@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _run(sys.argv[1:])
     sys.stdout.flush()
     if output.error is not None and code == 0:
-        print_error(f"cannot write to standard output: {output.error.strerror}")
+        print_error(f"the command succeeded, but its output could not be written: {output.error.strerror}")
         return 2
     return code
 

@@ -30,11 +30,11 @@ def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_tex
 
 
 def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
-    """Raise a UserError if --out is missing or empty. The error has the user's words with --out added.
+    """Raise a UserError if `prepare` or `checkpoint export` has no --out. The error has the user's words with --out.
 
     Args:
         rest: Words that the parser did not recognize.
-        words: All words of the command line.
+        words: All words of the command line after `odc-mpi`.
     """
     is_prepare, new = arguments.command == "prepare", list(words)
     if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command == "checkpoint"):

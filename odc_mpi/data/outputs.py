@@ -13,15 +13,16 @@ from odc_mpi.errors import UserError, file_error, one_line_message
 def check_outputs(
     paths: Sequence[Path], sources: Sequence[DataSource], tokenizer: Path | None, origin: str, force: bool
 ) -> list[str]:
-    """Check the files to write, and return a line for each data set that will be replaced.
+    """Check that `prepare` may write these files, and return a line for each one that is a data set already.
 
     Args:
         tokenizer: Directory or data set of the tokenizer, if any.
-        origin: Digest of the names of the sources.
-        force: True to permit the replacement of a data set that was made from other sources.
+        origin: Digest of the resolved paths of the sources.
+        force: True to permit the replacement of a data set whose stored `origin` differs or cannot be read.
 
     Raises:
-        UserError: A file must not be written.
+        UserError: A file is neither new nor a data set, is an input, has another `origin` without `force`, or would be
+            read as a source by the next call.
     """
     replaced = []
     for path in paths:

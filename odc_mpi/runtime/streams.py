@@ -7,12 +7,12 @@ from typing import TextIO
 
 
 class Output(io.FileIO):
-    """Raw file over the descriptor of a standard stream that discards all output after the first error.
+    """Raw file over the descriptor of a standard stream that discards the first failed write and all later ones.
 
-    So a full disk neither ends a training nor hides an exit code. A closed pipe still raises `BrokenPipeError`.
+    So a full disk does not end a training. A closed pipe still raises `BrokenPipeError`.
 
     Attributes:
-        error: First error; None if all output was written.
+        error: First error other than `BrokenPipeError`; None if there was none.
     """
 
     error: OSError | None = None

@@ -19,7 +19,7 @@ from odc_mpi.runtime.world import World
 
 
 class DamageFoundError(AllRanksUserError):
-    """Damage in a data set that any rank has found during training. Raised by every rank."""
+    """Raised by every rank if at least one could not read a sequence. The message is that of the lowest such rank."""
 
 
 class PlaceholderDataset:

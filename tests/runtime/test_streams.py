@@ -53,7 +53,10 @@ def test_characters_that_the_encoding_lacks_are_escaped(tmp_path, environment, t
 
 def test_a_full_disk_under_the_output_is_an_error_at_the_end(tmp_path):
     code, _, errors = run(tmp_path, ">/dev/full")
-    assert (code, errors) == (2, "odc-mpi: error: cannot write to standard output: No space left on device\n")
+    assert (code, errors) == (
+        2,
+        "odc-mpi: error: the command succeeded, but its output could not be written: No space left on device\n",
+    )
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path):

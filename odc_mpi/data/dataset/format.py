@@ -32,7 +32,9 @@ class DamagedDatasetError(UserError):
     """A data set that does not contain what was written."""
 
     def __init__(self, path: Path, description: str) -> None:
-        super().__init__(f"the data set {str(path)!r} is damaged: {description}: prepare it again, or change data.path")
+        super().__init__(
+            f"the data set {str(path)!r} is damaged: {description}: prepare it again, or restore it from a copy"
+        )
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 of `offsets`, `num_trained_tokens` and `checksums`, in hexadecimal."""
+    """Return the SHA-256 of the arrays `offsets`, `num_trained_tokens` and `checksums`, in hexadecimal."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 

@@ -113,7 +113,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file. Idempotent. Afterwards `lengths` remains usable, but no sequence can be read."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:

@@ -50,10 +50,10 @@ def read_origin(path: Path) -> str:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of the earlier call of `prepare` that wrote these data sets, by name.
+    """Verify these data sets, and return the counts of the call of `prepare` that wrote them, by name of the count.
 
-    All data are verified. The result is None if a data set is missing, unfinished or damaged, or has a digest other
-    than `request`.
+    The result is None if a data set is missing, unfinished or damaged, if the digest of the call that it contains is
+    not `request`, or if different calls wrote the data sets.
     """
     reports = set()
     for path in paths:

@@ -70,7 +70,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Add attributes of the file. They are written when the context ends without an exception."""
+        """Set attributes of the file. They are written when the context of the writer ends without an exception."""
         self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
