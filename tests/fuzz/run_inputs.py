@@ -118,10 +118,9 @@ def cases(rng):
 
 def _case(command, name, damage, ranks=0):
     argv, codes = COMMANDS[command]
-    limit_s = 90 if ranks else 30
-    return Case(
-        FAMILY, f"{command}: {name}", argv, damage, codes, command in _SAME, limit_s, ranks, writes=("new", "run")
-    )
+    # Two ranks repeat a step of one rank up to rounding.
+    same, limit_s = command in _SAME and not ranks, 90 if ranks else 30
+    return Case(FAMILY, f"{command}: {name}", argv, damage, codes, same, limit_s, ranks, writes=("new", "run"))
 
 
 def _all(name, damage):
