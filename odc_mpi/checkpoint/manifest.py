@@ -33,6 +33,8 @@ STORED_AS = {
     "float8_e4m3fn": "<u1",
     "float8_e5m2": "<u1",
 }
+#: Kinds of tensors: see `TensorRecord`.
+KINDS = ("trainable", "frozen", "buffer", "state")
 
 
 class VersionError(UserError):
@@ -167,6 +169,15 @@ def _check(manifest: Manifest) -> None:
     """Raise `ValueError` unless the files are those of all ranks, and each tensor is stored completely in them."""
     if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
         raise ValueError("step, size or metadata has another type")
+    if (
+        not isinstance(manifest.optimizer, str)
+        or not isinstance(manifest.scalars, dict)
+        or not all(
+            isinstance(numbers, dict) and all(isinstance(value, int | float) for value in numbers.values())
+            for numbers in manifest.scalars.values()
+        )
+    ):
+        raise ValueError("the state of the optimizer has another type")
     if len(manifest.files) != manifest.size + 1 or manifest.files.keys() != {
         INDEX,
         *(shard_name(manifest.step, rank) for rank in range(manifest.size)),
@@ -177,7 +188,8 @@ def _check(manifest: Manifest) -> None:
     for name, record in manifest.tensors.items():
         ends = [0, *(stop for _, _, stop in record.ranges)]
         if (
-            record.dtype not in STORED_AS
+            record.kind not in KINDS
+            or record.dtype not in STORED_AS
             or any(type(length) is not int or length < 0 for length in record.shape)
             or any(start != end or start >= stop for (_, start, stop), end in zip(record.ranges, ends, strict=False))
             or ends[-1] != record.numel

@@ -167,6 +167,9 @@ def _on_meta(
     config.use_cache = False
     if unpackable := set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES:
         raise UserError(f"{setting}: {', '.join(sorted(unpackable))} layers carry state across packed sequences")
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
+            raise UserError(f"{setting}: expected {key} from 0 to 1, got {value}")  # torch finds it in the first step
     with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
         module = transformers.AutoModelForCausalLM.from_config(
             config,

@@ -83,8 +83,9 @@ def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = parse_json(text)
-                lines[int(line["step"])] = line
-            except (ValueError, KeyError, TypeError):
+                if isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool):  # for `Summary`
+                    lines[int(line["step"])] = line
+            except (ValueError, KeyError, TypeError, OverflowError):
                 continue
     return [line for number, line in sorted(lines.items()) if number <= step]
 
@@ -114,8 +115,8 @@ class Summary:
         self._step_s += metrics["step_s"]
         for key, (metric, reduce) in self._fields.items():
             value, before = metrics.get(metric), self._values[key]
-            if value is None:
-                continue  # null, or from a run with other callbacks
+            if not isinstance(value, int | float):
+                continue  # null, damaged, or from a run with other callbacks
             if reduce in ("sum", "per_step"):
                 self._values[key] = before + value
             elif reduce == "mean":

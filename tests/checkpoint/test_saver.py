@@ -223,11 +223,15 @@ RECORD = TensorRecord("trainable", "float32", (6,), ((0, 0, 3), (1, 3, 6)))
         {"size": 3},
         {"size": 10**12},
         {"metadata": []},
+        {"optimizer": 1},
+        {"scalars": []},
+        {"scalars": {"step": {"x": "1"}}},
         {"files": {}},
         {"tensors": {}},
         *(
             {"tensors": {"model/x": replace(RECORD, **fields)}}
             for fields in (
+                {"kind": "x"},
                 {"dtype": "float3"},
                 {"shape": (-6,)},
                 {"shape": (7,)},

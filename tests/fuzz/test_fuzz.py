@@ -53,6 +53,13 @@ def test_losses_are_compared_at_full_precision(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_selection_has_no_findings():
+    finished = fuzz("--part", 30)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_forked_children_end_as_processes_of_their_own():
     match = "^(a.*(undamaged|record 3 :)|b.*(seed 'x'|yaml: NUL$)|c data sets: mask zero$)"
     lines = [

@@ -167,6 +167,7 @@ class TestFromConfig:
             ({"model_type": "mamba", "num_hidden_layers": 1}, "packed sequences"),
             ({"model_type": "vit"}, "model.config"),
             (LLAMA | {"num_attention_heads": 5}, "model.config"),
+            (LLAMA | {"attention_dropout": -1}, "attention_dropout from 0 to 1, got -1"),
             (LLAMA | {"model_type": "nemotron"}, "no sequence boundaries"),
             (LLAMA | {"model_type": "gemma2"}, "softcap"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.observe.metrics import MetricsWriter, Summary, SummaryField, write_summary
+from odc_mpi.observe.metrics import METRICS, MetricsWriter, Summary, SummaryField, read_metrics, write_summary
 from odc_mpi.observe.timing import StepTimeMetrics
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.source import DatasetSource
@@ -48,6 +48,16 @@ FACTS = {
     "collectives_per_minibatch": 3,
     "mpi_library": "MPICH Version:      5.0\nMPICH Release date: ...",
 }
+
+
+@pytest.mark.parametrize("damage", [{"skipped": "x"}, {"step_s": None}, {"step": float("inf")}, {"step": []}], ids=str)
+def test_damaged_lines_are_not_read(tmp_path, damage):
+    """A resumed run keeps the lines before, and its summary adds them."""
+    lines = [STEP, STEP | {"step": 2, "loss": "x"}, STEP | {"step": 3} | damage, {"step": 4}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = read_metrics(tmp_path, 4)
+    assert read == lines[:2]
+    assert Summary(ENTRIES, read).finish({})["steps"] == 2
 
 
 def no_constant(name: str):
