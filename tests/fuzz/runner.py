@@ -110,7 +110,8 @@ def console(argv):
 def _enter(case, directory, output):
     """Become the process of a case: session, directory, environment, limits, streams."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the fuzzer
+    # PR_SET_PDEATHSIG: end with the fuzzer. A launcher also ends its ranks, and removes their files in /dev/shm.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM if case.ranks else signal.SIGKILL)
     os.setsid()
     os.chdir(directory)
     for name in os.environ.keys() - (wanted := environment(PYTHONDONTWRITEBYTECODE="1")).keys():
