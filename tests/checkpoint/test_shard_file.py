@@ -1,5 +1,6 @@
 """A rank's file: what is written is read, by h5py too; no damage goes unnoticed."""
 
+import resource
 import zlib
 
 import h5py
@@ -44,6 +45,17 @@ def test_stretches_are_read_from_any_element_to_any(tmp_path, entries, small_blo
             )
         np.testing.assert_array_equal(file.read("optimizer/x/a.weight", 1, 3), entries[2].values[1:])
         assert list(file.verify()) == []
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 4500, 6000])
+def test_a_full_disk_raises_an_error(tmp_path, entries, limit):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shard(tmp_path / "x.h5", entries, ATTRIBUTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def test_plain_h5py_reads_it(tmp_path, entries):
