@@ -14,7 +14,7 @@ import h5py
 
 
 @contextmanager
-def create_hdf5(path: Path, **options: Any) -> Iterator[h5py.File]:
+def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
     """Context manager that creates an HDF5 file, which must not exist, and closes it on exit.
 
     Args:
@@ -23,7 +23,7 @@ def create_hdf5(path: Path, **options: Any) -> Iterator[h5py.File]:
     Raises:
         OSError: On exit, the first error of the file system, such as a full disk. The file is incomplete.
     """
-    with path.open("xb+", buffering=0) as raw:
+    with Path(path).open("xb+", buffering=0) as raw:
         stream = _Stream(raw)
         try:
             with h5py.File(stream, "w", **options) as file:

@@ -35,7 +35,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         *,
         vocab_size: int,
         tokenizer: str,
