@@ -124,7 +124,7 @@ class Hanging(ShardStorage):
     num_fetches = 0
 
     def allocate(self):
-        window = transport.storages[0][-1]
+        window = transport.parameters._windows[-1]
         flush = window.flush
 
         def hang():
