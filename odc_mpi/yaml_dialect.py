@@ -65,7 +65,7 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return False if the text contains NUL or half of a surrogate pair, as decoded bytes that are not UTF-8 do."""
+    """Return False if the text contains NUL or a lone surrogate, which stands for a byte that is not UTF-8."""
     return not _NOT_UTF8.search(text)
 
 

@@ -43,7 +43,7 @@ class ChunkFlags:
             position: Index of the sequence among the split sequences of the minibatch.
             split: Split sequence.
             index: Index of this rank's chunk in the sequence.
-            step: Number of units reached in the forward plus units completed in the backward, from 0.
+            step: Index of the step, from 0. Each unit is a step of the forward, and another one of the backward.
         """
         reached = (self._num_splits_before + position) * self._num_steps + step + 1
         with self._world.deadline("setting a chunk flag", [self._world.rank]):

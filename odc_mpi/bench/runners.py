@@ -49,7 +49,7 @@ class TimedMicrobatch(NamedTuple):
         seconds: Modeled time of all units together, before scaling, in seconds.
         is_dummy: True for a dummy microbatch.
         on_step: Function that is called before the forward of each unit, and between its backward and its push. The
-            argument is the number of units reached in the forward plus units completed in the backward, from 0.
+            argument is the index of this step, from 0. Each unit is a step of the forward, and one of the backward.
     """
 
     seconds: float

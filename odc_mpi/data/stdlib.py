@@ -39,7 +39,8 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     completion is shorter than `MIN_COMPLETION_CHARS` characters or that are longer than `MAX_CHARS` characters.
 
     Args:
-        root: Folder, including its subfolders; None for the standard library of the running interpreter.
+        root: Folder to search recursively, without its folders of tests and installed packages; None for the standard
+            library of the running interpreter.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):

@@ -45,7 +45,7 @@ def read_examples(text: str | None, path: Path | None) -> list[Example]:
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
     """Tokenize prompts like training data. Messages are formatted by the chat template, up to the assistant's turn.
 
-    `stop` are the stop tokens of all prompts. Prompts with messages have the end-of-turn token as an additional one.
+    Generation ends at a token in `stop`. For a prompt with messages it also ends at the end-of-turn token.
 
     Raises:
         UserError: A prompt cannot be encoded; see `encode_prompts`.

@@ -37,7 +37,7 @@ SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_sav
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
-    """Add LoRA adapters to a model on the meta device, and freeze all other parameters.
+    """Add LoRA adapters to a model on the meta device. Only they and the copies of `modules_to_save` are trainable.
 
     Args:
         meta_model: Base model. Its module is changed in place.

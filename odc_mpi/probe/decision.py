@@ -117,7 +117,7 @@ class Decision:
 
 
 def decide_collective() -> Decision:
-    """Return the decision if the setting `comm.transport` is collective, the baseline without windows."""
+    """Return the decision for the baseline of benchmarks, which uses collectives instead of windows."""
     values = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
     return Decision(**{name: Choice(value, "comm.transport is collective") for name, value in values.items()})
 

@@ -42,7 +42,7 @@ class RolloutSamplingParams:
         top_p: Threshold of nucleus sampling. 1 disables nucleus sampling.
         top_k: Number of most likely tokens from which a token is sampled. 0 means all tokens.
         seed: Seed of the training run.
-        step: Step of the training run, from 1. It is part of the seed of the random numbers.
+        step: Step of the training run, from 1; 0 outside of training. It is part of the seed of the random numbers.
     """
 
     num_generations: int

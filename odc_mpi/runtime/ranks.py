@@ -41,7 +41,8 @@ def gc_paused() -> Iterator[None]:
 def mpi_startup() -> Iterator[None]:
     """Context manager for imports that start MPI. It sets a time limit for the start.
 
-    Raise `UserError` if there is no MPI library, or if it does not support the launcher.
+    Raises:
+        UserError: There is no MPI library, or it does not support the launcher.
     """
     from odc_mpi.runtime.start.pmi import check_before_start
 

@@ -61,7 +61,10 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """The running forwards of all units. Within one forward, every lookup of a parameter returns the same tensor."""
+    """Forward passes of units that are in progress.
+
+    Within one forward pass, lookups of a parameter return the same tensor, if grad and inference mode are the same.
+    """
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
         self._unsharded = unsharded

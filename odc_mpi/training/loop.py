@@ -68,15 +68,17 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
+    The arguments `objective`, `update` and `source` are callbacks, too. Hooks are called on these three first, then on
+    `callbacks` in order. Only `on_train_end` is called in reverse order.
+
     Args:
         model: Model to train.
-        callbacks: Additional callbacks. Hooks are called on objective, update and source first, then on these in order.
-            Only `on_train_end` is called in reverse order.
+        callbacks: Additional callbacks.
         clock: Function that returns a time in seconds, with which microbatches are timed. The time must not advance
             while this rank waits for slower ranks.
 
     Attributes:
-        callbacks: All callbacks. The caller can append more before `start`.
+        callbacks: All callbacks, in the order of the calls. The caller can append more before `start`.
         completed_steps: Number of completed steps, including those before the run was resumed.
     """
 

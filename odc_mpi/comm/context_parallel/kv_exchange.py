@@ -71,10 +71,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
-        """Publish this chunk's keys and values in a layer to the ranks of later chunks. One-sided.
+        """Publish the keys and values that a layer computed for this chunk to the ranks of later chunks. One-sided.
 
         Call it for all layers in order. A second call for a layer, by activation recomputation, does nothing. At the
-        first layer it waits until no rank reads the chunk of this rank in the previous sequence any more.
+        first layer, it waits until all ranks have finished reading this rank's chunk of the previous sequence.
         """
         if layer < self._num_published:
             return

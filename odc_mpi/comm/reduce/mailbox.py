@@ -58,9 +58,10 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes with MPI_Put into slots of the owners. Owners add them when they call `make_progress`.
+    """Gradient store that pushes gradients with MPI_Put into slots at their owners.
 
-    Only one thread at a time may call `push`, `flush` and the `wait` of a push. `make_progress` is thread-safe.
+    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe. Only one thread at a
+    time may call `push`, `flush`, or `wait` of the `Work` that `push` returns.
 
     Args:
         mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet, in bytes.

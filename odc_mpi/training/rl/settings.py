@@ -55,7 +55,7 @@ _REQUIRED = {
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of GRPO contradict each other or other settings.
+    """Raise `UserError` if the settings of GRPO are incomplete, unsupported, or contradict other settings.
 
     Args:
         values: Values of all settings that the user gave, by name such as `rl.beta`.

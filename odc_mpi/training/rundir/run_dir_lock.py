@@ -26,10 +26,11 @@ LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """Lock of a run directory. The constructor acquires it; as a context manager, it is released on exit.
+    """Lock on a run directory, which rank 0 holds. The constructor acquires it; as a context manager, exit releases it.
 
     Args:
-        timeout_s: Time that the other ranks wait for rank 0, in seconds. At most half of it is spent on the lock.
+        timeout_s: Time in seconds after which the other ranks, which wait meanwhile, give up. The constructor waits
+            for another holder of the lock for at most half of this time, and at most `LOCK_TIMEOUT_S`.
 
     Raises:
         UserError: Another run on this host holds the lock, or the directory cannot be written.
