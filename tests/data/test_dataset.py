@@ -121,6 +121,9 @@ def test_closes_twice_and_opens_many_times(write_dataset: Write) -> None:
     first, second = Dataset(path), Dataset(str(path))
     first.close()
     first.close()
+    with pytest.raises(ValueError, match="is closed") as caught:
+        first[0]
+    assert not isinstance(caught.value, UserError), "an intact file is not called damaged"
     assert second[1][0].tolist() == [4, 5, 6, 7, 8, 9]
     second.close()
 

@@ -92,7 +92,10 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Raises:
             DamagedDatasetError: The sequence cannot be read, or is not the one that was written.
+            ValueError: The data set is closed.
         """
+        if not self._file:
+            raise ValueError(f"the data set {str(self.path)!r} is closed")
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
