@@ -63,11 +63,11 @@ def shard_model(
             keeps its type, for example fp32 adapters on a frozen bf16 base. If the type is narrower than fp32, each
             rank keeps an fp32 master copy of its trainable slices for the optimizer.
         reduce_dtype: Type in which gradients are summed: float32, float64 or int64. By default, the widest of float32
-            and the types of the trainable parameters. int64 selects 64-bit fixed-point numbers, whose sums do not
-            depend on the order of the additions (docs/exact.md).
+            and the types in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose sums
+            do not depend on the order of the additions (docs/exact.md).
         activation_checkpointing: True to keep only the inputs of each unit and recompute its forward in the backward.
         prefetch: Number of units to fetch ahead while the current one computes. Each unit beyond the first needs memory
-            for one more unit. If positive, a thread fetches units and pushes gradients; if 0, no thread is started.
+            for one more unit. If positive, one thread fetches units and another pushes gradients; if 0, neither starts.
         weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
             device.
         decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With

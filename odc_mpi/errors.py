@@ -20,7 +20,7 @@ class TrainingError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """Raised by every rank if a run ends early on request, after its checkpoint has been saved."""
+    """Raised by every rank if a run ends early on request. If it has trained, a checkpoint has been saved before."""
 
 
 def file_error(error: OSError) -> UserError:

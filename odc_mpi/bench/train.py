@@ -91,7 +91,7 @@ def configuration(
         caches: False to set both cache sizes to 0, so that each microbatch fetches and pushes all units.
 
     Raises:
-        UserError: The configuration is invalid, or the data set cannot be prepared. Raised on every rank.
+        UserError: The configuration is invalid (raised on every rank), or rank 0 cannot prepare the data set.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")

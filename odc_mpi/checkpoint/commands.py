@@ -54,7 +54,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield lines to print about the newest checkpoint below a path, including one with the norm of each tensor."""
+    """Yield lines to print about the newest checkpoint below a path, with one line per tensor that shows its norm."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"

@@ -52,7 +52,7 @@ class Exporter(ABC):
 class FullModelExporter(Exporter):
     """Exporter of a checkpoint of a full transformers model.
 
-    Raise `UserError` for a checkpoint of another model, or one that contains only adapters.
+    Construction raises `UserError` for a checkpoint of another kind of model, or one that contains only adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -115,7 +115,7 @@ class Saver:
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Wait until this rank's writer thread has written its file or has failed, and do not raise if it failed.
+        """Wait until the thread that writes this rank's file has ended. Does not raise if the file was not written.
 
         There is no time limit: call this within `World.deadline`.
         """
@@ -164,9 +164,9 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """Wait until the thread of rank 0 has published the checkpoint, or failed. The caller must set a deadline.
+        """On rank 0, wait until the thread that publishes the checkpoint has ended. Returns at once on other ranks.
 
-        Returns immediately on other ranks.
+        There is no time limit: call this within `World.deadline`.
         """
         if self._publishing:
             self._publishing.wait()

@@ -78,7 +78,11 @@ class TrainingState:
     def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
         """Return the manifest of the current state, without records of files.
 
-        `step` is the number of completed training steps. `metadata` must be JSON-serializable.
+        It is complete only on rank 0, because other ranks omit the replicated tensors.
+
+        Args:
+            step: Number of completed training steps.
+            metadata: JSON-serializable values to store.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._tensor_ranges():

@@ -10,8 +10,7 @@ A `Transport` combines one of each and runs the synchronization points between t
     N  group.norm           only if gradients are clipped by their norm
     B  publish_parameters   all parameter shards are written, all gradient shards zero; fetches and pushes may start
 
-Within a minibatch, ranks communicate only by fetches and pushes, which the owner does not take part in. `comm.factory`
-builds these transports:
+Within a minibatch, ranks communicate only by fetches and pushes. `comm.factory` builds these transports:
 
     transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
     window       windows on the host       host          any            yes               yes       yes
@@ -142,8 +141,8 @@ class ParameterStore(ABC):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to fetch a full array into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Requires `Access.COPY`; other stores raise NotImplementedError. Call `record_event(buffer)` first, and do not
-        access the buffer before the returned handle is complete.
+        Only for stores with `Access.COPY`. Call `record_event(buffer)` first, and do not access the buffer before the
+        returned handle is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
@@ -178,7 +177,7 @@ class ParameterStore(ABC):
 class GradientStore(ABC):
     """Gradient shards of this rank, and pushes of gradients into the shards of all ranks, all of dtype `dtype`."""
 
-    #: False if there is one rank. A push is then a local addition, and accumulating gradients before it saves nothing.
+    #: False if a push is a local addition (one rank on a GPU), so that accumulating gradients before it saves nothing.
     pushes_to_peers: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -245,6 +244,7 @@ class Transport:
         """Allocate zero-filled shards of arrays with these layouts. Collective. Call it once.
 
         `close` is called if the world closes before the transport. It must call `self.close`, which is the default.
+        Raises `AllRanksUserError` on every rank if any rank has too few windows or too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         self.group.reserve(len(layouts), lambda: sum((storage.plan(layouts) for storage in self.storages), Footprint()))
@@ -267,7 +267,7 @@ class Transport:
         return reports
 
     def publish_parameters(self) -> None:
-        """Make the values that each rank has written into its shards visible to all ranks. Collective."""
+        """Make the values that each rank has written into its parameter shards visible to all ranks. Collective."""
         self._sync()
         self.group.parameters_published()  # B
         self._sync()

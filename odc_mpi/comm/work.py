@@ -23,7 +23,7 @@ class Work:
         return self._operation is None
 
     def wait(self) -> None:
-        """Complete the operation at this rank. One-sided. Its buffers may be used then. Further calls do nothing."""
+        """Wait until the operation is complete at this rank and its buffers may be used. Further calls do nothing."""
         operation, self._operation = self._operation, None
         if operation is not None:
             operation()
@@ -37,6 +37,6 @@ class FetchWork:
     work: Work
 
     def wait(self) -> torch.Tensor:
-        """Wait for the fetch, and return the full array, `[numel]` of the dtype of the array. One-sided."""
+        """Wait for the fetch, and return the full array, `[numel]` of the dtype of the array."""
         self.work.wait()
         return self.buffer

@@ -20,7 +20,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         steps: Number of steps of the whole run.
         startup_lines: Text to print before the metrics.
         callbacks: Callbacks whose columns are printed and whose summary entries are written.
-        is_main_rank: Whether this rank writes and prints. True on rank 0 only.
+        is_main_rank: True on rank 0, which writes and prints.
     """
 
     def __init__(

@@ -44,9 +44,7 @@ class RankLog:
     def open(self, directory: str | None, world: "World") -> None:
         """Write the records kept in memory and all later records to this rank's file in `directory`.
 
-        If `directory` is None, all records are dropped.
-
-        Raises a UserError if the directory cannot be written.
+        If `directory` is None, no file is written. Raises a UserError if the directory cannot be written.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)

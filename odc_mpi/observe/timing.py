@@ -18,7 +18,7 @@ class StepTimeMetrics(Callback):
     Args:
         world: Ranks of the run.
         model: Model that counts the wait times, the collectives and the peak memory.
-        clock: Function that returns this rank's busy time so far, in seconds, as counted by `training.loop.Trainer`.
+        clock: Function that returns a time in seconds, which does not advance while this rank waits for slower ranks.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -76,7 +76,7 @@ class StepTimeMetrics(Callback):
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return the wait times since this start and the peak memory. Collective.
+        """Return wait times since this start, peak memory, cache sizes and collectives per minibatch. Collective.
 
         The wait times include the waits for the gradient norm and for the publication of parameters.
         """

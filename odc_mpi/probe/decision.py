@@ -43,7 +43,10 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class CommSettings:
-    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`."""
+    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
+
+    Construction raises `UserError` if a value is invalid.
+    """
 
     zero_copy: str = "auto"
     reduction: str = "auto"
@@ -104,7 +107,7 @@ class Decision:
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Format the choices in one line for a log. Only reasons with a warning or advice are included."""
+        """Format all choices except `window` in one line for a log. Reasons are included if they warn or advise."""
         choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
         return ", ".join(
             f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
@@ -130,7 +133,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     """Decide how ranks communicate.
 
     Args:
-        report: Report of a probe. An operation without a result is avoided.
+        report: Report of a probe. Operations without a result are avoided if possible.
         settings: Settings of the user. Those that are not auto take precedence.
         on_device: True if the model computes on a device.
 

@@ -108,7 +108,7 @@ class TrialOperation:
 
 
 class Get(TrialOperation):
-    """Operation Get, which reads the initial content of the target's window."""
+    """Operation Get, which reads the target's window."""
 
     def _run(self, num_bytes: int) -> None:
         self.link.get(num_bytes)

@@ -86,7 +86,7 @@ def benchmark_report(
     figures: Sequence[Figure],
     tables: Sequence[Table] = (),
 ) -> ReportPage:
-    """Create a report on a benchmark. Adds its node load, skipped variants and goals to the given content."""
+    """Create a report on a benchmark. Adds the load of the node, skipped variants and goals to the given content."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

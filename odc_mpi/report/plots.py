@@ -156,7 +156,7 @@ def _draw_references(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
-    """Draw panels of curves, one below the other, on a common x axis. It is logarithmic if `x_form` is given."""
+    """Draw panels of curves, one below the other, on a common x axis, which is logarithmic if `x_form` is given."""
     heights = [panel.height for panel in panels]
     figure = _figure(sum(heights) + 0.4 * len(panels) + 0.6)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -15,7 +15,8 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
 
     Args:
         source: Run directory, or file with the output of a benchmark or of `odc-mpi simulate` with --json.
-        out: Output file. None: report.html or report.PLOT.svg in the run directory, or next to the file `source`.
+        out: Output file. None: report.html or report.PLOT.svg in the run directory; for a file, `source` with the
+            suffix .html or .PLOT.svg instead.
         plot_name: Name of a plot, which is written as SVG. None: the whole report, as HTML.
 
     Returns:

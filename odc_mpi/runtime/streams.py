@@ -9,7 +9,7 @@ from typing import TextIO
 class Output(io.FileIO):
     """Raw file over the descriptor of a standard stream that discards the first failed write and all later ones.
 
-    So a full disk does not end a training. A closed pipe still raises `BrokenPipeError`.
+    A full disk therefore does not end a training run. A closed pipe still raises `BrokenPipeError`.
 
     Attributes:
         error: First error other than `BrokenPipeError`; None if there was none.

@@ -42,7 +42,7 @@ class World(AbstractContextManager["World"]):
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
-    traceback of that rank. Otherwise, the other ranks would wait forever. Exceptions in user threads are only printed.
+    traceback of that rank. Exceptions in user threads are only printed.
 
     Args:
         comm: Communicator to duplicate. By default, it contains all ranks of the job.
@@ -51,6 +51,9 @@ class World(AbstractContextManager["World"]):
         limit: Name of the setting that defines `timeout_s`, for messages.
         job: Existing `Job` of this process, if the ranks are a subset. By default, a new one is created, which ends
             when this world closes.
+
+    Raises:
+        UserError: `timeout_s` is less than 1, or the launcher and the MPI library are not compatible.
 
     Attributes:
         rank: Rank of this process in this world.
@@ -102,10 +105,9 @@ class World(AbstractContextManager["World"]):
             atexit.register(self._finalize)
 
     def split(self, by: str) -> "World":
-        """Return a new world of the ranks on this node, with the same timeout, or of this rank only. Collective.
+        """Return a new world of the ranks on this node or of this rank only. Collective if `by` is "node".
 
-        A world of this rank only does not communicate. The new world is closed with this world, unless it was closed
-        before.
+        It has the same timeout, and closes when this world closes.
 
         Args:
             by: "node", or "self" for this rank only.

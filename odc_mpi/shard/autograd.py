@@ -79,7 +79,7 @@ class UnitForwards:
 
     @contextmanager
     def run(self, unit: Unit) -> Iterator[None]:
-        """Enclose one forward of a unit. The unit is fetched when one of its parameters is first used."""
+        """Context manager for one forward of a unit. The unit is fetched when one of its parameters is first used."""
         outer = self._current.get(unit)
         with unit.in_use():
             self._current[unit] = {}
@@ -107,7 +107,7 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a hook on the output of a forward that publishes the status "backward of" the unit.
+        """Register a hook on the first output of a forward. In the backward, it publishes the status of this rank.
 
         It is registered only if autograd saves parameters directly. Otherwise, the backward looks up parameters, which
         publishes the status.

@@ -114,14 +114,14 @@ class GradientPusher:
                 self._push_accumulated(index)
 
     def finish(self) -> None:
-        """Push the local sums, wait until all pushes have left this rank, and end the minibatch. One-sided."""
+        """Push the local sums, wait until all pushes are complete locally, and end the minibatch. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
         self._open = False
 
     def close(self) -> None:
-        """Complete the pushes on the thread, if any, and end it. One-sided. Idempotent."""
+        """Complete the pushes on the push thread, if there is one, and end the thread. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
 

@@ -5,8 +5,8 @@ For each flat array, a rank has this memory:
     parameter window   [shard of param_dtype]   other ranks fetch from it
     master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
                                                 if the window is fp32 on the optimizer's device, it is the master
-    gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of each slice is a view of it or, if the
-                                                type or device differs, of a converted copy
+    gradient shard     [shard of reduce_dtype]  sum of the pushes of all ranks; `.grad` of each slice is a view of it,
+                                                or of a converted copy if the type or device differs
 """
 
 from collections.abc import Sequence
@@ -104,9 +104,9 @@ class LocalShards:
         """Set `.grad` of the slices to the received gradients, which must be complete.
 
         Args:
-            pushed: For each entry of `trainable`, True if a rank pushed a gradient of its parameter. Otherwise, `.grad`
-                stays None.
-            gradient_format: Number format of the gradient windows.
+            pushed: For each entry of `trainable`, True if any rank pushed a gradient of its parameter. If False,
+                `.grad` stays None.
+            gradient_format: Number format of the gradient shards.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):
@@ -130,8 +130,8 @@ class LocalShards:
     def write_back(self) -> None:
         """Copy the parameters into their windows, and clear the gradients. Call it before parameters are published.
 
-        `.grad` of each slice is set to None, because other ranks add to the gradient windows afterwards, and
-        `zero_grad` of an optimizer must not clear gradients of the next minibatch.
+        `.grad` of each slice is set to None, because gradients of the next minibatch are then added to the same memory,
+        which `zero_grad` of an optimizer must not clear.
         """
         for shard in self.trainable:
             shard.parameter.grad = None

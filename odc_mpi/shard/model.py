@@ -43,7 +43,7 @@ class ShardedModel:
     """A module whose parameters are sharded across the ranks. Construction is collective.
 
     Args:
-        module: Module whose floating-point parameters are moved into the windows of the transport. Its buffers and
+        module: Module whose floating-point parameters are moved into the shards of the transport. Its buffers and
             integer parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. The model closes it.
         units: Classes, class names or submodules. The parameters of each matching submodule are fetched together.
@@ -162,10 +162,14 @@ class ShardedModel:
 
     @contextmanager
     def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
-        """Enclose the forwards and backwards of one minibatch. Collective: its end completes all gradients.
+        """Context manager for the forwards and backwards of one minibatch. Collective: its end completes all gradients.
 
-        Yields the statistics of the minibatch. The ranks exchange them at its end, with additional values called
-        `names`. An exception in the enclosed code skips the collective.
+        Yields the statistics of the minibatch, which the ranks exchange at its end. `names` are the names of additional
+        values to exchange. An exception in the enclosed code skips the collective.
+
+        Raises:
+            RuntimeError: `publish()` was not called after the previous minibatch, `requires_grad` of a parameter has
+                changed since it was sharded, or an unsharded parameter was changed in place.
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
@@ -256,7 +260,7 @@ class ShardedModel:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Gradients whose norm is not finite are not scaled. Returns the total norm before scaling.
+        Returns the total norm before scaling. If it is not finite, the gradients are not scaled.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()

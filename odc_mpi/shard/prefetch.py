@@ -37,7 +37,7 @@ class PrefetchPredictor(Generic[K]):
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record that a unit is used, after a different unit."""
+        """Record the use of a unit. Call it only if the unit differs from the previous one."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 

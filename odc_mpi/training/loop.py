@@ -100,7 +100,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
-        """Train on the next minibatch and return the metrics of this step. Collective."""
+        """Train on the next minibatch and return the metrics of the step. Collective. Raises `Step.failure` if set."""
         began = perf_counter()
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)

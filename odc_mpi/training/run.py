@@ -69,7 +69,7 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
-    """Run a training from its first step, or from a checkpoint, to the last step. Collective.
+    """Train from the first step, or from a checkpoint, to the last step. Collective.
 
     Args:
         stop: Handler of stop requests that is already active. By default, a new one is active during this call.

@@ -57,7 +57,7 @@ class DatasetSource(MinibatchSource):
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
 
-        Before each microbatch, the generator of torch is seeded with a number that does not depend on the rank.
+        Before each microbatch, the random number generator of torch is seeded independently of the rank.
         """
         for microbatch, number in self._chunks.microbatches(minibatch) if self._chunks else ():
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.

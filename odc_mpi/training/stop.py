@@ -55,7 +55,7 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Set `requested` if the file exists by which a batch script passes a signal that came before the ranks ran."""
+        """Set `requested` if the file $ODC_MPI_STOP_FILE exists, which a batch script creates on a stop signal."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 

@@ -160,7 +160,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the CUDA sources, in the installed package or next to it in a checkout."""
+    """Return the directory of the CUDA sources: in the installed package, or next to it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

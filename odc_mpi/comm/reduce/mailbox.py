@@ -157,7 +157,7 @@ class MailboxGradientStore(WindowGradientStore):
     def make_progress(self) -> bool:
         """Add all received slots to the shards, and Put the new tails. One-sided. Thread-safe.
 
-        Returns True if there was work to do. Otherwise the call takes a few microseconds.
+        Returns False, after a few microseconds, if there is nothing to do or another thread is doing it.
         """
         self._inbox.sync()
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.

@@ -42,6 +42,8 @@ CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 class Window:
     """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
 
+    It raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
+
     Args:
         numel: Number of elements of the shard of this rank.
         same_size: True if `numel` is the same on all ranks.

@@ -68,7 +68,7 @@ class Unit:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a running forward in the enclosed code. The unit is then not resharded to make room for others."""
+        """Context manager for a running forward of the unit, which is then not resharded to make room for others."""
         self.num_running_forwards += 1
         try:
             yield

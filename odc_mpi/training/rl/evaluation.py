@@ -58,7 +58,10 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the means of reward, exact match and completion length. Collective, but ranks wait only at the end."""
+        """Return the means of reward, exact match and completion length. Collective, but ranks wait only at the end.
+
+        The mean of the exact match is None if no prompt has an answer.
+        """
         sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
         results: list[tuple[int, float, float, int]] = []
         with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):

@@ -48,7 +48,8 @@ def predict_lengths(
     """Predict the mean length in tokens of the completions of each prompt in `indices`.
 
     It is the observed length if there is one. For a new prompt, it is read from the regression line of completion
-    length over prompt length. The sums of the regression are exact, so all ranks predict the same lengths.
+    length over prompt length, or is the prompt length if there is no such line. All ranks predict the same lengths,
+    because the sums of the regression are exact.
 
     Args:
         prompt_lengths: Lengths of all prompts in tokens, int64 [prompts].

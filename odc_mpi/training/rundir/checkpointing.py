@@ -110,7 +110,7 @@ class CheckpointCallback(Callback):
             self._save(step)
 
     def parameters_digest(self) -> str:
-        """Return the digest of the current parameters, as `odc-mpi checkpoint digest` prints it. Collective.
+        """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this step. Collective.
 
         Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
         """
@@ -139,7 +139,7 @@ class CheckpointCallback(Callback):
                     yield block
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and evaluation loss of the best checkpoint so far."""
+        """Return step and evaluation loss of the best checkpoint so far, as the entry `best`."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
