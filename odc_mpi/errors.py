@@ -4,7 +4,7 @@ import sys
 
 
 class UserError(ValueError):
-    """An error in a configuration, a data set or a checkpoint.
+    """An error that the user can correct, for example in a configuration, a data set or a checkpoint.
 
     The message is one line with the expected value, the actual value, and the setting to change. The command `odc-mpi`
     prints it without a traceback and exits with code 2.
@@ -20,7 +20,7 @@ class TrainingError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """Raised by every rank if a run ends early on request. If it has trained, a checkpoint has been saved before."""
+    """Raised by every rank if a run ends early on request. If it had begun to train, it has saved a checkpoint."""
 
 
 def file_error(error: OSError) -> UserError:

@@ -17,11 +17,8 @@ import h5py
 def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
     """Context manager that creates an HDF5 file, which must not exist, and closes it on exit.
 
-    Args:
-        options: Further arguments of `h5py.File`.
-
-    Raises:
-        OSError: On exit, the first error of the file system, such as a full disk. The file is incomplete.
+    On exit it raises the first `OSError` of a write, such as for a full disk. The file is then incomplete.
+    `options` are further arguments of `h5py.File`.
     """
     with Path(path).open("xb+", buffering=0) as raw:
         stream = _Stream(raw)

@@ -22,7 +22,7 @@ MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
 def read_file(path: Path) -> Any:
     """Read a YAML document from a regular file or from a pipe of the shell, as in ``--config <(...)``.
 
-    The result is None if the document is empty.
+    Returns None if the document is empty.
 
     Raises:
         UserError: The file cannot be read, is a device or a named pipe, is not one valid document, or exceeds

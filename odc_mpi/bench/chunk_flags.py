@@ -20,12 +20,7 @@ POLL_S = 5e-4
 
 
 class ChunkFlags:
-    """One flag per rank that counts the steps of its chunks. Construction is collective.
-
-    Args:
-        world: Ranks that share sequences. Closing the world frees the flags.
-        num_units: Number of units of the model.
-    """
+    """One flag per rank that counts the steps of its chunks. Closing the world frees it. Construction is collective."""
 
     def __init__(self, world: World, num_units: int) -> None:
         self._world, self._num_steps = world, 2 * num_units
@@ -41,7 +36,6 @@ class ChunkFlags:
 
         Args:
             position: Index of the sequence among the split sequences of the minibatch.
-            split: Split sequence.
             index: Index of this rank's chunk in the sequence.
             step: Index of the step, from 0. Each unit is a step of the forward, and another one of the backward.
         """

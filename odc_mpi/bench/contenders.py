@@ -80,7 +80,6 @@ def run_rounds(
     """Train with all contenders, round after round. Collective.
 
     Args:
-        contenders: Contenders by name.
         steps: Number of minibatches per round.
         repeats: Number of rounds after the warm-up.
         report: Function that is called with a line of text about the next measurement.
@@ -112,10 +111,8 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
     """Return the largest relative difference between the losses of each contender and of the contender `reference`.
 
-    All ranks must pass the same rounds, so that all of them raise or none.
-
-    Raises:
-        AllRanksUserError: A difference exceeds `tolerance`, or a loss is not finite.
+    Raises `AllRanksUserError` if a difference exceeds `tolerance`, or a loss is not finite. All ranks must pass the
+    same rounds.
     """
     deviations = {
         name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
@@ -143,14 +140,11 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Check that a configuration has only settings with which all contenders do the same work.
+    """Raise `UserError` if a configuration has a setting with which contenders do different work.
 
     Args:
         comparable: Allowed values of each setting, by its name, such as `optim.device`.
         command: Name of the benchmark, for the error message.
-
-    Raises:
-        UserError: A setting has a value that is not allowed.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

@@ -58,11 +58,7 @@ class Variant:
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Check that all variants move data correctly, and have done so in earlier operations. Collective.
-
-    Raises:
-        RuntimeError: A rank has received wrong data. Raised on every rank.
-    """
+    """Raise RuntimeError on every rank if a variant moves wrong data, or has moved any before. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
@@ -132,6 +128,8 @@ def pushes(
 class Units:
     """Units of one size, and all variants that move them. Construction allocates the memory, and is collective.
 
+    It raises `AllRanksUserError` if a node has too little memory available.
+
     Args:
         num_bytes: Size of each unit in bytes, a multiple of 4.
         collectives: Communicator for the variants over MPI collectives.
@@ -139,11 +137,7 @@ class Units:
 
     Attributes:
         variants: Variants by name.
-        num_units: Number of units.
         crossing_bytes: Number of bytes of a unit that other ranks own.
-
-    Raises:
-        UserError: A node has too little memory available. Raised on every rank.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -248,14 +242,11 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Check that each node has enough memory available. Collective.
+    """Raise `AllRanksUserError` if a node has too little memory available. Collective.
 
     Args:
         required: Bytes that all ranks of this node need together.
         option: Option that the error message advises to lower.
-
-    Raises:
-        UserError: A node has too little memory available. Raised on every rank.
     """
 
     def check_available() -> None:

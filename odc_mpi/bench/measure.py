@@ -29,7 +29,7 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """Call all variants once per round, so that a slow period of the machine affects all of them.
 
-    Each round begins with a different variant, since disk and caches may be in another state at its first call.
+    Each round begins with a different variant, since disk and caches may be in a different state for the first one.
 
     Args:
         variants: Functions to call, by name.
@@ -181,8 +181,7 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """Parse sizes such as `64K,1M,256M` into bytes, without duplicates.
 
-    Raises:
-        UserError: A size is invalid or not a multiple of 4, the size of an fp32 element.
+    Raises `UserError` if a size is invalid or not a multiple of 4, the size of an fp32 element.
     """
     sizes = []
     for word in map(str.strip, text.split(",")):

@@ -58,12 +58,7 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """Base class of runners, which run plans on a transport. Construction is collective.
-
-    Args:
-        transport: Transport on which nothing has been allocated yet.
-        num_units: Number of units of the model.
-    """
+    """Base class of runners, which run plans on a new transport. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport

@@ -20,10 +20,7 @@ Read = Callable[[str, TensorRecord], Iterable[npt.NDArray]]
 
 
 def compute_digest(manifest: Manifest, read: Read) -> str:
-    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits.
-
-    `read` is called for each tensor to read its elements.
-    """
+    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits. `read` reads a tensor."""
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):
         digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())

@@ -188,9 +188,7 @@ def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
 
     They are read from the first of these that has any: the data set, the setting `rl.tokenizer`, and the directory of
     the model, which is `base` or otherwise the setting `model.path`. Return an empty dictionary if none has.
-
-    Args:
-        config: Configuration of the run, as stored in its checkpoints.
+    `config` is the configuration of the run, as stored in its checkpoints.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function that runs in a daemon thread, which does not delay the end of the program.
+    """A function that runs in a daemon thread, which does not keep the program running.
 
     Exceptions of the function are ignored, so it must report errors itself.
     """
@@ -68,8 +68,6 @@ class Saver:
 
     Args:
         directory: Directory of the checkpoints, on a file system that all nodes share.
-        rank: Rank of this process.
-        size: Number of ranks.
         token: Unique name of the run, equal on all ranks.
         keep: Number of complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.

@@ -40,9 +40,7 @@ class TrainingState:
     """The part of the state of a model and its optimizer that is on this rank.
 
     Args:
-        model: Sharded model.
         optimizer: Optimizer of all or some of the model's slices.
-        rank: Rank of this process.
         omit_frozen_base: True to omit frozen parameters, because the checkpoint refers to the base model for them.
     """
 
@@ -76,13 +74,10 @@ class TrainingState:
         }
 
     def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of the current state, without records of files.
+        """Return the manifest of the current state, without records of files. Complete only on rank 0.
 
-        It is complete only on rank 0, because other ranks omit the replicated tensors.
-
-        Args:
-            step: Number of completed training steps.
-            metadata: JSON-serializable values to store.
+        Other ranks omit the replicated tensors. `step` is the number of completed training steps. `metadata` must be
+        JSON-serializable.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._tensor_ranges():

@@ -35,7 +35,7 @@ GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Map each value of the setting `comm.reduction` to a factory of gradient stores.
+    """Return a factory of gradient stores for each value of the setting `comm.reduction`.
 
     Args:
         mailbox_bytes: Memory per rank for received gradients, if the value is "mailbox".

@@ -21,7 +21,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Counters from which ranks draw positions. They close with their world. Construction is collective."""
+    """Shared counters from which ranks draw positions. They close with their world. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world

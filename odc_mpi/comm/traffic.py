@@ -17,7 +17,7 @@ class TrafficCounter:
     """Counter of the bytes that this rank fetches and pushes through a transport. Not thread-safe.
 
     Attributes:
-        fetched: Bytes fetched since construction, by place.
+        fetched: Bytes fetched since construction, by place (`PLACES`).
         pushed: Bytes pushed since construction, by place.
     """
 

@@ -40,7 +40,7 @@ class Step:
         minibatch: Minibatch of the step, with the data of all ranks.
         metrics: Metrics that the callbacks add. They become one line of ``metrics.jsonl`` and are equal on all ranks,
             except for values that depend on this rank's clock.
-        failure: Error that ends the run after all `on_step_end`, set on every rank; None to continue.
+        failure: Error that ends the run after all hooks `on_step_end`, set on every rank; None to continue.
     """
 
     number: int
@@ -81,7 +81,7 @@ class Callback:
     summary: ClassVar[Mapping[str, SummaryField]] = {}
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Prepare for training. A resumed run has `completed_steps` steps before this start. May be collective."""
+        """Prepare for training. `completed_steps` is 0 unless the run is resumed. May be collective."""
 
     def on_step_begin(self, step: Step) -> None:
         """Prepare for a step. Called before the first microbatch."""

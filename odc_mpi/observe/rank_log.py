@@ -28,7 +28,7 @@ class RankLog:
     """Context manager that redirects warnings and log records to a file.
 
     Enter the context before large libraries are imported, because imports can cause warnings. Records are kept in
-    memory until `open` is called. They are dropped if the context ends before.
+    memory until `open` is called. They are dropped if the context ends before that.
 
     Args:
         rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.

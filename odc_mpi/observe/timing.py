@@ -16,7 +16,6 @@ class StepTimeMetrics(Callback):
     """Reports how long the ranks work and wait.
 
     Args:
-        world: Ranks of the run.
         model: Model that counts the wait times, the collectives and the peak memory.
         clock: Function that returns a time in seconds, which does not advance while this rank waits for slower ranks.
     """

@@ -34,9 +34,7 @@ class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
     Args:
-        world: Ranks whose timelines the file contains.
-        run_dir: Run directory, in which the file is written.
-        spans: Recorder of the model. The model's parameters must have been published just before.
+        spans: Span recorder of the model, whose parameters must just have been published.
         num_steps: Number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
     """

@@ -113,10 +113,7 @@ def cuda_support() -> bool | None:
 
 
 def alloc_kinds() -> str | None:
-    """Return the kinds of memory that the MPI library supports, or None if it does not report them.
-
-    The text is the value of the info key mpi_memory_alloc_kinds (MPI-4.1).
-    """
+    """Return the kinds of memory that MPI supports (info key mpi_memory_alloc_kinds, MPI-4.1), or None if unknown."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
     info.Free()

@@ -54,7 +54,7 @@ def probe(
         device: Device of this rank, to be given on all ranks or none. Trials of windows on devices may end the process.
 
     Raises:
-        UserError: /dev/shm is too small for the smallest window of a trial. All ranks raise it.
+        AllRanksUserError: A node has too little memory for the smallest window of a trial.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")

@@ -59,7 +59,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """Measurements for each kind of peer. None if no rank has such a peer, or without results."""
+    """Measurements for each kind of peer. A field is None if no rank has such a peer, or if there are no results."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -87,7 +87,7 @@ class DeviceWindows:
     Attributes:
         names: Distinct names of the devices of all ranks.
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
-        alloc_kinds: Kinds of memory that the MPI library reports to support (MPI-4.1, `mpi_memory_alloc_kinds`).
+        alloc_kinds: Kinds of memory that the MPI library reports as supported (MPI-4.1, `mpi_memory_alloc_kinds`).
         window: True if a window could be created.
         own_accumulate: True if every rank could accumulate from its device to its own window.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
@@ -114,12 +114,12 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a trial. It is printed, and stored in JSON, as text.
+    """A problem in a trial. It is printed, and stored in JSON, as text.
 
     Attributes:
         where: The trial. For an operation, kind of peer and operation, such as ("same_node", "put"). For windows on
-            devices, they are preceded by the memory at the origin: ("from_device", "same_node", "put"). Other trials
-            are ("device", "memory"), ("device", "window"), ("closing",) and others.
+            devices, the memory at the origin comes first: ("from_device", "same_node", "put"). Examples of other trials
+            are ("device", "memory"), ("device", "window") and ("closing",).
         detail: Time limit for `Cause.NO_ANSWER`, complete description for `Cause.OTHER`, otherwise empty.
     """
 
@@ -153,7 +153,7 @@ class ProbeReport:
         memory_model: Memory model of windows: unified or separate.
         nodes: Number of nodes.
         ranks_per_node: Number of ranks of each node.
-        shm_bytes: Free bytes in /dev/shm on the node where they are fewest, or None without /dev/shm.
+        shm_bytes: Free bytes in /dev/shm on the node that has the least, or None without /dev/shm.
         shared_memory: Results for shared memory of each node.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
@@ -187,7 +187,7 @@ class ProbeReport:
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result of a trial (see `Problem.where`), and with its problem, if it had one."""
+        """Return a copy with the result of a trial (see `Problem.where`), and with its problem, if there was one."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -195,7 +195,7 @@ class ProbeReport:
         return report.with_problem(Problem(where, problem)) if problem else report
 
     def with_problem(self, problem: Problem) -> "ProbeReport":
-        """Return a copy to which a problem is added."""
+        """Return a copy with an additional problem."""
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
@@ -213,10 +213,7 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert a result of `to_dict` back to a report. It may have been converted to JSON and back.
-
-        Raise `ValueError` if a field is missing, unknown or invalid.
-        """
+        """Convert a result of `to_dict`, also one read from JSON, to a report. Raise `ValueError` if it is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -69,8 +69,7 @@ _LINES = (
 def describe(result: Mapping[str, Any]) -> ReportPage:
     """Create the report of a benchmark from its JSON object.
 
-    Raises:
-        LookupError, TypeError, ValueError: `result` is not the output of a benchmark.
+    Raises LookupError, TypeError or ValueError if `result` is not the output of a benchmark.
     """
     return KINDS[result["benchmark"]](result)
 

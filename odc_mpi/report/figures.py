@@ -19,7 +19,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """Values of one quantity for all variants, a panel of the plot and a column of the table.
+    """Values of one quantity for all variants: a panel of the plot, and a column of the table.
 
     Attributes:
         heading: Name of the quantity, with its unit.

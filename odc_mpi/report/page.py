@@ -45,11 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """Plot with a caption.
-
-    Attributes:
-        tables: Tables that a terminal shows instead of the plot.
-    """
+    """Plot with a caption. A terminal shows the tables instead of the plot."""
 
     plot: Plot
     caption: str = ""

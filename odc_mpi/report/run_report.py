@@ -49,8 +49,8 @@ def describe(run_dir: Path) -> ReportPage:
     """Create the report of a run from its run directory.
 
     Raises:
-        UserError: `run_dir` is not a run directory.
-        LookupError, TypeError, ValueError: A file in the run directory is damaged.
+        UserError: `run_dir` is not a run directory, or its config.yaml is damaged.
+        LookupError, TypeError, ValueError: Another file in the run directory is damaged.
     """
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):

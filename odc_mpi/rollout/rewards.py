@@ -41,8 +41,7 @@ class RewardFunction:
     Attributes:
         name: Name of the function without its module, for metrics.
         spec: Entry for the function in the setting `rl.reward_funcs`.
-        function: The function itself.
-        weight: Factor of its rewards in the sum.
+        weight: Factor by which its rewards are multiplied in the sum.
     """
 
     name: str

@@ -68,10 +68,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Make MPI progress with a probe, since some networks progress only in MPI calls, and run all tasks.
-
-        Return True if a task had anything to do.
-        """
+        """Make MPI progress with a probe, since some networks progress only in MPI calls, and then call `run_tasks`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -135,7 +132,7 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for the wait in a collective. Publish that this rank has arrived, and set a deadline.
+        """Context manager for the wait in a collective. It publishes that this rank has arrived, and sets a deadline.
 
         Args:
             what: Description of the operation for messages ("... while <what>").
@@ -155,8 +152,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective of all ranks, in which they close their worlds.
 
-        Yields a one-sided function to call periodically while waiting. The function aborts the job if another rank
-        waits in a collective that this rank will not join.
+        Yields a one-sided function to call periodically while waiting, which aborts the job if another rank waits in a
+        collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True

@@ -9,9 +9,9 @@ _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the ``slurm_job_id``, as Slurm commands expect it, and the number of requeues as ``slurm_restarts``.
+    """Return the job ID, as Slurm commands expect it, and the number of requeues. Empty outside of a Slurm job.
 
-    Return an empty dictionary outside of a Slurm job.
+    The keys are ``slurm_job_id`` and ``slurm_restarts``.
     """
     if "SLURM_JOB_ID" not in environment:
         return {}

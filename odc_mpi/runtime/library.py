@@ -20,10 +20,7 @@ _THREAD_LEVELS = {
 
 
 def library_name(version: str) -> str:
-    """Shorten `version`, the result of MPI_Get_library_version, to the name and version number of the library.
-
-    Example: "Open MPI v5.0.11" for "Open MPI v5.0.11, package: ...".
-    """
+    """Shorten the result of MPI_Get_library_version to name and version number, such as "Open MPI v5.0.11"."""
     words = version.replace("Version:", "").replace(",", " ").split("\n")[0].split()
     end = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
     return " ".join(words[: end + 1])

@@ -133,7 +133,7 @@ class World(AbstractContextManager["World"]):
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank. If another rank waits too long for this rank, its error message shows it.
+        """Publish the activity of this rank, which other ranks print if they wait too long for this rank.
 
         Takes a few microseconds and does not communicate. Thread-safe.
 

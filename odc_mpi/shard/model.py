@@ -234,8 +234,7 @@ class ShardedModel:
 
         Args:
             gradients: True if the enclosed code may run a backward. If False, the modules hold full parameters without
-                gradients, so a forward is as fast as in an unsharded module. A minibatch must then not end in the
-                enclosed code.
+                gradients, so a forward is as fast as in an unsharded module. A minibatch must then not end inside.
 
         Raises:
             UserError: The parameter cache is smaller than all units except the root, or fetches are collective.

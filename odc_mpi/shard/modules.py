@@ -47,7 +47,7 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the shape of `parameter` whose elements are all NaN and share the memory of one."""
+    """Return a parameter like `parameter`, in which all elements are NaN and share the memory of a single element."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 

@@ -81,8 +81,8 @@ def partition(
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
     """Raise ValueError if a module cannot be sharded.
 
-    Unsupported are trainable parameters that are not real floating-point, embeddings with `max_norm`, and parameters on
-    the meta device unless `has_weights`.
+    Trainable parameters that are not real floating-point, embeddings with `max_norm`, and, unless `has_weights`,
+    parameters on the meta device are not supported.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():

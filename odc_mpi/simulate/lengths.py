@@ -89,8 +89,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 def lengths_by_name(name: str) -> LengthDistribution:
     """Return a distribution by its name in `KNOWN_DISTRIBUTIONS`, or by the path of a prepared data set.
 
-    Raises:
-        UserError: `name` is neither a known name nor the path of a valid data set.
+    Raises `UserError` if `name` is neither a known name nor the path of a valid data set.
     """
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]

@@ -24,10 +24,9 @@ class Option(NamedTuple):
 
 
 def validate_options(options: Mapping[str, Option], values: Any) -> None:
-    """Check that the attributes of `values` are within the bounds of the options, which are given by attribute name.
+    """Raise `UserError`, which names the option, if an attribute of `values` is out of the bounds of its option.
 
-    Raises:
-        UserError: A value is out of bounds. The message names the option.
+    `options` has the options by attribute name.
     """
     for field, option in options.items():
         value = getattr(values, field)

@@ -159,8 +159,8 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     Returns:
         JSON object. `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches)
         and `step_s` (mean seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the
-        intervals in which each rank generates or trains in the first minibatch. `generation_fraction` is the part of
-        generation in the busy time of collective/barrier. `scenario` has the attributes of `rollouts`.
+        intervals in which each rank generates or trains in the first minibatch. `generation_fraction` is the fraction
+        of the busy time of collective/barrier that is spent on generation. `scenario` has the attributes of `rollouts`.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

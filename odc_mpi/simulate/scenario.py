@@ -104,7 +104,7 @@ class Scenario:
         num_units: Number of units, parameters that are fetched and released together. In each microbatch, a unit is
             fetched twice, for forward and backward, and its gradient is pushed once.
         unit_bytes: Size of a unit in bytes. 0 means `MODEL_BYTES` divided by `num_units`.
-        fetch_gb_per_s: Speed of fetches, in 10^9 bytes per second. 0 means that they take no time. As `push_gb_per_s`.
+        fetch_gb_per_s, push_gb_per_s: Speed of fetches and of pushes, in 10^9 bytes per second. 0 means no time.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch, with windows.
         gradient_cache_bytes: Memory per rank for local gradient accumulation, with windows. Gradients are assumed to be
             as large as parameters.

@@ -72,7 +72,6 @@ class SimulationResult:
     """Result of a simulation. All mappings are by schedule. Unless stated otherwise, they also have the keys `BOUNDS`.
 
     Attributes:
-        scenario: Scenario that was simulated.
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
         idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
@@ -178,7 +177,6 @@ def ratios(
         ends: Seconds of each minibatch, by schedule or bound.
         work: Total busy seconds of all ranks in all minibatches, by schedule or bound.
         baseline: Schedule to which speed-ups are relative.
-        ranks: Number of ranks.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {

@@ -173,11 +173,10 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
     """Return the text of a batch script.
 
     Args:
-        job: Resources and command.
         headline: Purpose of the script, for the comment at its start.
         usage: Command that submits the script, for the same comment.
         array: Value of `sbatch --array`. Empty: not a job array.
-        settings: Bash code that appends settings to the arguments of the script, such as those of a job of the array.
+        settings: Bash code that appends settings to the arguments of the script, such as those of one job of the array.
     """
     stage = shlex.quote(job.stage) if job.stage else "${STAGE:-}"
     data = shlex.quote(job.data) if job.data else "${DATA:-}"
@@ -196,10 +195,9 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the exit code of sbatch, which prints the job ID.
+    """Submit a batch script with sbatch, which prints the job ID, and return its exit code.
 
-    Raises:
-        UserError: sbatch is not on the PATH.
+    Raises `UserError` if sbatch is not on the PATH.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:

@@ -23,7 +23,7 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision whether a run uses context parallelism.
+    """Decision on whether a run uses context parallelism.
 
     Attributes:
         sizes: Sizes of the windows for keys and values; None if context parallelism is off.

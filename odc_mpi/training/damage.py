@@ -26,7 +26,7 @@ class PlaceholderDataset:
     """View of a data set that yields placeholders for sequences that cannot be read.
 
     A placeholder has the length and the number of loss tokens of the sequence, and only the token 0. The caller must
-    call `raise_damage` before it uses any result, so no other code receives this view.
+    call `raise_damage` before it uses any result.
 
     Args:
         dataset: Data set, which raises `DamagedDatasetError` for these sequences.

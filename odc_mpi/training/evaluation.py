@@ -93,8 +93,7 @@ class LossEvaluator(PeriodicEvaluator):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per loss token and the perplexity. Collective, but ranks wait only at the end.
 
-        Raises:
-            DamageFoundError: A rank could not read a sequence. Raised by every rank.
+        Raises `DamageFoundError` on every rank if a rank could not read a sequence.
         """
         local_loss, training = 0.0, self._model.module.training
         self._model.eval()

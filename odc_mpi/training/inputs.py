@@ -27,11 +27,10 @@ class Inputs:
     """Data sets, model and loader of a run, after all checks but before the weights are read.
 
     Attributes:
-        dataset: Training data.
-        model: Model on the meta device, with adapters if the settings have them.
-        loader: Loader of `dataset`.
+        model: Model on the meta device, with adapters if the settings request them.
+        loader: Loader of `dataset`, the training data.
         evaluation: Held-out data; None if `data.eval_path` is not set.
-        context_parallel: Decision whether sequences are split.
+        context_parallel: Decision on whether sequences are split.
     """
 
     dataset: TrainingData
@@ -63,12 +62,8 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     """Open the data sets, build the model without its weights, and check that they match.
 
-    Args:
-        rank: Rank whose microbatches the loader yields.
-        size: Number of ranks.
-
-    Raises:
-        UserError: Settings, data and model do not match, or a file cannot be used.
+    Raises `UserError` if settings, data and model do not match, or a file cannot be used. `rank` is the rank whose
+    microbatches the loader yields.
     """
     validate_context_parallel(config)
     meta_model = build_model(config.model, config.run.seed)
@@ -147,7 +142,7 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: model
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use before any time is measured. For `data.cost` fitted, it is that of flops."""
+    """Return the cost model to use before times are measured: for `data.cost` fitted, the one for flops."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)

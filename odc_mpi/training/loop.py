@@ -62,7 +62,7 @@ class Objective(Callback, ABC):
 
     @abstractmethod
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the scalar loss of a microbatch. Its tensors are on the device of the model. One-sided."""
+        """Return the scalar loss of a microbatch, whose tensors are on the device of the model. One-sided."""
 
 
 class Trainer(AbstractContextManager["Trainer"]):
@@ -72,7 +72,6 @@ class Trainer(AbstractContextManager["Trainer"]):
     `callbacks` in order. Only `on_train_end` is called in reverse order.
 
     Args:
-        model: Model to train.
         callbacks: Additional callbacks.
         clock: Function that returns a time in seconds, with which microbatches are timed. The time must not advance
             while this rank waits for slower ranks.
@@ -114,11 +113,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Call `on_train_begin` of all callbacks. Collective.
-
-        Raises:
-            ValueError: Two callbacks have a name in `gathered_names` in common.
-        """
+        """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if callbacks share a gathered name."""
         callback_by_name: dict[str, Callback] = {}
         for callback in self.callbacks:
             for name in callback.gathered_names:

@@ -98,7 +98,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Describe a type in the text that follows "expected" in errors."""
+    """Describe a type as the text that follows "expected" in errors."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)

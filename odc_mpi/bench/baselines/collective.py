@@ -21,9 +21,6 @@ class CollectiveBaseline(Contender):
     Args:
         config: Settings of the optimizer. The learning rate stays at its peak.
         inputs: Model and data. No other contender may use the same inputs.
-
-    Attributes:
-        model: Sharded model.
     """
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:

@@ -25,7 +25,6 @@ class FSDPBaseline(UnshardedBaseline):
 
     Args:
         world: Ranks that train, all on one node.
-        config: Configuration of the run.
         loader: Loader of minibatches, with a balancing strategy that gives all ranks the same number of microbatches.
     """
 

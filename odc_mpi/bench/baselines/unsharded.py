@@ -23,10 +23,8 @@ HOST = torch.device("cpu")
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
     """Build the model of a configuration in this process, with all parameters in fp32.
 
-    It has the same initial values and the same tied parameters as in a run of the configuration.
-
-    Raises:
-        UserError: The model cannot be built or read.
+    It has the same initial values and the same tied parameters as in a run of the configuration. Raises `UserError` if
+    the model cannot be built or read.
     """
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
@@ -89,8 +87,7 @@ def run_microbatches(
     Args:
         model: Causal language model of Hugging Face. Its calls communicate if it is sharded.
         minibatch: Minibatch to which the microbatches belong. Its number of loss tokens divides the sum of losses.
-        microbatches: Microbatches to run.
-        factor: Factor on the gradients, but not on the returned loss.
+        factor: Factor by which the gradients are multiplied, but not the returned loss.
         device: Device of the model.
 
     Returns:

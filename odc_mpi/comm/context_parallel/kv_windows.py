@@ -61,7 +61,7 @@ class KVWindows:
     """Windows for keys, values and gradients of this rank's chunks, which other ranks read, and for flags.
 
     The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
-    collective. It raises `AllRanksUserError` if /dev/shm has too little free space.
+    collective. It raises `AllRanksUserError` if a node has too little memory.
 
     Args:
         sizes: Sizes of the memory. They must be the same on all ranks.
@@ -147,7 +147,7 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set this rank's flag of a kind at each of `ranks`, after all its earlier reads and writes. One-sided."""
+        """Set this rank's flag of a kind at each of `ranks`, after all earlier accesses of this rank. One-sided."""
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank

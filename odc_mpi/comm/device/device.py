@@ -24,7 +24,7 @@ from odc_mpi.errors import UserError
 
 
 class Device:
-    """A GPU, identified by its index among those that are visible to this process.
+    """A GPU, identified by its index among the GPUs that are visible to this process.
 
     Attributes:
         torch_device: The device as a `torch.device`.
@@ -139,7 +139,7 @@ class Device:
         return _record(stream)
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start to add slots (offsets in the shard, and tensors) to a shard, in order. Thread-safe.
+        """Start to add slots, pairs of an offset in the shard and a tensor, to a shard, in order. Thread-safe.
 
         All earlier kernels that use the shard, and all copies that fill the slots, must have finished. The slots have
         the dtype of the shard. Do not modify them before the returned event has occurred. It is recorded after this

@@ -53,7 +53,7 @@ class AccumulateGradientStore(WindowGradientStore):
 
     MPICH serializes all MPI_Accumulate operations on a window within a node, even to different owners. With MPICH an
     array therefore has several windows, and each rank has its shard in one of them. Two ranks that push 16 MB
-    concurrently then need half of the time.
+    concurrently then take half the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:

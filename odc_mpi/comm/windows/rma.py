@@ -79,25 +79,25 @@ class Window:
         return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to read elements of another rank's shard, beginning at element `start`, into `buffer`, given as bytes.
+        """Start to copy elements of a shard, from element `start` on, into the byte buffer `buffer`. One-sided.
 
-        One-sided. The buffer is complete after `flush`.
+        The copy is complete after `flush`.
         """
         for offset, part in _messages(buffer, self.tensor.itemsize):
             self._win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of a shard, beginning at element `start`, with `values`, given as bytes.
+        """Start to overwrite elements of a shard, from element `start` on, with `values`, a buffer of bytes. One-sided.
 
-        One-sided. Do not modify `values` before `flush` has completed the operation.
+        Do not modify `values` before `flush` has completed the operation.
         """
         for offset, part in _messages(values, self.tensor.itemsize):
             self._win.Put([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
     def accumulate(self, target: int, start: int, values: Memory) -> None:
-        """Start to add `values` to elements of a shard, beginning at element `start`.
+        """Start to add `values` to elements of a shard, from element `start` on. One-sided.
 
-        One-sided. `values` has the dtype of the shard. Do not modify it before `flush_local`.
+        `values` has the dtype of the shard. Do not modify it before `flush_local`.
         """
         assert self._element != MPI.BYTE, "MPI cannot add this type"
         for offset, part in _messages(values):
@@ -105,7 +105,7 @@ class Window:
             self._win.Accumulate([part, self._element], target, target_range, MPI.SUM)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add `value` to the int64 element at `offset`, and return its previous value. One-sided."""
+        """Atomically add `value` to the int64 element at `offset` of a shard, and return its old value. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
@@ -119,8 +119,7 @@ class Window:
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
         """Atomically overwrite the int64 element at `offset` of a shard if it equals `expected`. One-sided.
 
-        Returns:
-            The previous value of the element, which equals `expected` if it was overwritten.
+        Returns the previous value of the element, which equals `expected` if it was overwritten.
         """
         assert self.tensor.dtype == torch.int64, "counters are int64"
         new, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
@@ -129,14 +128,11 @@ class Window:
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Read the first `count` int64 elements of a shard. One-sided. Each element is read atomically."""
+        """Read the first `count` int64 elements of a shard, each one atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of the shard of rank `target` with the int64 array `values`. One-sided.
-
-        Each element is written atomically.
-        """
+        """Overwrite the first elements of a shard with the int64 array `values`, each one atomically. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:

@@ -126,8 +126,8 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
     result.
 
     Args:
-        main: Function of the command line arguments and of a function that sends a message to the parent. On ranks
-            other than 0, messages are not sent.
+        main: Function with two arguments: the command line arguments, and a function that sends a message to the
+            parent. Ranks other than 0 send no messages.
     """
     *arguments, descriptor = sys.argv[1:]
     try:

@@ -29,16 +29,13 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """Set a timer that ends this process if it still runs after max(`seconds`, `END_S`).
-
-    Does nothing outside of the main thread.
-    """
+    """In the main thread, set a timer that ends this process if it still runs after max(`seconds`, `END_S`) seconds."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 
 
 def exit_as_interrupted() -> None:
-    """End this process by SIGINT, as an uncaught `KeyboardInterrupt` does. The launcher then ends the other ranks."""
+    """End this process with SIGINT, as an uncaught `KeyboardInterrupt` does. The launcher then ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -124,20 +124,14 @@ class UnshardedUnits:
         """End a forward of a unit. This class keeps the unit unsharded; a subclass may reshard it."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the unsharded unit whose memory a tensor uses, with the index of the array in the unit.
-
-        Returns None if the tensor uses other memory.
-        """
+        """Return the unsharded unit whose memory a tensor uses, and the index of the array in the unit, or None."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Forbid resharding in the enclosed code, where modules hold the tensors of the units.
-
-        `reshard_all` then raises RuntimeError.
-        """
+        """Forbid resharding in the enclosed code, where modules hold the tensors: `reshard_all` raises RuntimeError."""
         self.reshard_forbidden = True
         try:
             yield

@@ -15,7 +15,8 @@ class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
     Args:
-        gradient_format: Gradient format of the model. Construction lowers its exponents by log2 of `loss_normalizer`.
+        gradient_format: Gradient format of the model. Construction lowers its exponents by log2 of `loss_normalizer`,
+            rounded up.
         loss_normalizer: Largest number by which the summed gradients are divided. They are up to this factor larger
             than the gradients of a mean loss.
     """

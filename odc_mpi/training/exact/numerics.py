@@ -70,11 +70,8 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
     """Describe the differences between the current and a previous fingerprint.
 
-    Args:
-        checkpoint: Path of the checkpoint with the previous fingerprint, for the error.
-
-    Raises:
-        UserError: `run.threads` differs.
+    Raises `UserError` if `run.threads` differs. `checkpoint` is the path of the checkpoint with the previous
+    fingerprint, for the error.
     """
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:

@@ -16,8 +16,7 @@ from odc_mpi.training.settings import Config
 def apply_exact_settings(config: Config) -> Config:
     """Return the configuration with the settings that `run.exact` requires, or unchanged if it is not set.
 
-    Raises:
-        UserError: The configuration has a setting that `run.exact` does not support.
+    Raises `UserError` if the configuration has a setting that `run.exact` does not support.
     """
     if not config.run.exact:
         return config

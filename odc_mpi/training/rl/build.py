@@ -86,10 +86,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Disable the adapters of a model in the context.
-
-    Unlike `disable_adapter` of peft, this does not change `requires_grad`.
-    """
+    """Disable the adapters of a model in the context. Unlike `disable_adapter` of peft, keep `requires_grad`."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

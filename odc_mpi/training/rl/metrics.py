@@ -28,9 +28,7 @@ _PER_RANK = (
 class RolloutMetrics:
     """Counts and sums of a step, from which the metrics of rollouts are computed.
 
-    Args:
-        reward_names: Names of the reward functions.
-        num_groups: Largest number of prompt groups in a minibatch.
+    `num_groups` is the largest number of prompt groups in a minibatch.
     """
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
@@ -60,9 +58,8 @@ class RolloutMetrics:
     ) -> None:
         """Add a prompt group that this rank generated.
 
-        Args:
-            position: Index of the prompt in the minibatch.
-            excluded: True for completions that are excluded from the loss, bool [completions].
+        `position` is the index of the prompt in the minibatch. `excluded`, bool [completions], is True for completions
+        that are excluded from the loss.
         """
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]

@@ -57,9 +57,8 @@ _REQUIRED = {
 def check_rl(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the settings of GRPO are incomplete, unsupported, or contradict other settings.
 
-    Args:
-        values: Values of all settings that the user gave, by name such as `rl.beta`.
-        source: File or command line that the values are from, for the error.
+    `values` has the values of all settings that the user gave, by name such as `rl.beta`. `source` is the file or
+    command line that they are from, for the error.
     """
     if values.get("run.objective", "sft") != "grpo":
         defaults = {f"rl.{item.name}": item.default for item in fields(GRPOConfig)}

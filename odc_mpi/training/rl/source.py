@@ -51,10 +51,7 @@ class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed and appended to completions.jsonl with their rewards.
-
-    Args:
-        prompts: Data set of the loader.
-        engine: Function that generates completions.
+    `prompts` is the data set of the loader. `engine` is the function that generates completions.
     """
 
     columns: ClassVar = (
@@ -138,10 +135,7 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Add tokens per second to the metrics. Every `rl.log_completions` steps, also log completions.
-
-        Collective in steps that log completions.
-        """
+        """Add tokens per second to the metrics. Collective every `rl.log_completions` steps, to log completions."""
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
         if self._is_logged_step():
             lines = list(itertools.chain.from_iterable(self._world.gather_objects(self._logged_completions)))
