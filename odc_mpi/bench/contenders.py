@@ -32,18 +32,12 @@ class Contender(Protocol):
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Collective. May return before the device has finished the step.
 
-        Returns:
-            This rank's share of the loss, and the number of input tokens on all ranks.
+        Returns this rank's share of the loss, and the number of input tokens on all ranks.
         """
 
 
 class OdcContender(Contender):
-    """The trainer of `odc-mpi train`.
-
-    Args:
-        trainer: Trainer, whose metrics cover all ranks.
-        rank: This rank. `step` returns the whole loss on rank 0, and 0 on the other ranks.
-    """
+    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0 on others."""
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self._trainer, self._rank = trainer, rank

@@ -167,8 +167,7 @@ class CollectiveRunner(Runner):
 class Sleeper:
     """Sleeps with an exact total. If a sleep takes too long, the next one is shortened by the excess.
 
-    Attributes:
-        slept: Beginning and end of each sleep, in seconds of `time.perf_counter`.
+    `slept` has the beginning and end of each sleep, in seconds of `time.perf_counter`.
     """
 
     def __init__(self) -> None:

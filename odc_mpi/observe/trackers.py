@@ -32,10 +32,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Check that the packages of the trackers `names` are installed, and initialize accelerate if `names` is not empty.
-
-    Raises a UserError if a package is missing.
-    """
+    """Raise UserError if a package of the trackers `names` is missing. Initialize accelerate if there are trackers."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:

@@ -87,9 +87,7 @@ class GanttChart:
 class Bar:
     """Bar for one value.
 
-    Attributes:
-        spread: Lower and upper quartile of the value, or None if they are unknown.
-        references: Values of the same quantity from other sources, by source.
+    `spread` has its lower and upper quartile, if they are known. `references` are values from other sources, by source.
     """
 
     label: str

@@ -247,10 +247,7 @@ class World(AbstractContextManager["World"]):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Overwrite a tensor with the tensor of rank 0. Collective.
-
-        Raise `ValueError` unless it is a contiguous CPU tensor. Any dtype is supported.
-        """
+        """Overwrite a contiguous CPU tensor with that of rank 0. Collective. Raise `ValueError` for other tensors."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
         # Imported late: `odc-mpi doctor` and invalid settings need ranks, but not torch, whose import takes a second.

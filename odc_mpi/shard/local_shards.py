@@ -85,10 +85,7 @@ class LocalShards:
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
-        """Fill this rank's slices from `weights`. Collective if `weights.read` is.
-
-        Call `write_back` to copy the slices into the windows.
-        """
+        """Fill this rank's slices from `weights`. Collective if `weights.read` is. Call `write_back` afterwards."""
         for slice_, tensor in self.all_slices():
             tensor.copy_(weights.read(slice_.spec.name, slice_.start, slice_.stop))
 

@@ -32,8 +32,7 @@ class Span(NamedTuple):
 class SpanRecorder:
     """Recorder of the time that the computing thread spends on communication, as spans.
 
-    Attributes:
-        seconds: Total time of all spans so far by kind, in seconds.
+    `seconds` is the total time of all spans so far by kind, in seconds.
     """
 
     def __init__(self) -> None:

@@ -179,10 +179,7 @@ class Scenario:
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Time that the caches of a rank save in each microbatch, and cost in the first one, which fills them.
-
-        Both are in seconds, for microbatches whose parameters are fetched from windows.
-        """
+        """Seconds that caches save in each microbatch with windows, and cost in the first one, which fills them."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)

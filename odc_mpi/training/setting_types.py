@@ -125,9 +125,8 @@ def format_value(value: Any) -> str:
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the settings of evaluation contradict each other.
 
-    Args:
-        values: Values of all settings that the user gave, by name such as `run.eval_every`.
-        source: File or command line that the values are from, for the error.
+    `values` has the values of all settings that the user gave, by name such as `run.eval_every`. `source` is the file
+    or command line that they are from, for the error.
     """
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):

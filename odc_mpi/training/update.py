@@ -37,9 +37,7 @@ class Update(Callback):
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide and clip the gradients, run the optimizer and publish the new parameters. Collective.
 
-        Args:
-            loss_normalizer: Number by which the gradients are divided.
-            finite: True if the gradients are finite on all ranks.
+        The gradients are divided by `loss_normalizer`. `finite` is True if they are finite on all ranks.
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
@@ -52,11 +50,9 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after too many steps in a row were skipped because of non-finite gradients.
+    """Ends a run after `max_skipped_steps` steps in a row were skipped because of non-finite gradients.
 
-    Args:
-        max_skipped_steps: Number of skipped steps in a row that ends the run.
-        metadata: Metadata of the checkpoint of a resumed run, which continues its count.
+    `metadata` is that of the checkpoint of a resumed run, which continues its count.
     """
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:

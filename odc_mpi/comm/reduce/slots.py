@@ -36,11 +36,7 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory, and slots in its inbox.
-
-    Attributes:
-        shards: Gradient shards of this rank by array index. Empty before `allocate`.
-    """
+    """Shards of this rank in private memory (`shards`, by array index), and slots in its inbox."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT

@@ -20,10 +20,9 @@ from odc_mpi.runtime.world import World
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameters in windows. Fetches go to host memory. They do not copy if this rank maps all shards contiguously.
+    """Parameters in windows of `kind`, one per array. Fetches go to host memory.
 
-    Args:
-        kind: Kind of the windows, one per array.
+    They do not copy if this rank maps all shards contiguously.
     """
 
     def __init__(
