@@ -39,7 +39,7 @@ from odc_mpi.bench.fetch_and_push import Units, Variant, check
 from odc_mpi.bench.measure import Goal, entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.formatting import format_size
-from odc_mpi.probe.trial import repeat_for
+from odc_mpi.probe.trial import compute, repeat_for
 from odc_mpi.runtime.world import World
 
 #: Minimum bytes that a sample moves, so that its synchronizations, of up to 0.4 ms, are negligible ...
@@ -158,13 +158,6 @@ def _measure_lone_rank(world: World, collectives: CollectiveCommunicator, varian
     return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
 
 
-def _compute() -> None:
-    """Compute for about a millisecond without entering MPI."""
-    vector = torch.ones(64)
-    for _ in range(500):
-        torch.add(vector, 1.0)
-
-
 def _lone_rank_times(
     world: World, collectives: CollectiveCommunicator, variant: Variant, budget_s: float, computing_s: float = 0.0
 ) -> float:
@@ -176,7 +169,7 @@ def _lone_rank_times(
         num_units = len(variant.operations)
         times = repeat_for(budget_s, lambda: seconds(variant.operations, num_units, variant.complete))
     elif computing_s:
-        repeat_for(computing_s, _compute)
+        compute(computing_s)
     # Idle ranks wait for rank 0 here, inside MPI: in the synchronization of gradients, where they also add those in
     # their mailbox, or in the barrier.
     variant.finish()

@@ -214,7 +214,7 @@ class Trials:
         command = np.zeros(2)
         while not command[1]:
             self._world.wait(self._comm.Irecv(command, origin), "receiving a command of a probe")
-            _compute(command[0])
+            compute(command[0])
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
@@ -233,7 +233,7 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _compute(seconds: float) -> None:
+def compute(seconds: float) -> None:
     """Compute without entering MPI. Unlike a sleep, this occupies a core that threads of the MPI library may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
