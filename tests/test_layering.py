@@ -18,7 +18,7 @@ MAY_SEE = {
     "runtime": set(),
     "comm": {"runtime"},
     "shard": {*("comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels", "comm.layout")},
-    "checkpoint": {"shard", "data.tokenizer"},
+    "checkpoint": {"shard", "data.tokenizer", "data.encode"},
     "probe": {"runtime", "comm"},
     "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from odc_mpi.checkpoint.manifest import TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
 from odc_mpi.checkpoint.state import MODEL, read_tensor
-from odc_mpi.data.tokenizer import tokenizer_files, write_files
+from odc_mpi.data.tokenizer import write_files
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import sync_directory, sync_file
 
@@ -96,7 +97,7 @@ def export(
         out: Directory to create. It appears atomically with all files. An existing directory must be empty.
         dtype: Type of floating-point weights, as the name of a torch dtype. By default, `exporter.dtype`.
         exporter: Content of the directory. By default, the full model.
-        base: Current directory of the model from which the run started, for its tokenizer. By default, the setting
+        base: Current directory of the model from which the run started, for its side files. By default, the setting
             `model.path` of the run.
 
     Raises:
@@ -113,8 +114,7 @@ def export(
             directory = Path(name, "model")
             directory.mkdir()
             _write_weights(exporter, directory, getattr(torch, dtype))
-            _write_json(directory / exporter.config_name, exporter.config(dtype))
-            write_files(read_tokenizer_files(checkpoint.manifest.metadata["config"], base), directory)
+            _write_side_files(exporter, directory, dtype, SideFiles(checkpoint.manifest.metadata["config"], base))
             names = sorted(path.name for path in directory.iterdir())
             for file in names:
                 sync_file(directory / file)
@@ -157,6 +157,15 @@ def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
         _write_json(out / f"{exporter.stem}.safetensors.index.json", index)
 
 
+def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: SideFiles) -> None:
+    config = exporter.config(dtype)
+    if exporter.config_name == Exporter.config_name:  # adapters use the special tokens of their base
+        _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
+        config = side_files.model_config(config)
+    _write_json(out / exporter.config_name, config)
+    write_files(side_files.tokenizer, out)
+
+
 def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
     """Write the tensors of one file, and return their size in bytes. The tensors are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
@@ -181,18 +190,6 @@ def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
     """Return the exported type of a tensor. Buffers keep their type; `model.param_dtype` is for parameters."""
     stored_dtype: torch.dtype = getattr(torch, record.dtype)
     return dtype if stored_dtype.is_floating_point and record.kind != "buffer" else stored_dtype
-
-
-def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer files of a run, and return their contents by file name.
-
-    They are read from the first of these that has any: the data set, the setting `rl.tokenizer`, and the directory of
-    the model, which is `base` or otherwise the setting `model.path`. Return an empty dictionary if none has.
-    `config` is the configuration of the run, as stored in its checkpoints.
-    """
-    rl_tokenizer = config.get("rl", {}).get("tokenizer")
-    candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
-    return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.export import read_tokenizer_files
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.side_files import read_generation_config, read_tokenizer_files
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
-from odc_mpi.files import parse_json
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.load import load_checkpoint, load_model
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
@@ -121,12 +120,6 @@ def _load_run_tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any], base:
 
 def _stop_tokens(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the tokenizer and of a generation_config.json."""
-    tokens = [tokenizer.eos_token_id]
-    path = directory / "generation_config.json" if directory else None
-    if path and path.is_file():
-        try:
-            eos_tokens = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: expected a generation configuration in JSON, got {error}") from error
-        tokens += eos_tokens if isinstance(eos_tokens, list) else [eos_tokens]
+    eos_tokens = read_generation_config(directory).get("eos_token_id")
+    tokens = [tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
     return tuple(dict.fromkeys(token for token in tokens if isinstance(token, int)))

@@ -70,7 +70,7 @@ def test_it_reports_the_same(saved, tmp_path):
     directory, state, logits = saved
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out")
-    assert {"config.json", "model.safetensors"} == set(names)
+    assert {"config.json", "generation_config.json", "model.safetensors"} == set(names)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     loaded = model.state_dict()

@@ -32,7 +32,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
     assert "LoRA adapter r=2 alpha=8, base: randomly initialized with seed 0" in capsys.readouterr().out
     for out, more, files in (
         ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
-        ("merged", ("--merge",), {"config.json", "model.safetensors"}),
+        ("merged", ("--merge",), {"config.json", "generation_config.json", "model.safetensors"}),
     ):
         assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / out), *more]) == 0
         assert {path.name for path in (tmp_path / out).iterdir()} == files

@@ -1,0 +1,119 @@
+"""Files beside the weights of an exported model: tokenizer, chat template, special tokens, generation_config.json.
+
+The special tokens decide where transformers, vLLM and llama.cpp stop generating, so they must be those of the tokenizer
+and of the chat template, not the defaults of a configuration class.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.data.encode import end_of_turn_token
+from odc_mpi.data.tokenizer import load_files, tokenizer_files
+from odc_mpi.errors import UserError
+from odc_mpi.files import parse_json
+
+GENERATION_CONFIG = "generation_config.json"
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class SideFiles:
+    """Tokenizer files and special tokens of an exported model.
+
+    Args:
+        config: Configuration of the run, as stored in its checkpoints.
+        base: Current directory of the model from which the run started. None: the setting `model.path`.
+
+    Attributes:
+        tokenizer: Contents of the tokenizer files to export, by name: those of the base if it has a chat template, and
+            otherwise those that `read_tokenizer_files` returns. So the export has the template of the base, also if
+            the data was prepared with another one for training.
+    """
+
+    def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
+        path = base or config["model"]["path"]
+        self._base = Path(path) if path else None
+        trained_with = read_tokenizer_files(config, base)
+        of_base = tokenizer_files(self._base) if self._base else {}
+        loaded = _load(trained_with)
+        base_tokenizer = loaded if of_base == trained_with else _load(of_base)
+        has_template = base_tokenizer is not None and base_tokenizer.chat_template
+        self.tokenizer = of_base if has_template else trained_with
+        # The exported one first.
+        candidates = [base_tokenizer, loaded] if has_template else [loaded]
+        self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())
+
+    def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with the special tokens. Without a tokenizer that loads, it is not changed."""
+        return {**config, **self._special_tokens(config, config)}
+
+    def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return generation_config.json: that of the base, or else an empty one, with the special tokens.
+
+        Raises:
+            UserError: The file of the base cannot be read.
+        """
+        content = read_generation_config(self._base)
+        defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
+        special = self._special_tokens(defaults, config)
+        return {key: value for key, value in {**defaults, **special}.items() if value is not None}
+
+    def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the token ids by their keys.
+
+        `eos_token_id` has the tokens that end a sequence or a turn, and those of a base. bos and pad are those of the
+        tokenizer, and for a model from a base, as in transformers' Trainer, the base's where the tokenizer has none.
+        """
+        if not self._tokenizers:
+            return {}
+        size = config.get("vocab_size") or float("inf")  # torch refuses a pad token beyond the embedding
+        kept = dict(defaults) if self._base else {}
+        ends = [end for each in self._tokenizers for end in (each.eos_token_id, end_of_turn_token(each))]
+        known = kept.get("eos_token_id")
+        ends += known if isinstance(known, list) else [known]
+        eos = [token for token in dict.fromkeys(ends) if token is not None and token < size]
+        tokens: dict[str, Any] = {"eos_token_id": eos if len(eos) > 1 else next(iter(eos), None)}
+        for key in ("bos_token_id", "pad_token_id"):
+            token = getattr(self._tokenizers[0], key)
+            tokens[key] = kept.get(key) if token is None or token >= size else token
+        return tokens
+
+
+def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
+    """Read the tokenizer files of a run, and return their contents by file name.
+
+    They are read from the first of these that has any: the data set, the setting `rl.tokenizer`, and the directory of
+    the model, which is `base` or otherwise the setting `model.path`. Return an empty dictionary if none has.
+
+    Args:
+        config: Configuration of the run, as stored in its checkpoints.
+    """
+    rl_tokenizer = config.get("rl", {}).get("tokenizer")
+    candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
+    return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
+
+
+def read_generation_config(directory: Path | None) -> dict[str, Any]:
+    """Return the content of a generation_config.json, or an empty dictionary if the directory has none.
+
+    Raises:
+        UserError: The file is not a JSON object.
+    """
+    path = directory / GENERATION_CONFIG if directory else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(type(content).__name__)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a generation configuration in JSON, got {error}") from error
+    return content
+
+
+def _load(files: Mapping[str, bytes]) -> Any | None:
+    """Load a tokenizer. Return None without files, or if transformers cannot load them: it may not be needed."""
+    try:
+        return load_files(files) if files else None
+    except UserError:
+        return None

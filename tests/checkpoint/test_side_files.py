@@ -1,0 +1,126 @@
+"""Where transformers stops generating from an exported model: its tokenizer, its template, and the special tokens."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+
+from odc_mpi.checkpoint.export import export
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.side_files import SideFiles
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.tokenizer import PAD, TURN_END, serialize_tokenizer, train_tokenizer, write_files
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.shard.model import ShardedModel
+
+SIZE = 264
+CONFIG = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "vocab_size": SIZE}
+TRAINING_TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["a few words"], SIZE)
+
+
+@pytest.fixture
+def end(tokenizer):
+    """The tokens that end a sequence and a turn."""
+    return [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(TURN_END)]
+
+
+def write_data(path, files):
+    with DatasetWriter(path, vocab_size=SIZE, tokenizer="", source="", tokenizer_files=files) as writer:
+        writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
+    return path
+
+
+def settings(data, base=None):
+    return {"model": {"param_dtype": "float32", "path": base and str(base)}, "data": {"path": str(data)}}
+
+
+def test_a_model_from_a_configuration_has_the_tokenizer_s_tokens(tokenizer, end, tmp_path):
+    data = write_data(tmp_path / "data.h5", serialize_tokenizer(tokenizer))
+    side_files = SideFiles(settings(data), None)
+    expected = {"eos_token_id": end, "pad_token_id": tokenizer.convert_tokens_to_ids(PAD)}
+    # The default bos of Llama, 1, is another token here, and the tokenizer has none.
+    assert side_files.model_config(CONFIG) == CONFIG | expected | {"bos_token_id": None}
+    assert side_files.generation_config(CONFIG) == expected
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"damaged"}], ids=["none", "does not load"])
+def test_without_a_tokenizer_the_configuration_s_tokens_stay(files, tmp_path):
+    side_files = SideFiles(settings(write_data(tmp_path / "data.h5", files)), None)
+    assert side_files.tokenizer == files
+    assert side_files.model_config(CONFIG) == CONFIG
+    assert side_files.generation_config(CONFIG) == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("has_template", [True, False], ids=["a chat model", "a base without a template"])
+def test_the_base_has_its_own_template_and_settings(tokenizer, end, tmp_path, has_template):
+    """The data was prepared with a template for training, which ends turns by the token that ends a sequence."""
+    files = serialize_tokenizer(tokenizer)
+    template = files.pop("chat_template.jinja")
+    base = tmp_path / "base"
+    base.mkdir()
+    write_files(files | ({"chat_template.jinja": template} if has_template else {}), base)
+    (base / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 9, "bos_token_id": 7}')
+    data = write_data(tmp_path / "data.h5", files | {"chat_template.jinja": TRAINING_TEMPLATE.encode()})
+    side_files = SideFiles(settings(data, base), None)
+    assert side_files.tokenizer["chat_template.jinja"] == (template if has_template else TRAINING_TEMPLATE.encode())
+    ends = [*end, 9] if has_template else [end[0], 9]
+    pad = tokenizer.pad_token_id
+    assert side_files.generation_config(CONFIG) == {
+        "temperature": 0.6,
+        "bos_token_id": 7,
+        "eos_token_id": ends,
+        "pad_token_id": pad,
+    }
+    assert side_files.model_config(CONFIG)["bos_token_id"] == 1, "that of the base, since the tokenizer has none"
+    # A token beyond the embedding would not load as a pad token.
+    assert side_files.model_config(CONFIG | {"vocab_size": pad})["pad_token_id"] is None
+    (base / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config.json: expected a generation configuration in JSON, got"):
+        side_files.generation_config(CONFIG)
+
+
+def test_generate_of_transformers_ends_at_the_end_of_a_turn(tokenizer, end, tmp_path):
+    """A Llama from its configuration, whose head always prefers the token that ends a turn."""
+    data = write_data(tmp_path / "data.h5", serialize_tokenizer(tokenizer))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def save(transport):
+        meta_model = models.from_config({"model_type": "llama", "vocab_size": SIZE, **sizes}, seed=0)
+        model = ShardedModel(meta_model.module, transport, weights=meta_model.weights)
+        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), 0)
+        saver = Saver(tmp_path, 0, 1, "t", warn=print)
+        metadata = {
+            "config": settings(data),
+            "transformers_config": json.loads(model.module.config.to_json_string(use_diff=False)),
+            "architectures": [type(model.module).__name__],
+        }
+        saver.start(1, state.snapshot(), state.make_manifest(1, metadata))
+        saver.wait_until_written()
+        saver.receive_reports(transport.complete_gradients(np.array(saver.report())))
+        saver.wait_until_published()
+
+    run_ranks(1, save, torch.float32, torch.float32)
+    with Checkpoint(tmp_path / "step_00000001") as checkpoint:
+        export(checkpoint, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
+    chat = exported.apply_chat_template(
+        [{"role": "user", "content": "few"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    preferred = torch.full((SIZE,), -1e9)
+    preferred[end[1]] = 0.0
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits + preferred)
+    answer = model.generate(**chat, max_new_tokens=8, do_sample=False)[0, chat["input_ids"].shape[1] :]
+    assert answer.tolist() == [end[1]]
