@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from typing_extensions import override
 
-from odc_mpi.checkpoint.manifest import TensorRecord
+from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord, read_manifest
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
@@ -194,7 +194,13 @@ def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
-    return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
+    return next((files for candidate in candidates if candidate and (files := _tokenizer_files(Path(candidate)))), {})
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    if (path / MANIFEST).is_file():  # the run began with this checkpoint
+        return read_tokenizer_files(read_manifest(path).metadata["config"], None)
+    return tokenizer_files(path)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
