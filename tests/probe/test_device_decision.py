@@ -74,6 +74,15 @@ def test_without_a_gpu_windows_there_are_not_mentioned():
     assert "windows" not in decision.one_line()
 
 
+def test_a_single_rank_needs_no_probe():
+    found = replace(report(), ranks_per_node=(1,), device=None)
+    decision = made(found)
+    assert choices(decision) == ("cuda", "mailbox") and decision.zero_copy.value == "on"
+    assert RUN_DOCTOR not in decision.one_line()
+    for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
+        assert choices(made(found, **wishes))[0] == "cpu"
+
+
 def test_a_crash_is_the_reason():
     crash = "crashed (SIGSEGV on rank 1)"
     found = report(Peer(get=FAST, put=FAST), own_accumulate=None)
