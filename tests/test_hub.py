@@ -67,7 +67,9 @@ def test_what_is_no_name_stays(cache, tmp_path, monkeypatch):
 )
 def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
     snapshot = store(cache, files=files, index=index)
-    with pytest.raises(UserError, match=r"^model.path: .*'Owner/Name-1.5'.*HF_HUB_OFFLINE.*hf download Owner/Name-1.5$"):
+    with pytest.raises(
+        UserError, match=r"^model.path: .*'Owner/Name-1.5'.*HF_HUB_OFFLINE.*hf download Owner/Name-1.5$"
+    ):
         hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights)
     for file in ("b.safetensors", "model.safetensors", "tokenizer.json"):
         (snapshot / file).write_text("")
@@ -81,7 +83,9 @@ def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **settings}
     root = Path(__file__).parents[1]
     environment["PYTHONPATH"] = str(root)
-    found = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert found.returncode == 2 and time.monotonic() - began < 30
     assert found.stderr.splitlines()[-1].endswith("correct it, or run hf download Owner/Name")
     assert "--tokenizer" in found.stderr and len(found.stderr.splitlines()) <= 2

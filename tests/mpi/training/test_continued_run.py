@@ -88,7 +88,11 @@ def test_device_and_dtype_are_chosen_alike_on_all_ranks(world, dataset_path, mon
         ([None] * size, "cpu", "torch finds no GPU"),
         (["a", "b"][:size], "cuda", "each rank has a GPU"),
         (["a"] * size, "cuda" if size == 1 else "cpu", "each rank has a GPU" if size == 1 else shared),
-        (["a", None][:size], "cuda" if size == 1 else "cpu", "each rank has a GPU" if size == 1 else "rank 1 has no GPU"),
+        (
+            ["a", None][:size],
+            "cuda" if size == 1 else "cpu",
+            "each rank has a GPU" if size == 1 else "rank 1 has no GPU",
+        ),
     ):
         monkeypatch.setattr(api, "gpu_uuid", lambda host_rank, uuids=uuids: uuids[world.rank])
         config, notes = resolve_settings(auto, world)
