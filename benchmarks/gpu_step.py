@@ -32,6 +32,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.loop import Trainer
+from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, load
 from odc_mpi.training.update import make_optimizer
@@ -74,7 +75,7 @@ def configuration(path: Path | None, own_data: Path, timeout_s: float) -> Config
         UserError: As for `load`, or a setting is specific to odc_mpi.
     """
     if path is not None:
-        return comparable(load(path))
+        return comparable(with_device(load(path), "cuda"))
     write_data(own_data)
     config = Config(
         model=ModelConfig(config=MODEL, param_dtype="bfloat16"),

@@ -78,6 +78,7 @@ def ours(folder: Path) -> None:
     from odc_mpi.rollout.sample import PromptCompletions
     from odc_mpi.runtime.world import World
     from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.resolved_settings import with_device
     from odc_mpi.training.rl.source import RolloutSource
     from odc_mpi.training.run import build_trainer, decide
     from odc_mpi.training.settings import load
@@ -115,7 +116,7 @@ def ours(folder: Path) -> None:
                 "optim.lr_scheduler_type": "constant",
                 "optim.max_grad_norm": 1e9,
             }
-            config = load(None, [f"--{key}={value}" for key, value in settings.items()])
+            config = with_device(load(None, [f"--{key}={value}" for key, value in settings.items()]), "cpu")
             inputs = world.run_on_all(lambda config=config: open_inputs(config, world.rank, world.size))
             with build_trainer(config, world, inputs, decide(config, world)) as trainer:
                 source = next(each for each in trainer.callbacks if isinstance(each, RolloutSource))

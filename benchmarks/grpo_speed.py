@@ -102,6 +102,7 @@ def with_odc_mpi(way: str, steps: int) -> None:
 
     from odc_mpi.runtime.world import World
     from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.resolved_settings import with_device
     from odc_mpi.training.run import build_trainer, decide
     from odc_mpi.training.settings import load
 
@@ -110,7 +111,7 @@ def with_odc_mpi(way: str, steps: int) -> None:
         alone = way == "apart"
         ranks, share, seed = (world.split("self"), 128, world.rank) if alone else (world, 256, 0)
         given = {"--rl.log_completions": 0, "--data.minibatch_sequences": share, "--run.seed": seed}
-        config = load(CONFIG, [str(word) for pair in given.items() for word in pair])
+        config = with_device(load(CONFIG, [str(word) for pair in given.items() for word in pair]), "cpu")
         config = replace(config, data=replace(config.data, eval_path=None))
         inputs = ranks.run_on_all(lambda: open_inputs(config, ranks.rank, ranks.size))
         with build_trainer(config, ranks, inputs, decide(config, ranks)) as trainer:

@@ -47,9 +47,10 @@ WARM_UP = 2
 
 def configuration(arguments):
     """Return the configuration: settings of the quick start, with the requested number of steps."""
+    from odc_mpi.training.resolved_settings import with_device
     from odc_mpi.training.settings import load
 
-    config = load(mpi_launch.ROOT / "jobs/quickstart.yaml")
+    config = with_device(load(mpi_launch.ROOT / "jobs/quickstart.yaml"), "cpu")
     model = config.model.config | (LARGER if arguments.larger else {})
     data = replace(config.data, path=str(DATA), minibatch_sequences=arguments.sequences, balance="lb_mini")
     return replace(

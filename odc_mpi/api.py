@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from odc_mpi.comm.device.device import Device, find_device
+from odc_mpi.comm.device.device import Device, find_device, gpu_uuid
 from odc_mpi.comm.factory import (
     collective_transport,
     gradient_store_factories,
@@ -168,6 +168,23 @@ def decide_for(
     decision = world.run_on_all(lambda: decide(report, settings, on_device=computing is not None))
     world.run_on_all(lambda: require_correct_data(report, decision, tickets=tickets))
     return decision
+
+
+def choose_device(world: World) -> tuple[str, str]:
+    """Choose the device for `run.device` auto: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
+
+    Returns:
+        Device and reason, the same on all ranks.
+    """
+    # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
+    uuids = world.gather_objects(gpu_uuid(world.host_rank))
+    if None not in uuids and len(set(uuids)) == world.size:
+        return "cuda", "each rank has a GPU"
+    if not any(uuids):
+        return "cpu", "torch finds no GPU"
+    if None in uuids:
+        return "cpu", f"rank {uuids.index(None)} has no GPU"
+    return "cpu", f"{world.size} ranks share {'a GPU' if len(set(uuids)) == 1 else f'{len(set(uuids))} GPUs'}"
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:

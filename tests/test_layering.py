@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
 
 #: Modules at the root that know nothing of the project, and that every folder may import.
-ROOT = {"errors", "files", "formatting", "hdf5_file", "yaml_dialect"}
+ROOT = {"errors", "files", "formatting", "hdf5_file", "hub", "yaml_dialect"}
 #: What each folder may import of the others, besides `ROOT`. A module named in full is allowed alone.
 MAY_SEE = {
     **{module: set() for module in ROOT},
@@ -67,6 +67,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
+    "huggingface_hub": {"hub"},
     "h5py": {"hdf5_file", "data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "rollout", "generation"},

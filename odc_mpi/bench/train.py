@@ -30,8 +30,18 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.exact.required_settings import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
+from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
-from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, Size, load
+from odc_mpi.training.settings import (
+    CommConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    Size,
+    load,
+)
 
 BASELINE = "fsdp2"
 CEILING = "ceiling"
@@ -98,6 +108,7 @@ def configuration(
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
+    config = with_device(config, "cpu")
     if caches:
         return config
     none = Size(0)
@@ -107,10 +118,11 @@ def configuration(
 def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
     """Return the configuration that `bench train` uses if the option `--config` is not given."""
     return Config(
-        model=ModelConfig(config=MODELS[model]),
+        model=ModelConfig(config=MODELS[model], param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
         comm=CommConfig(timeout_s=timeout_s),
         optim=OptimConfig(learning_rate=1e-3),
+        run=RunConfig(device="cpu"),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from odc_mpi.checkpoint.manifest import MANIFEST, read_manifest
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.tokenizer import load_files, tokenizer_files
 from odc_mpi.errors import UserError
@@ -34,7 +35,7 @@ class SideFiles:
         path = base or config["model"]["path"]
         self._base = Path(path) if path else None
         trained_with = read_tokenizer_files(config, base)
-        of_base = tokenizer_files(self._base) if self._base else {}
+        of_base = _tokenizer_files(self._base) if self._base else {}
         loaded = _load(trained_with)
         base_tokenizer = loaded if of_base == trained_with else _load(of_base)
         has_template = base_tokenizer is not None and base_tokenizer.chat_template
@@ -90,7 +91,13 @@ def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[s
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
-    return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
+    return next((files for candidate in candidates if candidate and (files := _tokenizer_files(Path(candidate)))), {})
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    if (path / MANIFEST).is_file():  # the run began with this checkpoint
+        return read_tokenizer_files(read_manifest(path).metadata["config"], None)
+    return tokenizer_files(path)
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:

@@ -56,7 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from odc_mpi.checkpoint.commands import open_newest_checkpoint
     from odc_mpi.checkpoint.export import export
+    from odc_mpi.hub import resolve_model_path
 
+    if arguments.base is not None:
+        arguments.base = Path(resolve_model_path(str(arguments.base), "--base"))
     with open_newest_checkpoint(arguments.directory) as checkpoint:
         exporter = None
         if "adapter" in checkpoint.manifest.metadata:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Larger counts and seconds are typos, and not every system call accepts them.
 MAX_VALUE = 10**9
-BASE_HELP = "for adapters: directory of their base model; default: its directory in the training run"
+BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
 
 def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_text: str) -> None:

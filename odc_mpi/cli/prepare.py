@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace a data set that was made from other sources")
     parser.add_argument("--prompts-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR|DATA.h5", help="directory or data set; default: train a tokenizer"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR|NAME|DATA.h5",
+        help="directory, name on the hub, or data set; default: train a tokenizer",
     )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
@@ -66,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Write a data set and return the exit code."""
     if arguments.prompts_only:
@@ -77,6 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
 
+    if arguments.tokenizer is not None:
+        from odc_mpi.hub import resolve_model_path
+
+        name = resolve_model_path(str(arguments.tokenizer), "--tokenizer", weights=False, report=_print_error)
+        arguments.tokenizer = Path(name)
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
     # Exit by an exception, so that temporary files are removed.
     with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):

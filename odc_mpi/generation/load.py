@@ -1,6 +1,5 @@
 """Loading of a model, its tokenizer and its stop tokens for generation from a run, a checkpoint or a directory."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ import torch
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.side_files import read_generation_config, read_tokenizer_files
-from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
+from odc_mpi.checkpoint.side_files import read_generation_config
+from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel, is_model_directory
-from odc_mpi.models.load import load_checkpoint, load_model
+from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 
 
@@ -74,7 +73,7 @@ def load_generation_model(
         name = str(checkpoint.directory)
         meta_model = load_checkpoint(checkpoint, rank, size, attn_implementation, base)
         config = checkpoint.manifest.metadata["config"]
-        loaded_tokenizer = load_tokenizer(tokenizer) if tokenizer else _load_run_tokenizer(checkpoint, config, base)
+        loaded_tokenizer = load_tokenizer(tokenizer) if tokenizer else load_run_tokenizer(checkpoint, base)
         if base is None and config["model"]["path"]:
             base = Path(config["model"]["path"])
     return GenerationModel(name, meta_model, loaded_tokenizer, _stop_tokens(loaded_tokenizer, base), dtype)
@@ -106,16 +105,6 @@ def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
     if int(step) not in steps:
         raise UserError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
     return Checkpoint(steps[int(step)])
-
-
-def _load_run_tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path | None) -> Any:
-    files = read_tokenizer_files(config, base)
-    if not files:
-        raise UserError(
-            f"{checkpoint.directory}: the tokenizer in {config['data']['path']}, on which it was trained, no longer "
-            "exists: pass one with --tokenizer"
-        )
-    return load_files(files, Path(config["data"]["path"]))
 
 
 def _stop_tokens(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:

@@ -8,9 +8,11 @@ finish     gather the completions; rank 0 writes them                           
 import errno
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from odc_mpi.files import atomic_write
 from odc_mpi.generation.generate import CompletionOutput, GenerateFn, SamplingParams, generate, max_new_tokens_for
 from odc_mpi.generation.load import GenerationModel, load_generation_model
 from odc_mpi.generation.prompts import Request, output_record, read_examples, tokenize
+from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.runtime.world import World
 
@@ -63,6 +66,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
         UserError: The device or the MPI library cannot be used.
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
+    arguments = _resolve_paths(arguments, world)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))
     args, rank, size = arguments, world.rank, world.size
     source = world.run_on_all(
@@ -113,6 +117,25 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
         except UserError as error:
             raise UserError(f"{request.example.location}: {error}") from error
     return requests
+
+
+def _resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
+    """Replace names of models on the hub by their directories. Collective."""
+    report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
+    paths: dict[str, Any] = {}
+    for field, option in (("source", "SOURCE"), ("tokenizer", "--tokenizer"), ("base", "--base")):
+        if (path := getattr(arguments, field)) is not None:
+            paths[field] = Path(
+                resolve_model_path(
+                    str(path),
+                    option,
+                    weights=field != "tokenizer",
+                    gather=world.gather_objects,
+                    downloads=world.local_rank == 0,
+                    report=report,
+                )
+            )
+    return replace(arguments, **paths)
 
 
 def _check_out(out: Path | None) -> None:

@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 import transformers
 
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
-from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.configuration import flatten_config, override_config
 from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -44,6 +45,7 @@ class MetaModel:
         attention_dim: Number of attention heads, multiplied by their dimension.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the weights of the base model, or None for a model without adapters.
+        checkpoint: Adapter checkpoint whose adapters training continues, or None.
     """
 
     module: transformers.PreTrainedModel
@@ -54,6 +56,7 @@ class MetaModel:
     attention_dim: int
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
@@ -65,8 +68,12 @@ def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str
     return _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
 
 
-def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
+def from_saved_config(
+    content: Mapping[str, Any], attn_implementation: str = "sdpa", overrides: Mapping[str, Any] | None = None
+) -> MetaModel:
     """Build a model from the `full_configuration` in a checkpoint. The caller must replace the random weights.
+
+    `overrides` are as for `from_directory`.
 
     Raises:
         UserError: The installed version of transformers cannot use the configuration.
@@ -74,6 +81,7 @@ def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sd
     settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
+    config = _override(config, settings, overrides)
     return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation), seed=0)
 
 
@@ -82,22 +90,45 @@ def is_model_directory(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
 
-def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
+def from_directory(
+    path: Path, attn_implementation: str = "sdpa", overrides: Mapping[str, Any] | None = None
+) -> MetaModel:
     """Build the model in a Hugging Face directory, with its weights.
+
+    `overrides` are settings of transformers that replace those of config.json (`model.config`).
 
     Raises:
         UserError: A file or parameter is missing or cannot be used, or a shape differs from the configuration.
     """
     if not is_model_directory(path):
-        raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
+        raise UserError(
+            f"model.path: expected a Hugging Face model directory with {_CONFIG}, or a run with checkpoints, "
+            f"{path} has none"
+        )
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
-        _check_counts(transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0], "")
+        content = transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+        _check_counts(content, "")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = _override(config, content, overrides)
     module = _on_meta(config, "model.path", attn_implementation)
     weights = SafetensorsWeights(path, module)
     _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
     return _to_meta_model(module, weights)
+
+
+def _override(
+    config: transformers.PreTrainedConfig, content: Mapping[str, Any], overrides: Mapping[str, Any] | None
+) -> transformers.PreTrainedConfig:
+    if not overrides:
+        return config
+    _check_counts(overrides, "model.config.")
+    try:
+        return cast(transformers.PreTrainedConfig, override_config(config, content, overrides))
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds for an invalid configuration
+        raise UserError(f"model.config: transformers does not accept it: {one_line_message(error)}") from error
 
 
 @contextmanager

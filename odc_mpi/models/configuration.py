@@ -1,9 +1,13 @@
-"""Configurations of transformers as JSON, and their comparison between a model and a checkpoint."""
+"""Configurations of transformers: changes by `model.config`, and as JSON, compared between a model and a checkpoint."""
 
+import copy
 import json
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
+
+from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
 
 #: Keys that do not affect the function that a model computes.
 _INCIDENTAL = {
@@ -11,6 +15,63 @@ _INCIDENTAL = {
     *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
+
+
+def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Return a configuration of transformers with other values of some settings.
+
+    Args:
+        config: Configuration that transformers has made from `content`.
+        content: Content of config.json. Settings that the class derives from others are derived again.
+        overrides: Values by name. Those of a nested mapping replace single entries of it.
+
+    Raises:
+        UserError: A setting is unknown, or the class ignores the value.
+    """
+    changed = type(config).from_dict(_merge(config, content, overrides, "model.config."))
+    values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))
+    for key, value in flatten_config(_standard_names(config, overrides)).items():
+        if value is not None and values.get(key) != value:
+            raise UserError(
+                f"model.config.{key}: expected {value!r} to take effect, but other settings of {config.model_type} "
+                f"make it {values.get(key)!r}: change those, too, or remove it"
+            )
+    return changed
+
+
+def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    merged = {**content, "model_type": config.model_type}
+    if getattr(config, "rope_parameters", None):
+        # In the form of transformers 5, whatever the file has, so that single entries can be replaced.
+        merged |= {"rope_parameters": copy.deepcopy(config.rope_parameters), "rope_scaling": None}
+    known = [*config.to_dict(), *config.attribute_map]
+    for key, value in _standard_names(config, overrides).items():
+        if key not in known:
+            hint = did_you_mean(str(key), known, ": {}")
+            raise UserError(f"unknown setting {prefix}{key} for model_type {config.model_type}{hint}")
+        before = getattr(config, key, None)
+        if isinstance(value, Mapping) and hasattr(before, "model_type"):
+            merged[key] = _merge(before, content.get(key) or {}, value, f"{prefix}{key}.")
+        else:
+            merged[key] = _update(merged.get(key), value)
+    return merged
+
+
+def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under the names that transformers 5 uses for them."""
+    settings = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
+    if "rope_scaling" in settings:
+        settings["rope_parameters"] = settings.pop("rope_scaling")
+    if "rope_theta" in settings and getattr(config, "rope_parameters", None):
+        theta = {"rope_theta": settings.pop("rope_theta")}
+        settings["rope_parameters"] = _update(settings.get("rope_parameters"), theta)
+    return settings
+
+
+def _update(before: Any, value: Any) -> Any:
+    if not (isinstance(before, Mapping) and isinstance(value, Mapping)):
+        return value
+    return {**before, **{key: _update(before.get(key), each) for key, each in value.items()}}
 
 
 def full_configuration(module: Any) -> dict[str, Any]:

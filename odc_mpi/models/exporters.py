@@ -12,6 +12,7 @@ from typing_extensions import override
 from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL
+from odc_mpi.hub import hub_name
 from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
 from odc_mpi.models.load import load_base
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -48,7 +49,8 @@ class AdapterExporter(Exporter):
 
     @override
     def config(self, dtype: str) -> dict[str, Any]:
-        return {**self._checkpoint.manifest.metadata["adapter"], "base_model_name_or_path": self._base}
+        base = (hub_name(self._base) if self._base else None) or self._base  # as peft names a base from the hub
+        return {**self._checkpoint.manifest.metadata["adapter"], "base_model_name_or_path": base}
 
 
 class MergedExporter(Exporter):

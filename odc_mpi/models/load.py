@@ -14,9 +14,12 @@ from typing import Any, cast
 import torch
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
-from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
+from odc_mpi.checkpoint.side_files import read_tokenizer_files
 from odc_mpi.checkpoint.state import CheckpointWeights, restore_buffers
+from odc_mpi.data.tokenizer import load_files
 from odc_mpi.errors import UserError
+from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import add_adapters
 from odc_mpi.models.configuration import first_difference, full_configuration
@@ -57,8 +60,12 @@ def load_checkpoint(
     size: int = 1,
     attn_implementation: str | None = None,
     base: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint. For arguments and errors, see `load_model`."""
+    """Build the model of a checkpoint. For arguments and errors, see `load_model`.
+
+    `overrides` are settings of transformers that replace those of a full model.
+    """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
@@ -70,12 +77,55 @@ def load_checkpoint(
     else:
         _refuse_base(checkpoint.directory, base)
         meta_model = build.from_saved_config(
-            metadata["transformers_config"], attn_implementation or model["attn_implementation"]
+            metadata["transformers_config"], attn_implementation or model["attn_implementation"], overrides
         )
         for parameter in meta_model.module.parameters():
             parameter.data = parameter.data.to(dtype)
     restore_buffers(meta_model.module, checkpoint)
     return replace(meta_model, weights=CheckpointWeights(checkpoint, meta_model.weights))
+
+
+def find_checkpoint(path: Path) -> Checkpoint | None:
+    """Open the newest complete checkpoint of a run, or return None for a directory of a model or a path without one."""
+    if build.is_model_directory(path) or is_peft_directory(path):
+        return None
+    try:
+        checkpoint_directories(path)
+    except UserError:
+        return None
+    return open_newest_checkpoint(path)
+
+
+def load_start(
+    path: Path, rank: int, size: int, attn_implementation: str, overrides: Mapping[str, Any] | None
+) -> build.MetaModel:
+    """Build the model from which a training starts, given by `model.path`: a Hugging Face directory or a checkpoint.
+
+    For an adapter checkpoint this is its base; the adapters are in the `checkpoint` of the model. For other arguments
+    and errors, see `load_model`.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        return build.from_directory(path, attn_implementation, overrides)
+    if "adapter" in checkpoint.manifest.metadata:
+        return replace(load_base(checkpoint, rank, size, attn_implementation), checkpoint=checkpoint)
+    return load_checkpoint(checkpoint, rank, size, attn_implementation, overrides=overrides)
+
+
+def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
+    """Load the tokenizer of the run that saved a checkpoint.
+
+    Raises:
+        UserError: Its files no longer exist. The message names the setting or option `remedy`.
+    """
+    config = checkpoint.manifest.metadata["config"]
+    files = read_tokenizer_files(config, base)
+    if not files:
+        raise UserError(
+            f"{checkpoint.directory}: the tokenizer in {config['data']['path']}, on which it was trained, no longer "
+            f"exists: pass one with {remedy}"
+        )
+    return load_files(files, Path(config["data"]["path"]))
 
 
 def load_base(
@@ -96,13 +146,13 @@ def load_base(
             )
         meta_model = build.from_config(record["config"], record["seed"], attention)
     else:
-        base_path = base or Path(record["path"])
+        base_path = base or Path(cached_model_path(record["path"]))
         if not build.is_model_directory(base_path):
             raise UserError(
                 f"{checkpoint.directory} is a LoRA adapter, but its base model is not in {base_path} (no config.json "
-                "there). Pass --base DIR"
+                f"there). Pass --base DIR{download_hint(str(base_path))}"
             )
-        meta_model = build.from_directory(base_path, attention)
+        meta_model = build.from_directory(base_path, attention, record["config"])
         if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
             key, theirs, ours = difference
             raise UserError(

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
+from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import SETTINGS, add_adapters, base_name, is_trained, peft_name
 from odc_mpi.shard.local_shards import WeightSource
@@ -48,10 +49,11 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
             f"{path / _CONFIG}: base_model_name_or_path, the directory of the base, is missing. A randomly initialized "
             "base is not on disk: use the run instead of the exported adapter"
         )
+    name = cached_model_path(str(name))
     if not build.is_model_directory(Path(name)):
         raise UserError(
             f"{path} is a LoRA adapter, but its base model is not in {name} (no config.json there). Pass --base DIR, "
-            f"or change base_model_name_or_path in {_CONFIG}"
+            f"or change base_model_name_or_path in {_CONFIG}{download_hint(name)}"
         )
     return Path(name)
 

@@ -5,8 +5,8 @@
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
     progress        a progress thread if Get, the reduction, or Fetch_and_op to another node (for tickets) waits for a
                     target that computes
-    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all operations that are needed,
-                    otherwise the host, with copies through pinned memory
+    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all operations that are needed, or for
+                    a single rank, which needs none; otherwise the host, with copies through pinned memory
 
 A setting that is not `auto` takes precedence. Every choice has a reason, which may contain a measured value.
 """
@@ -144,7 +144,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
     findings = summarize(report)
-    window_device = _window_device(findings, settings) if on_device else None
+    window_device = _window_device(report, findings, settings) if on_device else None
     if window_device is not None and window_device.value == "cuda":
         peers = findings.peers
         window = Choice("create", "Win.Create on memory of the GPUs")
@@ -187,8 +187,10 @@ def _window(zero_copy: Choice) -> Choice:
     return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
 
 
-def _window_device(findings: DeviceFindings, settings: CommSettings) -> Choice:
+def _window_device(report: ProbeReport, findings: DeviceFindings, settings: CommSettings) -> Choice:
     setting = settings.window_device
+    if setting == "auto" and not report.kinds and settings.zero_copy == "auto":
+        return Choice("cuda", "the only rank transfers nothing")
     objection = findings.objection or findings.reduction_objections.get(settings.reduction)
     if setting == "cuda" and objection is not None:
         return Choice(setting, f"set by comm.window_device; warning: {objection}")

@@ -1,19 +1,23 @@
 """Inputs of a run: data sets, model and loader. Opens them and checks that they match, without communication."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from odc_mpi.checkpoint.side_files import read_tokenizer_files
+from odc_mpi.checkpoint.state import CheckpointWeights, require_model, restore_buffers
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
 from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
@@ -66,7 +70,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     microbatches the loader yields.
     """
     validate_context_parallel(config)
-    meta_model = build_model(config.model, config.run.seed)
+    meta_model = build_model(config.model, config.run.seed, rank, size)
     if config.run.objective == "grpo":
         return _open_prompts(config, _with_adapters(meta_model, config), rank)
     dataset = _open_dataset("data.path", config.data.path, config.model, meta_model)
@@ -97,7 +101,7 @@ def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> In
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
     assert tokenizer_path is not None, "config.load requires one of them"
-    tokenizer = load_tokenizer(Path(tokenizer_path), setting)
+    tokenizer = _load_tokenizer(Path(tokenizer_path), setting)
     prompts, evaluation = (
         None
         if path is None
@@ -150,13 +154,13 @@ def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> Cost
 
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
     path = model.path
-    has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
+    tokenizer = _find_tokenizer(Path(path)) if path is not None and dataset.vocabulary else None
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
     if isinstance(dataset, PromptDataset):
         action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
     # Without the model's tokenizer only the vocabulary sizes can be compared. With it, tokens beyond the embedding are
     # allowed unless the data contains them.
-    if dataset.vocab_size > meta_model.vocab_size and not has_tokenizer:
+    if dataset.vocab_size > meta_model.vocab_size and tokenizer is None:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer of {dataset.vocab_size} tokens, the model "
             f"has {meta_model.vocab_size}: {remedy}, or raise model.config.vocab_size"
@@ -166,13 +170,27 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
             f"{setting}: {dataset.path} contains the token id {dataset.max_token_id}, the model has "
             f"{meta_model.vocab_size} tokens: {remedy}, or raise model.config.vocab_size"
         )
-    if path is None or not has_tokenizer:
-        return
-    if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
+    if tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != dataset.vocabulary:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "
             f"{remedy}"
         )
+
+
+def _load_tokenizer(path: Path, setting: str) -> Any:
+    if checkpoint := find_checkpoint(path):
+        with checkpoint:
+            return load_run_tokenizer(checkpoint, remedy="rl.tokenizer")
+    return load_tokenizer(path, setting)
+
+
+def _find_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a model in a directory or a checkpoint, or None if it is unknown."""
+    if checkpoint := find_checkpoint(path):
+        with checkpoint:
+            files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
+        return load_files(files, path) if "tokenizer.json" in files else None
+    return load_tokenizer(path) if (path / "tokenizer.json").is_file() else None
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
@@ -189,12 +207,20 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
         "target_modules": lora.target_modules,
         "modules_to_save": lora.modules_to_save,
     }
-    return add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
+    meta_model = add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
+    if checkpoint := meta_model.checkpoint:
+        require_model(checkpoint, meta_model.module)
+        restore_buffers(meta_model.module, checkpoint)
+        return replace(meta_model, weights=CheckpointWeights(checkpoint, meta_model.weights))
+    return meta_model
 
 
-def build_model(config: ModelConfig, seed: int) -> models.MetaModel:
-    """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`."""
+def build_model(config: ModelConfig, seed: int, rank: int = 0, size: int = 1) -> models.MetaModel:
+    """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
+
+    If `model.path` is an adapter checkpoint, each of `size` ranks verifies a share of its base, which is returned.
+    """
     if config.path is not None:
-        return models.from_directory(Path(config.path), config.attn_implementation)
+        return load_start(Path(config.path), rank, size, config.attn_implementation, config.config)
     assert config.config is not None, "config.load requires one of model.path and model.config"
     return models.from_config(config.config, seed, config.attn_implementation)

@@ -52,6 +52,7 @@ from odc_mpi.training.exact.required_settings import apply_exact_settings, deter
 from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.rl.build import build_grpo
 from odc_mpi.training.run_info import samples_per_step, startup_lines, summary_fields
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
@@ -86,6 +87,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
         world.timeout_s = config.comm.timeout_s
+        world.require_same(dump(config), "the configuration")
+        config, notes = resolve_settings(config, world)
         config = world.run_on_all(partial(apply_exact_settings, config))
         stack.enter_context(deterministic_algorithms(config))
         _set_threads(config, world)
@@ -98,7 +101,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         decision = decide(config, world)
         metadata = run_metadata(config, world, inputs, resume_point)
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point))
-        startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point)
+        startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
         tracker_callback = _build_tracker_callback(config, world, len(inputs.dataset))
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
         del inputs  # all weights have been read
@@ -194,7 +197,6 @@ def _set_threads(config: Config, world: World) -> None:
 
 def _open_inputs(config: Config, world: World) -> Inputs:
     world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
-    world.require_same(dump(config), "the configuration")
     inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")

@@ -1,5 +1,6 @@
 """Descriptions of a run: the lines printed at start-up, and the fields of summary.json about machine and model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from odc_mpi.probe.decision import Decision
@@ -24,9 +25,13 @@ def startup_lines(
     model: ShardedModel,
     decision: Decision,
     resume_point: ResumePoint | None,
+    notes: Mapping[str, str],
 ) -> str:
-    """Return the lines that describe the run, to print before the first step."""
-    data, dtype = config.data, config.model.param_dtype
+    """Return the lines that describe the run, to print before the first step.
+
+    `notes` are the remarks of `resolve_settings`, by setting.
+    """
+    data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
@@ -40,7 +45,8 @@ def startup_lines(
         trainable += f", LoRA r={config.lora.r}"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
-        "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}",
+        "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
+        **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
         **inputs.context_parallel.startup_lines(),
         "comm": _describe_comm(config, world, decision),

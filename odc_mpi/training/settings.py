@@ -51,9 +51,11 @@ _NOT_EMPTY = Check("not empty", lambda value: value != "")
 class ModelConfig:
     """Settings of the model and of the types in which parameters are stored and gradients are summed."""
 
-    path: Annotated[str | None, "directory with config.json, safetensors; or set model.config", _NOT_EMPTY] = None
-    config: Annotated[dict[str, Any] | None, "configuration of transformers with model_type, for a new model"] = None
-    param_dtype: Annotated[Literal["float32", "bfloat16"], "type of stored and fetched parameters"] = "float32"
+    path: Annotated[str | None, "Hugging Face directory, its name on the hub, or a run", _NOT_EMPTY] = None
+    config: Annotated[dict[str, Any] | None, "transformers settings: over model.path, or of a new model"] = None
+    param_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], "type of stored and fetched parameters; auto: bfloat16 on GPUs"
+    ] = "auto"
     reduce_dtype: Annotated[
         Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
@@ -133,7 +135,7 @@ class RunConfig:
     dir: Annotated[str, "directory for all files of the run", _NOT_EMPTY] = "runs/run"
     log_dir: Annotated[str | None, "directory for a log file per rank: host, cores, warnings", _NOT_EMPTY] = None
     seed: Annotated[int, "seed of new weights and of the order of the data", _SEED] = 0
-    device: Annotated[Literal["cpu", "cuda"], "device of the model; cuda: a GPU of the node, by local rank"] = "cpu"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "device of the model; auto: cuda if each rank has a GPU"] = "auto"
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
@@ -303,11 +305,12 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     for key, setting in _settings().items():
         if setting.default is MISSING and key not in values:
             raise UserError(f"{source}: {key} is missing: expected {setting.help}; give it with --{key}")
-    present = [key for key in ("model.path", "model.config") if values.get(key) is not None]
-    if len(present) != 1:
-        got = "both (set one of them to null)" if present else "neither"
-        raise UserError(f"{source}: expected exactly one of model.path and model.config, got {got}")
-    if present == ["model.config"] and not isinstance(values["model.config"].get("model_type"), str):
+    path, entries = values.get("model.path"), values.get("model.config")
+    if path is None and entries is None:
+        raise UserError(f"{source}: expected model.path or model.config, got neither")
+    if path is not None and entries and "model_type" in entries:
+        raise UserError(f"{source}: model.config.model_type: the type is that of model.path: remove one of the two")
+    if path is None and not isinstance((entries or {}).get("model_type"), str):
         raise UserError(f"{source}: model.config: model_type is missing: set it, as in --model.config.model_type qwen2")
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
         raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: remove one")

@@ -41,6 +41,8 @@ def configure(dataset_path, **changes):
         "optim.adam_epsilon": 1e-3,
         "run.steps": STEPS,
         "run.threads": 1,
+        "run.device": "cpu",
+        "model.param_dtype": "float32",
     }
     if "model.path" not in changes:
         settings |= {f"model.config.{key}": value for key, value in QWEN2.items()}

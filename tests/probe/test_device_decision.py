@@ -188,11 +188,15 @@ def test_a_thread_serves_where_devices_wait():
     assert made(tickets).progress.value == "thread", "tickets are drawn from the host's memory"
 
 
-def test_alone_a_rank_needs_a_window_and_nothing_of_mpi():
+def test_alone_a_rank_needs_nothing_of_mpi_and_no_probe():
     alone = replace(report(None), ranks_per_node=(1,), peers=Peers())
     assert choices(made(alone)) == ("cuda", "mailbox")
     assert made(alone).progress.value == "off"
-    assert choices(made(replace(alone, device=None)))[0] == "cpu"
+    untried = replace(alone, device=None)
+    assert choices(made(untried)) == ("cuda", "mailbox") and made(untried).zero_copy.value == "on"
+    assert RUN_DOCTOR not in made(untried).one_line()
+    for wishes in ({"window_device": "cpu"}, {"zero_copy": "off"}):  # off: in windows, which were not tried
+        assert choices(made(untried, **wishes))[0] == "cpu"
 
 
 def test_only_kinds_of_peers_that_exist_count():

@@ -235,7 +235,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run: {dir: {a: 1}}", 'job.yaml: run.dir: expected text, got {"a": 1}'),
         ("run: {seed: -1}", "job.yaml: run.seed: expected an integer, from 0 to 2**63 - 1, got -1"),
         ("run: {seed: 9223372036854775808}", "job.yaml: run.seed: expected an integer, from 0"),
-        ("run: {device: gpu}", 'job.yaml: run.device: expected cpu or cuda, got "gpu"'),
+        ("run: {device: gpu}", 'job.yaml: run.device: expected auto or cpu or cuda, got "gpu"'),
         ("run: {threads: -1}", "job.yaml: run.threads: expected an integer, from 0 to 1024"),
         ("run: {report_to: 1}", "job.yaml: run.report_to: expected a list of names or null, got 1"),
         (
@@ -248,7 +248,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("model: {config: qwen2}", 'job.yaml: model.config: expected a mapping or null, got "qwen2"'),
         ("model: {path: [m]}", 'job.yaml: model.path: expected text or null, got ["m"]'),
         ("model: {path: ''}", "job.yaml: model.path: expected text or null, not empty"),
-        ("model: {param_dtype: fp16}", 'job.yaml: model.param_dtype: expected float32 or bfloat16, got "fp16"'),
+        ("model: {param_dtype: fp16}", 'job.yaml: model.param_dtype: expected auto or float32 or bfloat16, got "fp16"'),
         (
             "model: {attn_implementation: flash_attention_2}",
             'job.yaml: model.attn_implementation: expected sdpa or eager, got "flash_attention_2" (a library for GPUs',
@@ -314,7 +314,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run:\n  steps: 1\n  steps: 2", "job.yaml, line 3: expected YAML, got: steps is given twice"),
         ("run: {steps: 1}\nrun: {dir: a}", "job.yaml, line 2: expected YAML, got: run is given twice"),
         ("model: {path: m}", "job.yaml: data.path is missing: expected "),
-        ("data: {path: d}", "job.yaml: expected exactly one of model.path and model.config, got neither"),
+        ("data: {path: d}", "job.yaml: expected model.path or model.config, got neither"),
         (
             "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
             "job.yaml: expected one of run.steps and run.num_train_epochs, got both: remove one",
@@ -332,7 +332,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ),
         (
             "data: {path: d}\nmodel: {path: m, config: {model_type: a}}",
-            "job.yaml: expected exactly one of model.path and model.config, got both",
+            "job.yaml: model.config.model_type: the type is that of model.path: remove one of the two",
         ),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "job.yaml: model.config: model_type is missing"),
         ("data: {path: d}\nmodel: {path: m}\nlora: {r: 0}", "job.yaml: lora.r: expected an integer or null, 1 or more"),
@@ -377,7 +377,7 @@ def test_user_errors_in_a_file(write, text, expected):
             ["--model.config.a=1", "--model.config.a.b=1"],
             "command line: --model.config.a.b: expected model.config.a to",
         ),
-        (["--model.config.model_type", "x"], "job.yaml: expected exactly one of model.path and model.config, got both"),
+        (["--model.config.model_type", "x"], "job.yaml: model.config.model_type: the type is that of model.path"),
     ],
 )
 def test_user_errors_in_arguments(write, arguments, expected):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, one_line_message
 
 
 class Device:
@@ -189,9 +189,22 @@ def find_device(kind: str, host_rank: int) -> Device | None:
     return Device(index)
 
 
+def gpu_uuid(host_rank: int) -> str | None:
+    """Return the UUID of the GPU that `find_device` returns for a rank, or None if no GPU is available."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(host_rank % torch.cuda.device_count()).uuid)
+
+
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero-filled device memory, `[numel]` of `dtype`."""
-    return device.empty(numel * dtype.itemsize).view(dtype).zero_()
+    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if there is too little."""
+    try:
+        return device.empty(numel * dtype.itemsize).view(dtype).zero_()
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the shards do not fit into the memory of {device.torch_device} ({one_line_message(error)}): set "
+            "comm.window_device to cpu, or use more ranks"
+        ) from None
 
 
 def _cupy() -> Any:

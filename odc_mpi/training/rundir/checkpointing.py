@@ -236,6 +236,8 @@ def _adapter_metadata(
     base = model.base
     if base is None:
         return {}
+    if model.checkpoint:  # the adapters of another run, over the same base
+        return {"adapter": model.adapter, "base": model.checkpoint.manifest.metadata["base"]}
     if resume_point:
         digests = resume_point.metadata["base"]["sha256"]
     else:

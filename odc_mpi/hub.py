@@ -1,0 +1,197 @@
+"""Models of the Hugging Face Hub by name: found in the local cache, or downloaded into it.
+
+The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which can be ended
+when the network does not answer. It fetches safetensors, JSON, tokenizer and template files; pickled weights and code
+are neither downloaded nor used. This module does not use MPI; `resolve_model_path` is given the collective it needs.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.files import parse_json
+
+#: OWNER/NAME, or NAME for the oldest models.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+#: Directory of a snapshot in a cache, maybe of another machine: name of the repository, and commit.
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
+#: End a download after this many seconds without a new byte.
+STALL_S = 60.0
+_POLL_S, _REPORT_S = 0.5, 10.0
+_PROGRAM = """
+import json, sys
+sys.path[:] = [path for path in sys.path if path]
+from huggingface_hub import snapshot_download
+try:
+    snapshot_download(**json.loads(sys.argv[1]))
+except Exception as error:
+    print(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    sys.exit(1)
+"""
+
+
+def hub_name(path: str) -> str | None:
+    """Return the name on the hub that a name, or the directory of a snapshot in a cache, refers to, or None."""
+    return parsed[0] if (parsed := _parse(path)) else None
+
+
+def download_hint(path: str) -> str:
+    """Return the end of an error message about a missing model: the command that downloads it, or an empty text."""
+    return f", or run hf download {name}" if (name := hub_name(path)) else ""
+
+
+def cached_model_path(path: str) -> str:
+    """Return the directory in the cache of a model that `path` names, or `path` if it exists or is not in the cache."""
+    return _find(path, weights=True) or path
+
+
+def resolve_model_path(
+    path: str,
+    setting: str,
+    *,
+    weights: bool = True,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    downloads: bool = True,
+    report: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Return the directory of a model, which is downloaded if `path` is the name of one that is not in the cache.
+
+    Collective if `gather` is. A path that exists, or cannot be a name, is returned unchanged.
+
+    Args:
+        path: Path, or name on the hub.
+        setting: Name of the setting or option, for the error.
+        weights: False if only the tokenizer is needed.
+        gather: Function that returns the values of all ranks.
+        downloads: True on one rank of each node. Its download serves all ranks of the node.
+        report: Function that is called with a line about the progress.
+
+    Raises:
+        AllRanksUserError: The model is not in the cache and cannot be downloaded.
+    """
+    found = _find(path, weights)
+    if None not in gather(found):
+        assert found is not None
+        return found
+    download = None
+    if found is None and downloads and not _is_offline():
+        download = _Download(path, weights, report)
+    try:
+        # Every rank takes part until all downloads have ended, so no rank waits longer than a poll for another.
+        while not all(gather(download is None or download.has_ended())):
+            time.sleep(_POLL_S)
+    finally:
+        problem = download.close() if download else None
+    found = _find(path, weights)
+    problem = problem or ("HF_HUB_OFFLINE is set" if _is_offline() else "files are missing in the cache")
+    problems = [each for each in gather(None if found else problem) if each]
+    if problems:
+        raise AllRanksUserError(
+            f"{setting}: expected a directory, or a model of the Hugging Face Hub in the cache, got {path!r}, which is "
+            f"neither and cannot be downloaded ({problems[0]}): correct it{download_hint(path)}"
+        )
+    assert found is not None
+    return found
+
+
+class _Download:
+    """A download in a child process, which is ended if no new bytes arrive for `STALL_S` seconds."""
+
+    def __init__(self, path: str, weights: bool, report: Callable[[str], None]) -> None:
+        name, revision = _parse(path) or ("", None)
+        self._folder = Path(_cache(), f"models--{name.replace('/', '--')}")
+        self._what, self._report = f"downloading {name} from the Hugging Face Hub", report
+        self._problem: str | None = None
+        patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+        # Other formats of the same weights are in subfolders.
+        request = {"repo_id": name, "revision": revision, "allow_patterns": patterns, "ignore_patterns": ["*/*"]}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(request)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._num_bytes, self._grew = -1, time.monotonic()
+        self._reported = self._grew
+        report(self._what)
+
+    def has_ended(self) -> bool:
+        """Return True if the download is complete or has failed."""
+        num_bytes = sum(file.stat().st_size for file in self._folder.glob("blobs/*") if file.exists())
+        now = time.monotonic()
+        if num_bytes != self._num_bytes:
+            self._num_bytes, self._grew = num_bytes, now
+        elif now - self._grew > STALL_S:
+            self._problem = f"no bytes arrived for {STALL_S:g} s"
+            self._process.kill()
+        if now - self._reported > _REPORT_S:
+            self._reported = now
+            self._report(f"{self._what}: {num_bytes / 1e6:,.0f} MB")
+        return self._process.poll() is not None
+
+    def close(self) -> str | None:
+        """End the process if it is still running. Return the reason if the download has failed, or None."""
+        self._process.kill()
+        output, _ = self._process.communicate()
+        return self._problem or output.strip() or None
+
+
+def _parse(path: str) -> tuple[str, str | None] | None:
+    """Return name and revision of the model that a path that does not exist refers to, or None."""
+    if match := _SNAPSHOT.search(path):
+        return match[1].replace("--", "/"), match[2]
+    is_name = _NAME.fullmatch(path) and not path.endswith((".h5", ".hdf5"))
+    return (path, None) if is_name else None
+
+
+def _find(path: str, weights: bool) -> str | None:
+    """Return `path` if it exists or cannot be a name, otherwise the complete snapshot in the cache, or None."""
+    parsed = _parse(path)
+    if parsed is None or Path(path).exists():
+        return path
+    # Imported late: only needed for names.
+    from huggingface_hub import snapshot_download
+
+    try:
+        name, revision = parsed
+        directory = snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
+    except (OSError, ValueError):  # not in the cache, or not a valid name
+        return None
+    return directory if _is_complete(Path(directory), weights) else None
+
+
+def _is_complete(directory: Path, weights: bool) -> bool:
+    """Return True unless a download was interrupted, or fetched other files than those needed."""
+    if not weights:
+        return any(file.exists() for file in directory.glob("tokenizer*"))
+    index = directory / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        try:
+            files = set(parse_json(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError):
+            return True  # reading the model reports what is wrong
+    elif (directory / "adapter_config.json").exists():
+        return (directory / "adapter_model.safetensors").exists()
+    return all((directory / file).exists() for file in ("config.json", *files))
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE

@@ -1,0 +1,102 @@
+"""Settings that depend on the machine: names of models, runs to continue, and `auto` for device and dtype.
+
+Each is replaced once, at the start of a run. So config.yaml and checkpoints contain directories and types, not names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from odc_mpi.api import choose_device
+from odc_mpi.errors import UserError
+from odc_mpi.hub import resolve_model_path
+from odc_mpi.models.load import find_checkpoint
+from odc_mpi.runtime.world import World
+from odc_mpi.training.settings import Config, LoraConfig
+
+
+def resolve_settings(config: Config, world: World) -> tuple[Config, dict[str, str]]:
+    """Replace the settings that depend on the machine or on another run. Collective.
+
+    Returns:
+        Configuration, equal on all ranks except for the directories of nodes with different caches; and by setting, a
+        remark to print at start-up.
+
+    Raises:
+        AllRanksUserError: A model is not found, or a run cannot be continued with the other settings.
+    """
+    notes = {}
+    given = config.model.path
+    config = _resolve_paths(config, world)
+    path = config.model.path
+    if path is not None:
+        world.require_same(Path(path).name, "model.path")
+        checkpoint = world.gather_objects(world.run_on_all(lambda: _newest_checkpoint(path)))[0]
+        if checkpoint is not None:
+            config = replace(config, model=replace(config.model, path=checkpoint))
+            config = world.run_on_all(partial(_continue_run, config))
+        if config.model.path != given:
+            notes["model.path"] = str(config.model.path)
+    device: str = config.run.device
+    if device == "auto":
+        device, reason = choose_device(world)
+        notes["run.device"] = f" (auto: {reason})"
+    if config.model.param_dtype == "auto":
+        notes["model.param_dtype"] = " (auto)"
+    return with_device(config, device), notes
+
+
+def with_device(config: Config, device: str) -> Config:
+    """Return a configuration with `run.device` and `model.param_dtype`, if they are auto, for a device."""
+    if config.run.device == "auto":
+        config = replace(config, run=replace(config.run, device=cast(Any, device)))
+    if config.model.param_dtype == "auto":
+        dtype: Literal["float32", "bfloat16"] = "bfloat16" if config.run.device == "cuda" else "float32"
+        config = replace(config, model=replace(config.model, param_dtype=dtype))
+    return config
+
+
+def _resolve_paths(config: Config, world: World) -> Config:
+    options: dict[str, Any] = {"gather": world.gather_objects, "downloads": world.local_rank == 0}
+    if world.rank == 0:
+        options["report"] = partial(print, flush=True)
+    if config.model.path is not None:
+        path = resolve_model_path(config.model.path, "model.path", **options)
+        config = replace(config, model=replace(config.model, path=path))
+    if config.rl.tokenizer is not None:
+        path = resolve_model_path(config.rl.tokenizer, "rl.tokenizer", weights=False, **options)
+        config = replace(config, rl=replace(config.rl, tokenizer=path))
+    return config
+
+
+def _newest_checkpoint(path: str) -> str | None:
+    checkpoint = find_checkpoint(Path(path))
+    return str(checkpoint.directory) if checkpoint else None
+
+
+def _continue_run(config: Config) -> Config:
+    """Take the settings of adapters from the checkpoint in `model.path`, and refuse others."""
+    path = cast(str, config.model.path)
+    checkpoint = find_checkpoint(Path(path))
+    assert checkpoint is not None
+    with checkpoint:
+        metadata: Mapping[str, Any] = checkpoint.manifest.metadata
+    if "adapter" not in metadata:
+        if config.lora.r is not None:
+            raise UserError(
+                f"lora.r: model.path {path} is a checkpoint, and adapters need a base in a Hugging Face directory: "
+                f"odc-mpi checkpoint export {path} --out DIR, and set model.path to DIR"
+            )
+        return config
+    if config.model.config:
+        raise UserError(f"model.config: model.path {path} is a LoRA adapter, whose base cannot change: remove it")
+    lora = LoraConfig(**metadata["config"]["lora"])
+    if config.lora.r is not None and config.lora != lora:
+        name = next(name for name, value in vars(lora).items() if getattr(config.lora, name) != value)
+        raise UserError(
+            f"lora.{name}: expected {getattr(lora, name)}, as in model.path {path}, got {getattr(config.lora, name)}: "
+            "change it, or remove all of lora"
+        )
+    return replace(config, lora=lora)

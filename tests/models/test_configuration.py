@@ -1,0 +1,79 @@
+"""Settings of `model.config` beside `model.path`: the configuration is that of transformers with the same settings."""
+
+import pytest
+import torch
+import transformers
+
+from odc_mpi.errors import UserError
+from odc_mpi.models import build
+from odc_mpi.models.configuration import full_configuration, override_config
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    config = transformers.AutoConfig.for_model("qwen2", **TINY)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ({"rope_parameters": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5e5}}),
+        ({"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5e5}}),
+        ({"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ({"rms_norm_eps": 1e-3, "attention_dropout": 0.5}, {"rms_norm_eps": 1e-3, "attention_dropout": 0.5}),
+    ],
+)
+def test_the_function_is_that_of_a_configuration_with_these_values(saved, overrides, wanted, from_checkpoint):
+    if from_checkpoint:
+        content = full_configuration(build.from_directory(saved).module)
+        config = build.from_saved_config(content, overrides=overrides).module.config
+    else:
+        config = build.from_directory(saved, overrides=overrides).module.config
+    assert {key: getattr(config, key) for key in wanted} == wanted
+    reference = transformers.AutoConfig.for_model("qwen2", **TINY | wanted)
+    tokens = torch.arange(40)[None]
+    logits = []
+    for each in (config, reference):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(each, attn_implementation="eager", dtype=torch.float32)
+        logits.append(model.eval()(tokens).logits)
+    assert torch.equal(*logits)
+
+
+def test_derived_settings_are_derived_again(saved):
+    overrides = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    content = transformers.PreTrainedConfig.get_config_dict(saved)[0]
+    content.pop("layer_types", None)  # as published files lack it
+    config = transformers.AutoConfig.from_pretrained(saved)
+    changed = override_config(config, content, overrides)
+    assert changed.layer_types == ["full_attention", "sliding_attention"] and changed.sliding_window == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rms_norm_epsilon": 1}, "unknown setting model.config.rms_norm_epsilon for model_type qwen2: .*rms_norm_eps"),
+        ({"hidden_size": 64}, r"has the shape \[64, 64\] in the configuration, but .* stores \[64, 32\]"),
+        ({"sliding_window": 8}, "model.config.sliding_window: expected 8 to take effect, but .* make it None"),
+        ({"rope_parameters": {"rope_type": "bent"}}, "model.*: .*"),
+        ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers: expected at most"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(saved, overrides, words):
+    with pytest.raises(UserError, match=words):
+        build.from_directory(saved, overrides=overrides)

@@ -1,0 +1,108 @@
+"""Runs that begin with the model of another run, and settings that are resolved at the start."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from small_training import QWEN2, configure, train_to_the_end
+
+from odc_mpi import api
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.models.configuration import first_difference
+from odc_mpi.models.load import load_model
+from odc_mpi.training.resolved_settings import resolve_settings
+from odc_mpi.training.run import train
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(1, 2),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
+]
+LORA = {"lora.r": 4, "lora.alpha": 16}
+EPSILON = {"model.config.rms_norm_eps": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def directory(world, shared_dir):
+    path = shared_dir / "published"
+    if world.rank == 0:
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(**QWEN2)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    world.gather_objects(None)
+    return path
+
+
+def values(path):
+    meta_model = load_model(path)
+    named = dict(meta_model.module.named_parameters())
+    return {name: meta_model.weights.read(name, 0, p.numel()).float() for name, p in named.items()}
+
+
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "adapters"])
+def test_a_run_goes_on_with_the_model_of_another(world, dataset_path, directory, base, adapters):
+    """With a learning rate of 0 nothing changes, so the second run has exactly the first one's parameters."""
+    common = {"run.checkpoint_every": 2, "run.steps": 2}
+    first = configure(dataset_path, **common, **adapters, **{"model.path": directory, "run.dir": base / "a"})
+    train_to_the_end(first, world)
+    still = {"optim.learning_rate": 0, "optim.weight_decay": 0, "run.seed": 5, "run.dir": base / "b"}
+    second = configure(dataset_path, **common, **still, **{"model.path": base / "a"})
+    train_to_the_end(second, world)
+    before, after = values(base / "a"), values(base / "b")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert any(value.abs().sum() > 0 for name, value in after.items() if not adapters or "lora_B" in name)
+    with open_newest_checkpoint(base / "a") as a, open_newest_checkpoint(base / "b") as b:
+        assert b.manifest.metadata["config"]["model"]["path"] == str(a.directory)
+        one, other = a.manifest.metadata, b.manifest.metadata
+        assert [one.get(key) == other.get(key) for key in ("base", "adapter")] == [True, True]
+        assert first_difference(one, other["transformers_config"]) is None
+    # And it resumes, over the same base.
+    train_to_the_end(configure(dataset_path, **common | still | {"run.steps": 3, "model.path": base / "a"}), world)
+    assert json.loads((base / "b" / "summary.json").read_text())["steps"] == 3
+    if adapters:
+        for wrong, words in (({"lora.r": 2}, r"lora.r: expected 4, as in model.path"), (EPSILON, "model.config: ")):
+            with pytest.raises(AllRanksUserError, match=words):
+                train(configure(dataset_path, **still | wrong | {"model.path": base / "a"}), world)
+    else:
+        with pytest.raises(AllRanksUserError, match=r"lora.r: .* odc-mpi checkpoint export .* --out DIR"):
+            train(configure(dataset_path, **still | LORA | {"model.path": base / "a"}), world)
+
+
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "adapters"])
+def test_other_settings_of_the_model_are_recorded_and_required(world, dataset_path, directory, base, adapters):
+    given = {"model.path": directory, "run.dir": base, "run.checkpoint_every": 2, "run.steps": 2, **adapters}
+    train_to_the_end(configure(dataset_path, **given, **EPSILON), world)
+    assert load_model(base).module.config.rms_norm_eps == 1e-3
+    given["run.steps"] = 3
+    with pytest.raises(AllRanksUserError, match=r"of another model: rms_norm_eps is 0.001 there, 1e-06 in this run"):
+        train(configure(dataset_path, **given), world)
+    train_to_the_end(configure(dataset_path, **given, **EPSILON), world)
+
+
+def test_device_and_dtype_are_chosen_alike_on_all_ranks(world, dataset_path, monkeypatch):
+    auto = configure(dataset_path, **{"run.device": "auto", "model.param_dtype": "auto"})
+    size, shared = world.size, "2 ranks share a GPU"
+    for uuids, device, reason in (
+        ([None] * size, "cpu", "torch finds no GPU"),
+        (["a", "b"][:size], "cuda", "each rank has a GPU"),
+        (["a"] * size, "cuda" if size == 1 else "cpu", "each rank has a GPU" if size == 1 else shared),
+        (
+            ["a", None][:size],
+            "cuda" if size == 1 else "cpu",
+            "each rank has a GPU" if size == 1 else "rank 1 has no GPU",
+        ),
+    ):
+        monkeypatch.setattr(api, "gpu_uuid", lambda host_rank, uuids=uuids: uuids[world.rank])
+        config, notes = resolve_settings(auto, world)
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        assert (config.run.device, config.model.param_dtype) == (device, dtype)
+        assert notes == {"run.device": f" (auto: {reason})", "model.param_dtype": " (auto)"}
+    config, notes = resolve_settings(configure(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
+    assert (config.run.device, config.model.param_dtype, notes) == ("cpu", "bfloat16", {})
+
+
+def test_a_path_without_a_model_is_refused(world, dataset_path, shared_dir):
+    with pytest.raises(UserError, match=r"model.path: expected a Hugging Face model directory .*or a run .* has none"):
+        train(configure(dataset_path, **{"model.path": shared_dir}), world)

@@ -1,0 +1,145 @@
+"""Models by their names on the hub: in a cache laid out as huggingface_hub does, and without a network."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from odc_mpi import hub
+from odc_mpi.errors import UserError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def store(cache, name="Owner/Name-1.5", files=FILES, index=None):
+    """As a download leaves it: contents in blobs, and links to them in the snapshot of the commit in refs."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in files:
+        (repository / "blobs" / file).write_text(index if index and file.endswith(".index.json") else "{}")
+        (snapshot / file).symlink_to(Path("..", "..", "blobs", file))
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["Owner/Name-1.5", "gpt2"])
+def test_a_name_in_the_cache(cache, name):
+    snapshot = store(cache, name)
+    assert hub.resolve_model_path(name, "model.path") == hub.cached_model_path(name) == str(snapshot)
+    elsewhere = f"/home/somebody/hub/{snapshot.relative_to(cache)}"
+    assert hub.cached_model_path(elsewhere) == str(snapshot) and hub.hub_name(elsewhere) == name
+
+
+def test_what_is_no_name_stays(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store(cache)
+    Path("Owner/Name-1.5").mkdir(parents=True)
+    for path in ("Owner/Name-1.5", "data.h5", "a/b/c", "./model", "/no/where"):
+        assert hub.resolve_model_path(path, "model.path") == path
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "weights"),
+    [
+        (("config.json", "tokenizer.json"), None, True),
+        (("config.json", "model.safetensors"), None, False),
+        (
+            ("config.json", "model.safetensors.index.json", "a.safetensors"),
+            '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}',
+            True,
+        ),
+    ],
+)
+def test_an_incomplete_snapshot_is_not_used(cache, files, index, weights):
+    snapshot = store(cache, files=files, index=index)
+    with pytest.raises(
+        UserError, match=r"^model.path: .*'Owner/Name-1.5'.*HF_HUB_OFFLINE.*hf download Owner/Name-1.5$"
+    ):
+        hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights)
+    for file in ("b.safetensors", "model.safetensors", "tokenizer.json"):
+        (snapshot / file).write_text("")
+    assert hub.resolve_model_path("Owner/Name-1.5", "model.path", weights=weights) == str(snapshot)
+
+
+@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_without_a_network_the_line_comes_at_once(tmp_path, settings):
+    words = [sys.executable, "-m", "odc_mpi", "prepare", "stdlib", "--out", "x.h5", "--tokenizer", "Owner/Name"]
+    began = time.monotonic()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **settings}
+    root = Path(__file__).parents[1]
+    environment["PYTHONPATH"] = str(root)
+    found = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 2 and time.monotonic() - began < 30
+    assert found.stderr.splitlines()[-1].endswith("correct it, or run hf download Owner/Name")
+    assert "--tokenizer" in found.stderr and len(found.stderr.splitlines()) <= 2
+
+
+def test_a_download_that_stalls_is_ended_and_ranks_poll_until_then(cache, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(hub, "STALL_S", 1)
+    lines, gathered = [], []
+
+    def gather(value):
+        gathered.append(value)
+        return [value]
+
+    with pytest.raises(UserError, match=r"no bytes arrived for 1 s"):
+        hub.resolve_model_path("Owner/Name", "model.path", gather=gather, report=lines.append)
+    assert lines == ["downloading Owner/Name from the Hugging Face Hub"] and gathered.count(False) >= 2
+
+
+def test_a_download_on_another_rank_of_the_node_serves_this_one(cache, monkeypatch):
+    """This rank finds nothing and starts nothing; the other has ended its download when the third gather returns."""
+    answers = iter([False, False, True])
+
+    def gather(value):
+        if value is not True:
+            return [value]
+        ended = next(answers)
+        if ended:
+            store(cache)
+        return [value, ended]
+
+    monkeypatch.setattr(hub, "_Download", None)
+    found = hub.resolve_model_path("Owner/Name-1.5", "model.path", gather=gather, downloads=False)
+    assert COMMIT in found
+
+
+def test_a_complete_download_is_found(cache, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    snapshot = cache / "models--Owner--Name" / "snapshots" / COMMIT
+    program = f"""
+import json, pathlib, sys
+asked = json.loads(sys.argv[1])
+assert asked["repo_id"] == "Owner/Name" and not any("bin" in each or "py" in each for each in asked["allow_patterns"])
+snapshot = pathlib.Path({str(snapshot)!r})
+snapshot.mkdir(parents=True)
+(snapshot.parents[1] / "refs").mkdir()
+(snapshot.parents[1] / "refs" / "main").write_text({COMMIT!r})
+for name in {FILES!r}:
+    (snapshot / name).write_text("{{}}")
+"""
+    monkeypatch.setattr(hub, "_PROGRAM", program)
+    assert hub.resolve_model_path("Owner/Name", "model.path") == str(snapshot)
