@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Example, FieldNames, InvalidRecordError, parse_example
-from odc_mpi.data.sources import Block
+from odc_mpi.data.examples import Columns, Example, InvalidRecordError, parse_example
+from odc_mpi.data.readers.blocks import Block
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
@@ -36,23 +36,26 @@ class SequenceFilter:
     """Rules for long sequences and for held-out sequences. `PrepareOptions` explains the attributes."""
 
     max_length: int | None = None
-    overlong: Literal["truncate", "drop"] = "truncate"
+    overlong: Literal["truncate", "drop", "split"] = "truncate"
     eval_fraction: float = 0.0
 
 
 @dataclass
 class FilterCounts:
-    """Counts of truncated and dropped sequences. `PrepareReport` explains the attributes."""
+    """Counts of texts and of the tokens that they lost. `PrepareReport` explains the attributes."""
 
     num_truncated: int = 0
+    num_truncated_tokens: int = 0
+    num_split: int = 0
     num_dropped: int = 0
+    num_dropped_tokens: int = 0
     num_untrained_dropped: int = 0
+    num_own_special: int = 0
 
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other` to this object."""
-        self.num_truncated += other.num_truncated
-        self.num_dropped += other.num_dropped
-        self.num_untrained_dropped += other.num_untrained_dropped
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,13 @@ class EncodedBlock:
     invalid: list[str]
 
 
-def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
+def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
     """Tokenize the examples of a block, and filter the sequences. The result does not depend on other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example] = {}
     for i, (location, record) in enumerate(block.records()):
         try:
-            example = parse_example(record(), location, fields)
+            example = parse_example(record(), location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue
@@ -86,7 +89,8 @@ def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filt
             counts.num_untrained_dropped += 1
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
     for sequence in _encode_all(tokenizer, examples, invalid):
-        if (fitting := _fit(sequence, sequence_filter, counts)) is not None:
+        counts.num_own_special += sequence.has_own_special
+        for fitting in _fit(sequence, sequence_filter, counts):
             sequences[is_held_out(fitting.tokens, sequence_filter.eval_fraction)].append(fitting)
     return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)])
 
@@ -106,20 +110,42 @@ def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int,
                     invalid[i] = str(error)
 
 
-def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
-    """Return the sequence, truncated if necessary, or None if it is to be dropped. Updates `counts`."""
-    limit = sequence_filter.max_length
-    too_long = limit is not None and len(sequence.tokens) > limit
-    if too_long and sequence_filter.overlong == "drop":
+def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
+    """Yield the sequence, truncated or split if necessary, unless it is to be dropped. Updates `counts`."""
+    length = len(sequence.tokens)
+    limit = sequence_filter.max_length or length
+    if length > limit and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
-        return None
-    if too_long:
-        sequence = Encoded(sequence.tokens[:limit], sequence.loss_mask[:limit])
-    if not sequence.loss_mask[1:].any():
-        counts.num_untrained_dropped += 1
-        return None
-    counts.num_truncated += too_long
-    return sequence
+        counts.num_dropped_tokens += length
+        return
+    fitting = [replace(sequence, tokens=sequence.tokens[:limit], loss_mask=sequence.loss_mask[:limit])]
+    if length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
+        fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
+        counts.num_split += 1
+    elif length > limit:
+        is_kept = bool(fitting[0].loss_mask[1:].any())
+        counts.num_truncated += is_kept
+        counts.num_truncated_tokens += length - limit * is_kept
+    for each in fitting:
+        if each.loss_mask[1:].any():
+            yield each
+        else:
+            counts.num_untrained_dropped += 1
+
+
+def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int) -> list[Encoded]:
+    """Split a plain text into consecutive sequences of at most `limit` tokens, in which each token has loss once.
+
+    The first token of a sequence has no loss. It is the bos token if the text begins with it, otherwise the last token
+    of the sequence before.
+    """
+    parts = [
+        np.concatenate(
+            [tokens[:1] if starts_with_bos else tokens[begin - 1 : begin], tokens[begin : begin + limit - 1]]
+        )
+        for begin in range(1, len(tokens), limit - 1)
+    ]
+    return [Encoded(part, np.arange(len(part)) > 0) for part in parts]
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
@@ -131,7 +157,7 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 
 def encode_blocks(
-    blocks: Iterable[tuple[int, Block, FieldNames]],
+    blocks: Iterable[tuple[int, Block, Columns]],
     tokenizer_source: Path | Mapping[str, bytes],
     sequence_filter: SequenceFilter,
     num_proc: int,
@@ -141,7 +167,7 @@ def encode_blocks(
     The worker processes end when the generator ends or is closed.
 
     Args:
-        blocks: Tuples of the index of a source, a block of it, and the field names of the block's records.
+        blocks: Tuples of the index of a source, a block of it, and the names of the block's columns.
         tokenizer_source: Directory or data set that contains the tokenizer, or contents of its files by name.
         num_proc: Number of worker processes.
 
@@ -154,9 +180,9 @@ def encode_blocks(
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
-        for index, block, fields in blocks:
+        for index, block, columns in blocks:
             with _interrupts_blocked():
-                due.append((index, pool.submit(_encode_in_worker, block, fields)))
+                due.append((index, pool.submit(_encode_in_worker, block, columns)))
             if len(due) == _AHEAD * num_proc:
                 index, future = due.popleft()
                 yield index, future.result()
@@ -202,6 +228,6 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(block: Block, fields: FieldNames) -> EncodedBlock:
+def _encode_in_worker(block: Block, columns: Columns) -> EncodedBlock:
     tokenizer, sequence_filter = _worker
-    return encode_block(tokenizer, block, fields, sequence_filter)
+    return encode_block(tokenizer, block, columns, sequence_filter)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,11 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.verify import find_counts
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
+from odc_mpi.data.examples import Columns, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
-from odc_mpi.data.sources import STDLIB, Block, DataSource, find_sources, mix
+from odc_mpi.data.readers.blocks import Block
+from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
@@ -55,10 +56,10 @@ class PrepareOptions:
     Attributes:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         max_length: Maximum number of tokens in a sequence; None for no limit.
-        overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them.
-        prompt_field: Name of the field with the prompt.
-        completion_field: Name of the field with the completion. If one of the two names differs from its default, each
-            record must have both fields.
+        overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
+            texts into consecutive sequences, and truncate others.
+        columns: Name in the sources of each renamed field; see `examples.Columns`.
+        split: Split of data sets of the library `datasets`; None for "train".
         vocab_size: Maximum number of tokens of a tokenizer that is trained.
         bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
         eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. Whether a
@@ -71,9 +72,9 @@ class PrepareOptions:
 
     tokenizer: Path | None = None
     max_length: int | None = None
-    overlong: Literal["truncate", "drop"] = "truncate"
-    prompt_field: str = "prompt"
-    completion_field: str = "completion"
+    overlong: Literal["truncate", "drop", "split"] = "truncate"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    split: str | None = None
     vocab_size: int = 4096
     bad_lines: Literal["error", "skip"] = "error"
     eval_fraction: float = 0.0
@@ -84,6 +85,7 @@ class PrepareOptions:
 
     def check(self) -> None:
         """Raise a UserError if an option is out of range."""
+        Columns(self.columns).check()
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
@@ -178,9 +180,9 @@ class _Plan:
 
 def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _Plan:
     options.check()
-    sources = find_sources(source_specs)
+    sources = find_sources(source_specs, options.split)
     output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
-    origin = _digest(sorted({str(Path(source.name).resolve()) if source.files else STDLIB for source in sources}))
+    origin = _digest(sorted({source.origin for source in sources}))
     replaced = check_outputs(output_paths, sources, options.tokenizer, origin, options.force)
     tokenizer_path = options.tokenizer or out
     files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
@@ -220,7 +222,7 @@ def _write(
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
             results = (
-                (index, encode_block(tokenizer, block, fields, sequence_filter)) for index, block, fields in blocks
+                (index, encode_block(tokenizer, block, columns, sequence_filter)) for index, block, columns in blocks
             )
         else:
             tokenizer_source = plan.tokenizer_path if options.tokenizer else files
@@ -267,16 +269,16 @@ class _Reader:
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
-        self._fields = FieldNames(options.prompt_field, options.completion_field)
+        self._columns = Columns(options.columns)
         self._bad_lines = options.bad_lines
         self._progress = progress
 
-    def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, FieldNames]]:
-        """Yield blocks of all sources, each with the index of its source and the field names of its records."""
+    def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Columns]]:
+        """Yield blocks of all sources, each with the index of its source and the names of its columns."""
         total = self._mixture.num_bytes or None
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
         for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):
-            yield index, block, self._mixture.sources[index].fields(self._fields)
+            yield index, block, self._mixture.sources[index].columns(self._columns)
             if done := num_tokens():
                 rate = done / (time.monotonic() - begin)
                 self._progress.update(task, description=f"{description}, {rate:,.0f} tokens/s")
@@ -285,10 +287,10 @@ class _Reader:
     def texts(self) -> Iterator[str]:
         """Yield the texts to train a tokenizer on. Invalid lines are not counted here, but when they are tokenized."""
         invalid = InvalidRecords(self._bad_lines == "skip")
-        for _, block, fields in self.blocks("reading for the tokenizer", lambda: 0):
+        for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():
                 try:
-                    example = parse_example(record(), location, fields)
+                    example = parse_example(record(), location, columns)
                 except InvalidRecordError as error:
                     invalid.add(error)
                     continue

@@ -26,8 +26,12 @@ class PrepareReport:
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_truncated: Number of sequences that were truncated to the maximum length and written.
+        num_truncated_tokens: Number of tokens lost by truncation.
+        num_split: Number of plain texts that were split into several sequences.
         num_dropped: Number of sequences dropped because they were longer than the maximum length.
+        num_dropped_tokens: Number of their tokens.
         num_untrained_dropped: Number of examples dropped because they have no loss tokens (after truncation).
+        num_own_special: Number of texts that contained the bos or eos token, which was not added again.
         num_bad_lines: Number of invalid lines that were skipped.
         bad_lines: Error messages of the first three invalid lines.
         longest: Number of tokens of the longest sequence.
@@ -46,8 +50,12 @@ class PrepareReport:
     num_tokens: int
     num_trained_tokens: int
     num_truncated: int
+    num_truncated_tokens: int
+    num_split: int
     num_dropped: int
+    num_dropped_tokens: int
     num_untrained_dropped: int
+    num_own_special: int
     num_bad_lines: int
     bad_lines: Sequence[str]
     longest: int
@@ -82,9 +90,11 @@ class PrepareReport:
             lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out {held_out}")
         lines += self._describe_shares()
         for count, description in (
-            (self.num_truncated, "truncated to --max-length"),
-            (self.num_dropped, "dropped: longer than --max-length"),
+            (self.num_split, "texts split into sequences of --max-length"),
+            (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),
+            (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
             (self.num_untrained_dropped, "dropped: no loss tokens"),
+            (self.num_own_special, "texts contain the bos or eos token: not added again"),
         ):
             if count:
                 lines.append(f"{count:,} {description}")

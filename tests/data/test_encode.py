@@ -183,5 +183,5 @@ def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer:
 
 
 def test_context_is_not_trained(tokenizer: Any) -> None:
-    [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], num_context=4)])
+    [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], context=frozenset(range(4)))])
     assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]
