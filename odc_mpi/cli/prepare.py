@@ -10,7 +10,7 @@ from odc_mpi.cli.mpiexec import signals_handled
 from odc_mpi.cli.options import add_out, positive_int
 from odc_mpi.errors import UserError
 
-HELP = "tokenize JSONL or Parquet into an HDF5 data set"
+HELP = "tokenize JSONL, JSON, CSV or Parquet into an HDF5 data set"
 _EPILOG = """\
 Each line or row is an example in one of these formats; the first format whose fields are all present is used:
   messages                        list of role and content; loss on assistant messages
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         metavar="SOURCE",
         nargs="+",
-        help="JSONL (also .gz and .zst) or Parquet file, a folder of such files, or stdlib, the functions of Python's "
+        help="JSONL, JSON array, CSV, TSV (also .gz and .zst) or Parquet file, a folder of such files, a directory of "
+        "save_to_disk, OWNER/NAME[/CONFIGURATION] on the Hugging Face Hub, or stdlib, the functions of Python's "
         "standard library; with a weight: SOURCE:WEIGHT",
     )
     add_out(parser, "SOURCE [SOURCE ...]", "FILE", "data set to write, such as chats.h5")
@@ -43,16 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR|DATA.h5", help="directory or data set; default: train a tokenizer"
     )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces that of the tokenizer"
+    )
+    parser.add_argument(
+        "--split-turns",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
-        "--overlong", choices=("truncate", "drop"), default="truncate", help="treatment of longer sequences"
+        "--overlong",
+        choices=("truncate", "drop", "split"),
+        default="truncate",
+        help="treatment of longer sequences; split: plain text only, into consecutive sequences",
     )
     parser.add_argument("--bad-lines", choices=("error", "skip"), default="error", help="treatment of invalid lines")
     parser.add_argument(
         "--eval-fraction", type=float, default=0.0, metavar="F", help="fraction to hold out in NAME.eval.h5, e.g. 0.02"
     )
-    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="field of the prompt")
-    parser.add_argument("--completion-field", default="completion", metavar="NAME", help="field of the completion")
+    parser.add_argument(
+        "--columns", type=_columns, default={}, metavar="FIELD=NAME,...", help="names of the fields in SOURCE"
+    )
+    for removed in ("--prompt-field", "--completion-field"):
+        parser.add_argument(removed, dest="removed", help=argparse.SUPPRESS)
+    parser.add_argument("--split", metavar="NAME", help="split of a data set of Hugging Face datasets; default: train")
     parser.add_argument("--vocab-size", type=int, default=4096, help="vocabulary size of a trained tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling from sources with weights")
     parser.add_argument(
@@ -62,8 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end of a weighted mixture: before an example is used twice, or when each has been used",
     )
     parser.add_argument(
+        "--show", type=positive_int, metavar="N", help="print the first N sequences, with the loss tokens marked"
+    )
+    parser.add_argument(
         "--num-proc", type=positive_int, metavar="N", help="processes; default: the available cores, 1 for little text"
     )
+
+
+def _columns(text: str) -> dict[str, str]:
+    """Convert "prompt=question,completion=answer" to a dictionary."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    return {name.strip(): source.strip() for name, _, source in pairs}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,13 +99,20 @@ def run(arguments: argparse.Namespace) -> int:
             "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
             "prompts, and rl.tokenizer if model.path has no tokenizer"
         )
+    if arguments.removed is not None:
+        raise UserError(
+            "--prompt-field and --completion-field: give --columns prompt=NAME,completion=NAME in their place"
+        )
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
+    from odc_mpi.data.show import show_sequences
 
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
     # Exit by an exception, so that temporary files are removed.
     with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
         report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
-    print(report.describe())
+    print(report.describe(), flush=True)
+    if arguments.show:
+        show_sequences(report.path, arguments.show, Console())
     return 0

@@ -20,11 +20,17 @@ class Encoded:
     Attributes:
         tokens: Tokens of the sequence, uint32 [length].
         loss_mask: True for each loss token, bool [length].
+        is_plain_text: True for a text without prompt, which may be split.
+        starts_with_bos: True if the tokenizer begins plain texts with the bos token.
+        has_own_special: True if the text contained the bos or eos token that would have been added.
         omitted: Text at the end of the generation prompt that the tokens do not contain; see `templates.Rendered`.
     """
 
     tokens: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
+    is_plain_text: bool = False
+    starts_with_bos: bool = False
+    has_own_special: bool = False
     omitted: str = ""
 
 
@@ -59,9 +65,14 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     start = start_tokens(tokenizer)
     encoded = []
-    for prompt, completion in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True):
-        tokens = np.array([*start, *prompt, *completion, tokenizer.eos_token_id], dtype=np.uint32)
-        encoded.append([Encoded(tokens, np.arange(len(tokens)) >= len(start) + len(prompt))])
+    for pair, prompt, completion in zip(pairs, ids[: len(pairs)], ids[len(pairs) :], strict=True):
+        # Texts that a chat template rendered contain both tokens already; white space may follow the second.
+        has_start = bool(start) and (prompt or completion)[:1] == start
+        has_end = pair.completion.rstrip().endswith(tokenizer.eos_token)
+        begin, end = [] if has_start else start, [] if has_end else [tokenizer.eos_token_id]
+        tokens = np.array([*begin, *prompt, *completion, *end], dtype=np.uint32)
+        mask = np.arange(len(tokens)) >= len(begin) + len(prompt)
+        encoded.append([Encoded(tokens, mask, not prompt, bool(start), has_start or has_end)])
     return encoded
 
 
@@ -124,7 +135,7 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
     tokenized = zip(batch["input_ids"], batch["offset_mapping"], strict=True)
     return [
         [
-            Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), each.omitted)
+            Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, each.spans), omitted=each.omitted)
             for each, (ids, offsets) in zip(examples, tokenized, strict=False)
         ]
         for examples in rendered

@@ -9,11 +9,11 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Example, FieldNames, InvalidRecordError, parse_example
-from odc_mpi.data.sources import Block
+from odc_mpi.data.examples import Columns, Example, InvalidRecordError, parse_example
+from odc_mpi.data.readers.blocks import Block
+from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
@@ -33,26 +34,43 @@ _AHEAD = 4  # blocks of each process that are submitted before the result of the
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Rules for long sequences and for held-out sequences. `PrepareOptions` explains the attributes."""
+    """Rules for long and held-out sequences, and for conversations. `PrepareOptions` explains the attributes."""
 
     max_length: int | None = None
-    overlong: Literal["truncate", "drop"] = "truncate"
+    overlong: Literal["truncate", "drop", "split"] = "truncate"
     eval_fraction: float = 0.0
+    split_turns: SplitTurns = "auto"
 
 
 @dataclass
 class FilterCounts:
-    """Counts of truncated and dropped sequences. `PrepareReport` explains the attributes."""
+    """Counts of texts and of the tokens that they lost. `PrepareReport` explains the attributes."""
 
     num_truncated: int = 0
+    num_truncated_tokens: int = 0
+    num_split: int = 0
     num_dropped: int = 0
+    num_dropped_tokens: int = 0
     num_untrained_dropped: int = 0
+    num_own_special: int = 0
+    num_split_turns: int = 0
+    num_omitted: int = 0
+    omitted: str = ""
 
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other` to this object."""
-        self.num_truncated += other.num_truncated
-        self.num_dropped += other.num_dropped
-        self.num_untrained_dropped += other.num_untrained_dropped
+        omitted = self.omitted or other.omitted
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.omitted = omitted
+
+    def count(self, parts: Sequence[Encoded]) -> None:
+        """Count the properties of an example that is encoded as these sequences, which are not filtered yet."""
+        self.num_own_special += parts[0].has_own_special
+        self.num_split_turns += len(parts) > 1
+        omitted = next((part.omitted for part in parts if part.omitted), "")
+        self.num_omitted += bool(omitted)
+        self.omitted = self.omitted or omitted
 
 
 @dataclass(frozen=True)
@@ -70,13 +88,13 @@ class EncodedBlock:
     invalid: list[str]
 
 
-def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
+def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
     """Tokenize the examples of a block, and filter the sequences. The result does not depend on other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example] = {}
     for i, (location, record) in enumerate(block.records()):
         try:
-            example = parse_example(record(), location, fields)
+            example = parse_example(record(), location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue
@@ -85,41 +103,68 @@ def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filt
         else:
             counts.num_untrained_dropped += 1
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
-    for sequence in _encode_all(tokenizer, examples, invalid):
-        if (fitting := _fit(sequence, sequence_filter, counts)) is not None:
-            sequences[is_held_out(fitting.tokens, sequence_filter.eval_fraction)].append(fitting)
+    for parts in _encode_all(tokenizer, examples, invalid, sequence_filter.split_turns):
+        counts.count(parts)
+        # The last part contains the complete conversation.
+        held_out = is_held_out(parts[-1].tokens[: sequence_filter.max_length], sequence_filter.eval_fraction)
+        for sequence in parts:
+            sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
     return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)])
 
 
-def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str]) -> Iterator[Encoded]:
+def _encode_all(
+    tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str], split_turns: SplitTurns
+) -> Iterator[list[Encoded]]:
     """Tokenize examples in batches. If the chat template rejects an example, add the error message to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
         try:
-            yield from encode(tokenizer, [examples[i] for i in batch])
+            yield from encode(tokenizer, [examples[i] for i in batch], split_turns)
         except InvalidRecordError:
             for i in batch:
                 try:
-                    yield from encode(tokenizer, [examples[i]])
+                    yield from encode(tokenizer, [examples[i]], split_turns)
                 except InvalidRecordError as error:
                     invalid[i] = str(error)
 
 
-def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
-    """Return the sequence, truncated if necessary, or None if it is to be dropped. Updates `counts`."""
-    limit = sequence_filter.max_length
-    too_long = limit is not None and len(sequence.tokens) > limit
-    if too_long and sequence_filter.overlong == "drop":
+def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
+    """Yield the sequence, truncated or split if necessary, unless it is to be dropped. Updates `counts`."""
+    length = len(sequence.tokens)
+    limit = sequence_filter.max_length or length
+    if length > limit and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
-        return None
-    if too_long:
-        sequence = Encoded(sequence.tokens[:limit], sequence.loss_mask[:limit])
-    if not sequence.loss_mask[1:].any():
-        counts.num_untrained_dropped += 1
-        return None
-    counts.num_truncated += too_long
-    return sequence
+        counts.num_dropped_tokens += length
+        return
+    fitting = [replace(sequence, tokens=sequence.tokens[:limit], loss_mask=sequence.loss_mask[:limit])]
+    if length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
+        fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
+        counts.num_split += 1
+    elif length > limit:
+        is_kept = bool(fitting[0].loss_mask[1:].any())
+        counts.num_truncated += is_kept
+        counts.num_truncated_tokens += length - limit * is_kept
+    for each in fitting:
+        if each.loss_mask[1:].any():
+            yield each
+        else:
+            counts.num_untrained_dropped += 1
+
+
+def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int) -> list[Encoded]:
+    """Split a plain text into consecutive sequences of at most `limit` tokens, in which each token has loss once.
+
+    The first token of a sequence has no loss. It is the bos token if the text begins with it, otherwise the last token
+    of the sequence before.
+    """
+    parts = [
+        np.concatenate(
+            [tokens[:1] if starts_with_bos else tokens[begin - 1 : begin], tokens[begin : begin + limit - 1]]
+        )
+        for begin in range(1, len(tokens), limit - 1)
+    ]
+    return [Encoded(part, np.arange(len(part)) > 0) for part in parts]
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
@@ -131,9 +176,8 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 
 def encode_blocks(
-    blocks: Iterable[tuple[int, Block, FieldNames]],
-    tokenizer_source: Path | Mapping[str, bytes],
-    sequence_filter: SequenceFilter,
+    blocks: Iterable[tuple[int, Block, Columns]],
+    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in the order of the blocks.
@@ -141,8 +185,9 @@ def encode_blocks(
     The worker processes end when the generator ends or is closed.
 
     Args:
-        blocks: Tuples of the index of a source, a block of it, and the field names of the block's records.
-        tokenizer_source: Directory or data set that contains the tokenizer, or contents of its files by name.
+        blocks: Tuples of the index of a source, a block of it, and the names of the block's columns.
+        worker_arguments: Directory or data set that contains the tokenizer, or contents of its files by name; chat
+            template that replaces that of the tokenizer, if any; rules for sequences.
         num_proc: Number of worker processes.
 
     Yields:
@@ -151,12 +196,12 @@ def encode_blocks(
     Raises:
         UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
-        for index, block, fields in blocks:
+        for index, block, columns in blocks:
             with _interrupts_blocked():
-                due.append((index, pool.submit(_encode_in_worker, block, fields)))
+                due.append((index, pool.submit(_encode_in_worker, block, columns)))
             if len(due) == _AHEAD * num_proc:
                 index, future = due.popleft()
                 yield index, future.result()
@@ -185,12 +230,16 @@ def _interrupts_blocked() -> Iterator[None]:
 _worker: tuple[Any, SequenceFilter]
 
 
-def _start_worker(tokenizer_source: Path | Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
+def _start_worker(
+    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
+) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     _worker = tokenizer, sequence_filter
 
 
@@ -202,6 +251,6 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(block: Block, fields: FieldNames) -> EncodedBlock:
+def _encode_in_worker(block: Block, columns: Columns) -> EncodedBlock:
     tokenizer, sequence_filter = _worker
-    return encode_block(tokenizer, block, fields, sequence_filter)
+    return encode_block(tokenizer, block, columns, sequence_filter)

@@ -5,20 +5,25 @@ the file and the line. Texts may be empty, and an example may have no text to tr
 neither tokenizes nor reads files.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
-_ROLES = ("system", "user", "assistant", "tool")
-#: Roles in the field `conversations` of ShareGPT and similar data sets, with the corresponding role in `_ROLES`.
-_SHAREGPT_ROLES = dict.fromkeys(("human",), "user")
-_SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
-_SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+#: Roles of other data sets, with the corresponding role of chat templates. Templates receive all other roles unchanged.
+_ROLES = dict.fromkeys(("human",), "user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+_ROLES |= dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool")
+_ROLES |= {"developer": "system", "function_call": "assistant"}
 _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
+#: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
+_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
+#: Formats of records, by their required fields. The first format whose fields are all present is used.
+_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+_OPTIONAL = ("input", "system", "tools")
 _MAX_EXAMPLES = 3
 _MAX_CHARS = 200  # of a text from a file, in a message
 
@@ -80,13 +85,13 @@ class Conversation:
         location: File and line of the record, for error messages.
         messages: Messages, without their null fields. Each message has the strings `role` and `content`.
         tools: Definitions of the tools that the assistant may call, for the chat template; None without tools.
-        num_context: Number of initial messages that are context without loss, including those of the assistant.
+        context: Indices of the assistant's messages that are context without loss.
     """
 
     location: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    num_context: int = 0
+    context: frozenset[int] = frozenset()
 
     @property
     def has_loss(self) -> bool:
@@ -95,7 +100,7 @@ class Conversation:
 
     def message_has_loss(self, index: int) -> bool:
         """Return True if the model is trained on message `index`."""
-        return index >= self.num_context and has_loss(self.messages[index])
+        return index not in self.context and has_loss(self.messages[index])
 
 
 def has_loss(message: dict[str, Any]) -> bool:
@@ -107,11 +112,51 @@ Example = PromptCompletion | Conversation
 
 
 @dataclass(frozen=True)
-class FieldNames:
-    """Names of the fields that contain prompt and completion. If a name differs from its default, both are required."""
+class Columns:
+    """Names of the fields of a source that has other names for them.
 
-    prompt: str = "prompt"
-    completion: str = "completion"
+    Attributes:
+        names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If a required field of a
+            format is renamed, no other format is accepted.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise a UserError if a field does not exist, or the fields belong to several formats."""
+        known = (*itertools.chain(*_FORMATS), *_OPTIONAL)
+        for name, source in self.names.items():
+            if name not in known or not source:
+                raise UserError(
+                    f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
+                    f"{truncate_text(f'{name}={source}', _MAX_CHARS)}"
+                )
+        if len(self._formats()) > 1:
+            raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
+
+    def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+        """Return a record with the fields' own names, and only with the required fields of the accepted format.
+
+        Raises:
+            InvalidRecordError: A required field of this format is missing.
+        """
+        if not self.names:
+            return record
+        renamed = {name: value for name, value in record.items() if name not in self.names}
+        renamed |= {name: record[source] for name, source in self.names.items() if source in record}
+        for required in self._formats():
+            for name in required:
+                if name not in renamed:
+                    source = self.names.get(name, name)
+                    raise InvalidRecordError(
+                        f"{location}: expected the field {source!r}, got {_names(record)}: change --columns"
+                    )
+            renamed = {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
+        return renamed
+
+    def _formats(self) -> list[tuple[str, ...]]:
+        """Return the formats with a renamed required field."""
+        return [required for required in _FORMATS if not self.names.keys().isdisjoint(required)]
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
@@ -136,38 +181,40 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
         raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(record)}")
-    return record
+    return check_object(record, location)
 
 
-def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
+def check_object(value: Any, location: str) -> dict[str, Any]:
+    """Return a value of a JSON file that is an object. Raises an InvalidRecordError for other values."""
+    if not isinstance(value, dict):
+        raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(value)}")
+    return value
+
+
+def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example:
     """Return the example that a record contains.
 
     The form of the record is the first of these whose fields are all present: `messages`; `prompt` and `completion`,
     both texts or both lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and
     `output`, optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and
-    `system`, unless the first message is a system message. If `fields` has custom names, no other form is accepted.
+    `system`, unless the first message is a system message. `columns` renames the fields.
 
     Raises:
         InvalidRecordError: The record has none of these forms, or a field has an invalid value.
     """
-    if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
-        return _prompt_and_completion(record, location, fields)
-    if "messages" in record:
-        return _conversation(record, _messages(record["messages"], "messages", location), location)
-    if "conversations" in record:
-        return _conversation(
-            record, _messages(_from_sharegpt(record["conversations"]), "conversations", location), location
-        )
-    if {"instruction", "output"} <= record.keys():
-        return _conversation(record, _instruction(record, location), location)
-    if "text" in record:
+    record = (columns or Columns()).rename(record, location)
+    required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
+    if "prompt" in required:
+        return _prompt_and_completion(record, location)
+    if "text" in required:
         return PromptCompletion(location, "", _text(record, "text", location))
+    if "instruction" in required:
+        return _conversation(record, _instruction(record, location), location)
+    for name in required:
+        return _conversation(record, _messages(record[name], name, location), location)
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
-        f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --prompt-field and "
-        "--completion-field"
+        f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --columns"
     )
 
 
@@ -192,28 +239,33 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {_names(record)}")
 
 
-def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
+def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
     """Return the example of a prompt and a completion, which are two texts or two lists of messages."""
-    prompt, completion = record.get(fields.prompt), record.get(fields.completion)
+    prompt, completion = record["prompt"], record["completion"]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text = _text(record, fields.completion, location)
-        return PromptCompletion(location, _text(record, fields.prompt, location), text)
-    messages = _messages([*prompt, *completion], fields.prompt, location)
+        text = _text(record, "completion", location)
+        return PromptCompletion(location, _text(record, "prompt", location), text)
+    messages = _messages([*prompt, *completion], "prompt", location)
     return _conversation(record, messages, location, num_context=len(prompt))
 
 
 def _conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
-    """Return a conversation of messages, with the system prompt and the tools from other fields of the record."""
+    """Return a conversation of messages, with the system prompt and the tools from other fields of the record.
+
+    Messages without loss: the first `num_context`, those whose flags say so, and an answer that no message precedes.
+    """
+    untrained = [
+        index < num_context or any(message.get(flag) == values[0] for flag, values in _FLAGS.items())
+        for index, message in enumerate(messages)
+    ]
+    messages = [{name: value for name, value in message.items() if name not in _FLAGS} for message in messages]
     if record.get("system") and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
-        num_context += bool(num_context)
-    if messages and not num_context and has_loss(messages[0]):
-        raise InvalidRecordError(
-            f"{location}: expected a system or user message before the assistant's first, got none"
-        )
-    return Conversation(location, messages, _tools(record.get("tools"), location), num_context)
+        untrained = [True, *untrained]
+    context = {i for i, each in enumerate(messages) if has_loss(each) and (untrained[i] or i == 0)}
+    return Conversation(location, messages, _tools(record.get("tools"), location), frozenset(context))
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
@@ -225,19 +277,6 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
         {"role": "user", "content": "\n\n".join(parts)},
         {"role": "assistant", "content": _text(record, "output", location)},
     ]
-
-
-def _from_sharegpt(turns: Any) -> Any:
-    """Rename the fields `from` and `value` of each turn to `role` and `content`, and translate the roles."""
-    if not isinstance(turns, list):
-        return turns
-    renamed = []
-    for turn in turns:
-        if isinstance(turn, dict) and isinstance(turn.get("from"), str):
-            turn = {_SHAREGPT_FIELDS.get(name, name): value for name, value in turn.items()}
-            turn["role"] = _SHAREGPT_ROLES.get(turn["role"], turn["role"])
-        renamed.append(turn)
-    return renamed
 
 
 def _tools(tools: Any, location: str) -> list[Any] | None:
@@ -256,23 +295,40 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
     return tools
 
 
-def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
-    """Check the types of a list of messages, and convert the content of each message to one string."""
+def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
+    """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
     if not isinstance(messages, list):
-        raise InvalidRecordError(f"{location}: expected {field!r} to be a list of objects, got {_kind(messages)}")
+        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {_kind(messages)}")
     checked = []
     for message in messages:
         if not isinstance(message, dict):
-            raise InvalidRecordError(f"{location}: expected each of {field!r} to be an object, got {_kind(message)}")
+            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {_kind(message)}")
+        if "from" in message:
+            message = {_SHAREGPT_FIELDS.get(key, key): value for key, value in message.items()}
         role = _text(message, "role", location)
-        if role not in _ROLES:
-            raise InvalidRecordError(
-                f"{location}: expected a role among {', '.join(_ROLES)}, got {truncate_text(repr(role), _MAX_CHARS)}"
-            )
         # Tables have null for missing fields, and chat templates check whether a field exists.
-        present = {name: value for name, value in message.items() if value is not None}
-        checked.append(present | {"content": _content(message, location)})
+        present = {key: value for key, value in message.items() if value is not None}
+        for flag, allowed in _FLAGS.items():
+            if flag in present and present[flag] not in allowed:
+                raise InvalidRecordError(
+                    f"{location}: expected {flag!r} to be {' or '.join(map(json.dumps, allowed))}, got "
+                    f"{truncate_text(repr(present[flag]), _MAX_CHARS)}"
+                )
+        present |= {"role": _ROLES.get(role, role), "content": _content(message, location)}
+        checked.append(_with_tool_calls(present, location) if role == "function_call" else present)
     return checked
+
+
+def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
+    """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
+    try:
+        calls = json.loads(message["content"])
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"{location}: expected JSON text in a 'function_call', got {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
+    return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _content(message: dict[str, Any], location: str) -> str:
@@ -296,9 +352,7 @@ def _content(message: dict[str, Any], location: str) -> str:
 def _text(record: Mapping[str, Any], field: str, location: str) -> str:
     """Return the text of a required field."""
     if field not in record:
-        raise InvalidRecordError(
-            f"{location}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"
-        )
+        raise InvalidRecordError(f"{location}: expected the field {field!r}, got {_names(record)}")
     text = record[field]
     if not isinstance(text, str):
         raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {_kind(text)}")
@@ -306,7 +360,7 @@ def _text(record: Mapping[str, Any], field: str, location: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair; tokenizers reject it
         raise InvalidRecordError(
-            f"{location}: expected text in {field!r}, got a lone surrogate at {error.start}"
+            f"{location}: expected text in {field!r}, got a byte that is not UTF-8 or a lone surrogate at {error.start}"
         ) from error
     return text
 

@@ -1,4 +1,4 @@
-"""Prompts for generation, with columns for reward functions, read from JSON lines or Parquet.
+"""Prompts for generation, with columns for reward functions, read from a file of any format of `prepare`.
 
 This module does not use MPI. Each rank reads the file independently. Ranks for which `PromptDataset.digest` returns the
 same value have the same prompts.
@@ -32,7 +32,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Other fields of the record by name. Reward functions receive them as keyword arguments.
+        columns: Other fields by name, which reward functions receive as keyword arguments: those of all records of the
+            file. Fields that this record does not have are None.
     """
 
     tokens: list[int]
@@ -49,14 +50,14 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
 
     Args:
-        path: Parquet file if the name ends in .parquet, otherwise JSON lines, compressed if it ends in .gz or .zst.
+        path: File of a format that `DataSource` reads.
         setting: Name of the setting or option that specifies the file, for error messages.
 
     Raises:
         UserError: The file cannot be read or contains no lines or rows.
         InvalidRecordError: A line or row contains no valid prompt.
     """
-    expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
+    expected = f"{setting}: expected a file of prompts, such as JSON lines or Parquet, got {path}, which"
     try:
         if not path.is_file():
             raise UserError(f"{expected} is not a file")
@@ -65,7 +66,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     except OSError as error:  # no permission, or a name too long
         raise UserError(f"{expected} cannot be read: {error.strerror}") from error
     if begin == _HDF5:
-        raise UserError(f"{expected} is HDF5: give the JSON lines or Parquet file itself, without odc-mpi prepare")
+        raise UserError(f"{expected} is HDF5: give the file of prompts itself, without odc-mpi prepare")
     empty = True
     for block in DataSource(str(path), None, (path,)).read(lambda: 1, lambda _: None):
         empty = False
@@ -101,13 +102,15 @@ class PromptDataset:
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
+        self._columns: dict[str, None] = {}  # names of all columns, each None
         self._texts: list[bytes] = []  # as JSON, which needs less memory than its objects
         for block in read_prompts(self.path, setting):
             self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
             for example, record in block:
                 prompt = example.messages if isinstance(example, Conversation) else example.prompt
-                content = {"prompt": prompt, "columns": _columns(record, example.location)}
-                self._texts.append(_json(content, example.location))
+                columns = _columns(record, example.location)
+                self._columns |= dict.fromkeys(columns)
+                self._texts.append(_json({"prompt": prompt, "columns": columns}, example.location))
                 self.locations.append(example.location)
         self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
         self.max_token_id = max(int(tokens.max()) for tokens in self._tokens)
@@ -118,7 +121,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptRecord:
         """Return the prompt with this index."""
         content = json.loads(self._texts[index])
-        return PromptRecord(self._tokens[index].tolist(), content["prompt"], content["columns"])
+        return PromptRecord(self._tokens[index].tolist(), content["prompt"], self._columns | content["columns"])
 
     def digest(self) -> str:
         """Return a digest of the prompts, of their tokens and columns, and of the vocabulary."""

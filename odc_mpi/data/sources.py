@@ -1,4 +1,4 @@
-"""Sources of text: files, folders of files and the standard library, optionally mixed by weights.
+"""Sources of text: files, folders, data sets of `datasets` and the standard library, optionally mixed by weights.
 
 Without weights, each example of each source is used once. With weights, the numbers of examples (lines or rows) used
 from the sources are proportional to the weights. The examples are selected at random. None is used twice, unless the
@@ -11,42 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from odc_mpi.data import jsonl, parquet, stdlib
-from odc_mpi.data.examples import FieldNames
-from odc_mpi.data.jsonl import RepeatFn
+from odc_mpi.data import stdlib
+from odc_mpi.data.examples import Columns
+from odc_mpi.data.readers import compressed, hf_datasets, parquet, text_files
+from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn
 from odc_mpi.errors import UserError
 
 STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
 _MAX_NAMES = 6  # files of a folder that the report lists
 _MAX_PASSES = 1000  # over one source
+_TEXT_SUFFIXES = (*text_files.LINES_SUFFIXES, *text_files.TABLE_SUFFIXES, text_files.ARRAY_SUFFIX)
 _EXPANSION = 4  # approximate ratio of text to compressed file
-
-
-class Block(Protocol):
-    """Some examples of a source, in the order of the file. Blocks are pickled and sent to worker processes."""
-
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each example, its location for error messages and a function that returns the record.
-
-        The function raises an InvalidRecordError if the example cannot be parsed.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class StdlibBlock:
-    """`Block` whose examples are functions of the Python standard library."""
-
-    samples: Sequence[stdlib.StdlibFunction]
-
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each function, "stdlib" as its location and a function that returns the record."""
-        for sample in self.samples:
-            record = {"prompt": sample.prompt, "completion": sample.completion}
-            yield STDLIB, lambda record=record: record  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -54,19 +32,26 @@ class DataSource:
     """A source of examples.
 
     Attributes:
-        name: Path or "stdlib", as specified by the user, without the weight.
+        name: Path, "stdlib" or name on the Hugging Face Hub, as specified by the user, without the weight.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
         files: Files, in the order in which they are read. There are none for the standard library.
+        dataset: Data set of the library `datasets`, of which `files` are only the storage; None for other sources.
     """
 
     name: str
     weight: float | None
     files: tuple[Path, ...]
+    dataset: Any = None
+
+    @property
+    def origin(self) -> str:
+        """Absolute path of the source, or its name if it has none."""
+        return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
     def is_folder(self) -> bool:
-        """True if the user specified a folder."""
-        return bool(self.files) and self.files[0] != Path(self.name)
+        """True if the user specified a folder of files."""
+        return self.dataset is None and bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
         """Return a line with the number and the names of the folder's files, for display."""
@@ -87,22 +72,25 @@ class DataSource:
     @property
     def num_text_bytes(self) -> int:
         """Approximate total size of the text in the files after decompression, in bytes."""
-        packed = (*jsonl.COMPRESSED, parquet.SUFFIX)
+        packed = (*compressed.SUFFIXES, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
     @cached_property
     def _samples(self) -> list[stdlib.StdlibFunction]:
         return list(stdlib.functions())
 
-    def fields(self, fields: FieldNames) -> FieldNames:
-        """Return the field names of the records: the defaults for the standard library, otherwise `fields`."""
-        return fields if self.files else FieldNames()
+    def columns(self, columns: Columns) -> Columns:
+        """Return the names of the records' fields: the defaults for the standard library, otherwise `columns`."""
+        return Columns() if self.name == STDLIB else columns
 
     def count(self) -> int:
-        """Return the number of examples, including invalid ones. Reads JSON lines completely to count them."""
+        """Return the number of examples, including invalid ones. Reads text files completely to count them."""
+        if self.dataset is not None:
+            return len(self.dataset)
         if not self.files:
             return len(self._samples)
-        return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
+        count_file = {True: parquet.count_rows, False: text_files.count_records}
+        return sum(count_file[_is_parquet(file)](file) for file in self.files)
 
     def read(self, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
         """Yield the examples in blocks.
@@ -111,25 +99,37 @@ class DataSource:
             num_repeats: Function that returns how often to use an example. It is called for each example, in order.
             on_bytes_read: Function that is called now and then with the number of bytes read since its last call.
         """
+        if self.dataset is not None:
+            yield from hf_datasets.read_rows(self.name, self.dataset, num_repeats, on_bytes_read, self.num_bytes)
+            return
         if not self.files:
-            samples = [sample for sample in self._samples for _ in range(num_repeats())]
+            samples = [(i + 1, sample) for i, sample in enumerate(self._samples) for _ in range(num_repeats())]
             for begin in range(0, len(samples), _BLOCK_SAMPLES):
-                yield StdlibBlock(samples[begin : begin + _BLOCK_SAMPLES])
+                numbers, values = zip(*samples[begin : begin + _BLOCK_SAMPLES], strict=True)
+                records = [{"prompt": each.prompt, "completion": each.completion} for each in values]
+                yield RecordBlock(STDLIB, "function", list(numbers), records)
         for file in self.files:
-            yield from (parquet.read_rows if _is_parquet(file) else jsonl.read_lines)(file, num_repeats, on_bytes_read)
+            read_file = parquet.read_rows if _is_parquet(file) else text_files.read_records
+            yield from read_file(file, num_repeats, on_bytes_read)
 
 
-def find_sources(specs: Sequence[str]) -> list[DataSource]:
+def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
     """Return the sources that the user specified.
 
     Args:
-        specs: Specification of each source: a path or "stdlib", optionally followed by a colon and a weight. If the
-            complete specification is the path of a file or folder, it has no weight.
+        specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
+            a colon and a weight. If the complete specification is the path of a file or folder, it has no weight.
+        split: Split of data sets of the library `datasets`; see `hf_datasets.load`.
 
     Raises:
-        UserError: A source does not exist, a folder has no data files, or only some of the sources have a weight.
+        UserError: A source does not exist, a folder has no data files, only some of the sources have a weight, or a
+            split is given without a data set that can have one.
     """
-    sources = [_find(spec) for spec in specs]
+    sources = [_find(spec, split) for spec in specs]
+    if split is not None and all(source.dataset is None for source in sources):
+        raise UserError(
+            "--split: expected a directory of save_to_disk or a name on the Hugging Face Hub as a SOURCE, got neither"
+        )
     without = [source.name for source in sources if source.weight is None]
     if without and len(without) < len(sources):
         raise UserError(
@@ -138,19 +138,23 @@ def find_sources(specs: Sequence[str]) -> list[DataSource]:
     return sources
 
 
-def _find(spec: str) -> DataSource:
+def _find(spec: str, split: str | None) -> DataSource:
     name, weight = _split_weight(spec)
     if name == STDLIB:
         return DataSource(name, weight, ())
     path = Path(name)
-    if path.is_dir():
+    if path.is_file():
+        return DataSource(name, weight, (path,))
+    if path.is_dir() and not hf_datasets.is_saved_dataset(path):
         return DataSource(name, weight, _data_files(path))
-    if not path.is_file():
+    has_suffix = is_supported(path) or path.suffix in (".txt", ".h5")
+    if not (path.is_dir() or (hf_datasets.is_hub_name(name) and not has_suffix)):
         raise UserError(
-            f"SOURCE {spec!r} is not a file or folder: give a JSONL or Parquet file, a folder of such files, or "
-            f"{STDLIB}"
+            f"SOURCE {spec!r} is not a file or folder: give a JSONL, JSON, CSV or Parquet file, a folder of such "
+            f"files, a data set of the Hugging Face Hub (OWNER/NAME), or {STDLIB}"
         )
-    return DataSource(name, weight, (path,))
+    dataset = hf_datasets.load(name, split)
+    return DataSource(name, weight, tuple(Path(file["filename"]) for file in dataset.cache_files), dataset)
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
@@ -168,23 +172,26 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files in a folder whose suffix is supported, sorted by path."""
-    files = tuple(sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file()))
-    if not files:
-        suffixes = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
+    """Return the files in a folder whose suffix is supported, sorted by path. Of .json, only arrays are data."""
+    files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
+    data = tuple(
+        file
+        for file in files
+        if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
+    )
+    if not data:
         raise UserError(
-            f"no file in the folder {str(folder)!r} ends in {suffixes} (the first two also with .gz or .zst): "
-            "change SOURCE"
+            f"no file in the folder {str(folder)!r} ends in {', '.join(_TEXT_SUFFIXES)} (these also with .gz or .zst; "
+            f"{text_files.ARRAY_SUFFIX} if it is an array) or {parquet.SUFFIX}: change SOURCE"
         )
-    return files
+    return data
 
 
 def is_supported(path: Path) -> bool:
-    """Return True if the name of a file in a folder is that of JSON lines or Parquet."""
+    """Return True if the name of a file in a folder is that of a format that can be read."""
     if path.name.startswith("."):
         return False
-    bare = path.with_suffix("") if path.suffix in jsonl.COMPRESSED else path
-    return bare.suffix in jsonl.SUFFIXES or _is_parquet(path)
+    return compressed.bare_suffix(path) in _TEXT_SUFFIXES or _is_parquet(path)
 
 
 def _is_parquet(path: Path) -> bool:

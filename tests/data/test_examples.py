@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, FieldNames, InvalidRecordError, parse_example
+from odc_mpi.data.examples import Conversation, InvalidRecordError, parse_example
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def parse_chat(record: dict[str, Any]) -> Conversation:
-    example = parse_example(record, "here", FieldNames())
+    example = parse_example(record, "here")
     assert isinstance(example, Conversation)
     return example
 
@@ -55,13 +55,38 @@ def test_only_the_completion_of_two_lists_of_messages_is_trained() -> None:
     assert not parse_chat({"prompt": CHAT, "completion": []}).has_loss
 
 
+def test_flags_keep_answers_out_of_the_loss_and_from_the_template() -> None:
+    user, answer = CHAT
+    messages = [user, answer | {"weight": 0}, user, answer | {"weight": 1, "train": True}, user, answer | {"train": False}]
+    chat = parse_chat({"messages": messages, "system": "Be brief."})
+    assert chat.messages == [SYSTEM, *CHAT * 3]
+    assert [i for i in range(7) if chat.message_has_loss(i)] == [4]
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "train": False}]
+    assert not parse_chat({"conversations": turns}).has_loss
+
+
+def test_roles() -> None:
+    """Those of other data sets are translated, unknown ones are not; an answer to nothing is context."""
+    call = {"name": "f", "arguments": {"a": 1}}
+    turns = [("gpt", "Welcome"), ("human", "x"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "y")]
+    chat = parse_chat({"conversations": [{"from": role, "value": text} for role, text in turns]})
+    assert [message["role"] for message in chat.messages] == ["assistant", "user", "assistant", "tool", "assistant"]
+    assert chat.messages[2]["tool_calls"] == [{"type": "function", "function": call}]
+    assert [chat.message_has_loss(i) for i in range(5)] == [False, False, True, False, True]
+    roles = {"developer": "system", "function": "tool", "ipython": "tool", "critic": "critic", "human": "user"}
+    chat = parse_chat({"messages": [{"role": role, "content": "x"} for role in roles]})
+    assert [message["role"] for message in chat.messages] == list(roles.values())
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "got 'narrator'"),
         ({"conversations": [{"from": "human"}]}, "expected the field 'content'"),
         ({"conversations": "Hi"}, "expected 'conversations' to be a list"),
-        ({"conversations": [{"from": "gpt", "value": "x"}]}, "before the assistant's first"),
+        ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0 or 1, got 0.5"),
+        ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be false or true, got 'no'"),
+        ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "expected JSON text in a 'function_call'"),
+        ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "expected objects with 'name'"),
         ({"instruction": "x", "output": 3}, "expected 'output' to be a string"),
         ({"instruction": "x"}, "or 'conversations', or 'instruction' and 'output'"),
         ({"messages": CHAT, "system": 3}, "expected 'system' to be a string"),
@@ -70,5 +95,5 @@ def test_only_the_completion_of_two_lists_of_messages_is_trained() -> None:
 )
 def test_bad_records(record: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRecordError, match=words) as caught:
-        parse_example(record, "here", FieldNames())
+        parse_example(record, "here")
     assert str(caught.value).startswith("here: ")

@@ -105,8 +105,7 @@ def test_gsm8k(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> 
         str(GSM8K),
         tmp_path / "gsm8k.h5",
         tokenizer=stdlib_report.tokenizer,
-        prompt_field="question",
-        completion_field="answer",
+        columns={"prompt": "question", "completion": "answer"},
     )
     with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
@@ -157,7 +156,7 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
         whole, cut = dataset[1], dataset[3]
         assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
         assert cut[1].tolist() == [False] * 2 + [True] * 8
-    assert "2 truncated to --max-length\n1 dropped: no loss" in report.describe()
+    assert "2 truncated to --max-length (28 tokens lost)\n1 dropped: no loss" in report.describe()
 
 
 def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
@@ -165,14 +164,42 @@ def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> No
     report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=10, overlong="drop")
     assert (report.num_sequences, report.num_truncated, report.num_dropped) == (2, 0, 3)
     assert (report.longest, report.num_untrained_dropped) == (10, 0)
-    assert "3 dropped: longer than --max-length" in report.describe()
+    assert "3 dropped: longer than --max-length (48 tokens lost)" in report.describe()
+
+
+def test_plain_texts_can_be_split(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    text = "\x01\x02\x03" * 9
+    source = write_lines(tmp_path / "a.jsonl", {"text": text}, *pairs(20))
+    options = {"tokenizer": stdlib_report.tokenizer, "max_length": 10}
+    report = prepare(source, tmp_path / "a.h5", **options, overlong="split")
+    whole = prepare(source, tmp_path / "b.h5", tokenizer=stdlib_report.tokenizer)
+    assert (report.num_sequences, report.num_split, report.num_truncated, report.num_truncated_tokens) == (4, 1, 1, 10)
+    with Dataset(report.path) as parts, Dataset(whole.path) as wholes:
+        tokens, _ = wholes[0]
+        assert len(tokens) == 28
+        found = [parts[i] for i in range(3)]
+        # No token is lost: each sequence begins with the last token of the one before, which has no loss there.
+        assert np.concatenate([tokens[:1], *(part[1:] for part, _ in found)]).tolist() == tokens.tolist()
+        assert all(mask[1:].all() for _, mask in found)
+        assert [part[0] for part, _ in found[1:]] == [tokens[9], tokens[18]]
+    assert "1 texts split into sequences of --max-length\n1 truncated" in report.describe()
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_each_part_of_a_split_text_begins_with_bos(adds_bos: bool) -> None:
+    counts, tokens = FilterCounts(), np.arange(8, dtype=np.uint32)
+    text = Encoded(tokens, tokens >= adds_bos, is_plain_text=True, starts_with_bos=adds_bos)
+    parts = [part.tokens.tolist() for part in _fit(text, SequenceFilter(4, "split"), counts)]
+    assert parts == ([[0, 1, 2, 3], [0, 4, 5, 6], [0, 7]] if adds_bos else [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7]])
 
 
 def test_what_only_the_first_token_would_teach_is_dropped() -> None:
     counts = FilterCounts()
     tokens = np.arange(3, dtype=np.uint32)
     first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
-    assert _fit(first_only, SequenceFilter(), counts) is None and _fit(last_too, SequenceFilter(), counts) is last_too
+    assert not list(_fit(first_only, SequenceFilter(), counts))
+    [kept] = _fit(last_too, SequenceFilter(), counts)
+    assert kept.loss_mask.tolist() == [True, False, True]
     assert counts == FilterCounts(num_untrained_dropped=1)
 
 

@@ -31,7 +31,8 @@ def test_tokens_texts_and_columns(tmp_path, tokenizer):
     prompts = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
     assert (len(prompts), prompts.lengths.tolist(), prompts.max_token_id) == (2, [3, 2], 8)
     assert prompts[0] == ([1, 2, 3], "1 2 3", {"answer": "6", "level": 2, "completion": "x"})
-    assert prompts[1].tokens == [7, 8] and prompts[1].columns == {"answer": "9"} and prompts[1].is_chat
+    assert prompts[1].tokens == [7, 8] and prompts[1].columns == {"answer": "9", "level": None, "completion": None}
+    assert prompts[1].is_chat
     # The assistant's own turn is what is to be generated.
     assert prompts[1].prompt == [{"role": "user", "content": "7 8"}]
     assert prompts.locations[1] == f"{prompts.path}, line 2"
@@ -79,7 +80,7 @@ def test_files_without_prompts(tmp_path, tokenizer):
         (tmp_path, "which is not a file"),
         (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
         (lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
-        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, JSON lines or Parquet, .*which is HDF5"),
+        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines or Parquet, .*which is HDF5"),
     ):
         with pytest.raises(UserError, match=words) as raised:
             PromptDataset(path, tokenizer, "data.eval_path")

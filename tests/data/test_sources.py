@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data import parquet
-from odc_mpi.data.examples import Conversation, FieldNames, PromptCompletion, parse_example
+from odc_mpi.data.examples import Conversation, PromptCompletion, parse_example
+from odc_mpi.data.readers import parquet
 from odc_mpi.data.sources import Mixture, find_sources, mix
 from odc_mpi.errors import UserError
 
@@ -39,7 +39,7 @@ def taken(mixture: Mixture) -> list[str]:
     texts = []
     for _, block in mixture.read(lambda _: None):
         for where, record in block.records():
-            example = parse_example(record(), where, FieldNames())
+            example = parse_example(record(), where)
             assert isinstance(example, PromptCompletion)
             texts.append(example.completion)
     return texts
@@ -61,12 +61,14 @@ def test_files_and_folders_in_order() -> None:
     write("d/10.jsonl", ["a"])
     write("d/30.ndjson.zst", ["e", "f"])
     table("d/4.parquet", [{"text": "g"}, {"text": "h"}])
+    Path("d/5.json").write_text('[{"text": "i"}]')
+    Path("d/6.csv").write_text("text\nj\n")
     for ignored in ("d/README.md", "d/.hidden.jsonl", "d/state.json"):
         write(ignored, ["no"])
     write("alone.txt", ["x"])
-    assert read_all("alone.txt", "d") == ["x", *"acdefgh"]
+    assert read_all("alone.txt", "d") == ["x", *"acdefghij"]
     _, folder = find_sources(["alone.txt", "d"])
-    assert folder.describe_folder() == "d: 4 files, 10.jsonl, 2.jsonl.gz, 30.ndjson.zst, 4.parquet"
+    assert folder.describe_folder() == "d: 6 files, 10.jsonl, 2.jsonl.gz, 30.ndjson.zst, 4.parquet, 5.json, 6.csv"
     Path("empty").mkdir()
     assert "no file in the folder 'empty'" in refused("empty")
     assert "is not a file or folder" in refused("missing.jsonl")
@@ -114,7 +116,7 @@ def test_rows_are_as_lines() -> None:
     ]
     [source] = find_sources([table("a.parquet", rows)])
     [block] = source.read(lambda: 1, lambda _: None)
-    examples = [parse_example(record(), where, FieldNames()) for where, record in block.records()]
+    examples = [parse_example(record(), where) for where, record in block.records()]
     assert examples == [Conversation("a.parquet, row 1", chat, tools), PromptCompletion("a.parquet, row 2", "", "x")]
     Path("bad.parquet").write_bytes(b"PAR1 or not")
     assert "bad.parquet: cannot be read" in refused("bad.parquet")

@@ -1,7 +1,4 @@
-"""Reading Parquet files in batches of rows, in bounded memory. Requires pyarrow, which the extra `parquet` installs.
-
-Fields that a row does not have are null in a table. They are removed here, so that rows are like lines of JSON.
-"""
+"""Reading Parquet files in batches of rows, in bounded memory. Requires pyarrow, which the extra `parquet` installs."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.jsonl import RepeatFn
+from odc_mpi.data.readers.blocks import RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
@@ -42,18 +39,12 @@ class RowBlock:
         pyarrow = _library(self.name)
         try:
             with pyarrow.ipc.open_stream(self.batch) as stream:
-                rows = [_without_nulls(row) for batch in stream for row in batch.to_pylist()]
+                rows = [without_nulls(row) for batch in stream for row in batch.to_pylist()]
         except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
             location = f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}"
             raise UserError(f"{location}: cannot be read ({one_line_message(error)}): change SOURCE") from error
         for number, row in zip(self.numbers, rows, strict=True):
             yield f"{self.name}, row {number}", lambda row=row: row  # type: ignore[misc]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:

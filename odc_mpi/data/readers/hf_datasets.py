@@ -1,0 +1,94 @@
+"""Reading data sets of the library `datasets`: directories of `save_to_disk`, and data sets of the Hugging Face Hub.
+
+Requires the library, which the extra `datasets` installs. It is imported only if such a source is given. Code of data
+sets is never run: the library does not support it since version 4.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.data.readers.blocks import RecordBlock, RepeatFn, without_nulls
+from odc_mpi.errors import UserError, one_line_message
+
+_BATCH_ROWS = 256
+#: Owner and name on the Hub, optionally with a configuration, such as "openai/gsm8k/main".
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?")
+_DEFAULT_SPLIT = "train"
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return True for a directory that `save_to_disk` wrote."""
+    names = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
+    return any(all((path / name).is_file() for name in each) for each in names)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if a name has the form of a data set on the Hub: owner/name or owner/name/configuration."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+def load(name: str, split: str | None) -> Any:
+    """Return a `datasets.Dataset` whose rows are read on demand.
+
+    Args:
+        name: Directory of `save_to_disk`, or name on the Hub.
+        split: Split to read, such as "train[:1%]" on the Hub; None for "train", or the only one of a directory.
+
+    Raises:
+        UserError: The library is missing, or the data set or its split cannot be loaded.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"reading the data set {name!r} requires the package datasets: pip install 'odc_mpi[datasets]'"
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        if not Path(name).is_dir():
+            owner, title, *configuration = name.split("/")
+            return datasets.load_dataset(f"{owner}/{title}", *configuration, split=split or _DEFAULT_SPLIT)
+        found = datasets.load_from_disk(name)
+    except Exception as error:  # of many kinds: no network, no permission, damaged files
+        raise UserError(
+            f"the data set {name!r} cannot be loaded ({one_line_message(error)}): change SOURCE or --split"
+        ) from error
+    splits = dict(found) if isinstance(found, dict) else {str(found.split or split): found}
+    chosen = split or (next(iter(splits)) if len(splits) == 1 else _DEFAULT_SPLIT)
+    if chosen not in splits:
+        raise UserError(f"--split: expected one of {', '.join(splits)} for {name!r}, got {chosen!r}")
+    return splits[chosen]
+
+
+def read_rows(
+    name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
+) -> Iterator[RecordBlock]:
+    """Yield the rows of a data set in blocks, without columns of images, sound and other media.
+
+    Args:
+        name: Name of the source.
+        dataset: The `datasets.Dataset`.
+        num_bytes: Size of its files, of which `on_bytes_read` receives approximate parts.
+
+    Raises:
+        UserError: The rows cannot be read.
+    """
+    # Features of media have this attribute, and would be decoded; so do `Json` columns, whose text is to be decoded.
+    columns = [
+        column
+        for column, feature in dataset.features.items()
+        if not hasattr(feature, "decode") or type(feature).__name__ == "Json"
+    ]
+    dataset = dataset.with_format(None).select_columns(columns)
+    for begin in range(0, len(dataset), _BATCH_ROWS):
+        try:
+            batch = dataset[begin : begin + _BATCH_ROWS]
+        except Exception as error:  # damaged files, libraries for nested media
+            raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
+        rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        indices = [index for index in range(len(rows)) for _ in range(num_repeats())]
+        if indices:
+            yield RecordBlock(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
+        on_bytes_read(num_bytes * len(rows) // len(dataset))

@@ -1,0 +1,224 @@
+"""Reading JSON lines, JSON arrays, CSV and TSV in blocks. Files may be compressed with gzip or Zstandard."""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from odc_mpi.data.examples import InvalidRecordError, parse_json
+from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn, split_into_blocks
+from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
+from odc_mpi.errors import UserError
+
+#: Suffixes of JSON lines. Other files that are neither arrays nor tables are read as JSON lines, too.
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+#: Delimiters of tables by suffix.
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLE_SUFFIXES = tuple(_DELIMITERS)
+ARRAY_SUFFIX = ".json"
+
+_REPORTED_RECORDS = 1024  # between two calls of `on_bytes_read`
+_READ_CHARS = 1 << 20  # of an array at a time
+#: A value whose decoding fails so few characters before the end of the buffer may be incomplete, such as `-Infinit`.
+_INCOMPLETE_CHARS = 12
+_SPACE = re.compile(r"[ \t\n\r]*")
+_MAX_CELL_CHARS = 1 << 27  # of CSV: a quote that is never closed must not load the complete file
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Some lines of a file that are not blank.
+
+    Attributes:
+        name: Path of the file.
+        numbers: Line number of each line, from 1.
+        lines: Content of each line.
+    """
+
+    name: str
+    numbers: list[int]
+    lines: list[bytes]
+
+    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield, for each line, its location for error messages and a function that returns the record.
+
+        The function raises an InvalidRecordError if the line is not a JSON object.
+        """
+        for number, line in zip(self.numbers, self.lines, strict=True):
+            location = f"{self.name}, line {number}"
+            yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
+
+
+class _Format(NamedTuple):
+    """A format: what its numbers count, a function that yields number, value and size of each item, and its input."""
+
+    unit: str
+    find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
+    is_text: bool = True
+
+
+def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
+    """Yield the records of a file in blocks, in the order of the file.
+
+    A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, otherwise JSON
+    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments.
+
+    Raises:
+        UserError: The file cannot be read or decompressed, or the package zstandard is missing.
+    """
+    format_, items = _open(path, on_bytes_read)
+    for numbers, values in split_into_blocks(items, num_repeats):
+        if format_ is _LINES:
+            yield LineBlock(str(path), numbers, values)
+        else:
+            yield RecordBlock(str(path), format_.unit, numbers, values)
+
+
+def count_records(path: Path) -> int:
+    """Return the number of records, including invalid ones. Raises a UserError if the file cannot be read."""
+    return sum(1 for _ in _open(path, lambda _: None)[1])
+
+
+def is_array(path: Path) -> bool:
+    """Return True if the content of a file begins with ``[``. Raises a UserError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            begin: bytes = decompressed(file, path).peek(1)
+    except decompression_errors() as error:
+        raise _error(path, "line 1", error) from error
+    return begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, Iterator[tuple[int, Any, int]]]:
+    """Return the format of a file and its items."""
+    if delimiter := _DELIMITERS.get(bare_suffix(path)):
+        format_ = _Format("line", partial(_rows, delimiter=delimiter))
+    else:
+        format_ = _ARRAY if is_array(path) else _LINES
+    return format_, _read_items(path, format_, on_bytes_read)
+
+
+def _read_items(
+    path: Path, format_: _Format, on_bytes_read: Callable[[int], None]
+) -> Iterator[tuple[int, Any, int]]:
+    number = position = 0
+    try:
+        with path.open("rb") as file:
+            stream = decompressed(file, path)
+            if format_.is_text:
+                # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
+                stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+            for index, (number, value, num_chars) in enumerate(format_.find_items(stream), start=1):
+                if index % _REPORTED_RECORDS == 0:
+                    on_bytes_read(file.tell() - position)
+                    position = file.tell()
+                yield number, value, num_chars
+            on_bytes_read(file.tell() - position)
+    except (*decompression_errors(), csv.Error, ValueError, RecursionError) as error:
+        raise _error(path, f"{format_.unit} {number + 1}", error) from error
+
+
+def _error(path: Path, place: str, error: Exception) -> UserError:
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else error  # its line is one of the buffer
+    return UserError(f"{path}, {place}: cannot be read ({reason}); the file may be truncated")
+
+
+def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
+    """Yield each line that is not blank."""
+    for number, line in enumerate(stream, start=1):
+        if number == 1:
+            # Some editors on Windows begin files with a byte order mark.
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.isspace() and line:
+            yield number, line, len(line)
+
+
+def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
+    """Yield each row of a table by the number of its first line. The first row contains the names of the columns."""
+    csv.field_size_limit(_MAX_CELL_CHARS)
+    reader = csv.reader(stream, delimiter=delimiter, strict=True)
+    names = next(reader, [])
+    if len(set(names)) < len(names):
+        raise ValueError("expected column names in the first line, got a name twice")
+    number = reader.line_num + 1
+    for row in reader:
+        if len(row) == len(names):
+            yield number, dict(zip(names, row, strict=True)), sum(map(len, row))
+        elif row:
+            yield number, InvalidRecordError(f"expected {len(names)} columns as in the first line, got {len(row)}"), 0
+        number = reader.line_num + 1
+
+
+def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
+    """Yield each element of a JSON array."""
+    buffer, number = _JsonBuffer(stream), 0
+    buffer.take("[")
+    while buffer.peek() != "]":
+        number += 1
+        yield number, *buffer.decode()
+        if buffer.peek() != ",":
+            break
+        buffer.take(",")
+    buffer.take("]")
+    buffer.take("")
+
+
+class _JsonBuffer:
+    """Part of a stream of JSON text, from which complete values are decoded."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._text, self._position = "", 0
+        self._raw_decode = json.JSONDecoder().raw_decode
+
+    def _extend(self) -> bool:
+        """Read more text, at least as much as is left: a value is decoded a few times only. False at the end."""
+        rest = self._text[self._position :]
+        more = self._stream.read(max(_READ_CHARS, len(rest)))
+        self._text, self._position = rest + more, 0
+        return bool(more)
+
+    def peek(self) -> str:
+        """Return the next character that is not white space, or "" at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._position)
+            assert match is not None
+            self._position = match.end()
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if not self._extend():
+                return ""
+
+    def take(self, character: str) -> None:
+        """Skip a character; "" is the end of the file. Raises a ValueError if another one follows."""
+        found = self.peek()
+        if found != character:
+            expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
+            raise ValueError(f"expected {expected} in a JSON array, got {got}")
+        self._position += len(character)
+
+    def decode(self) -> tuple[Any, int]:
+        """Return the next value and its number of characters. Raises a ValueError if it is invalid."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._raw_decode(self._text, self._position)
+            except json.JSONDecodeError as error:
+                near_end = error.pos + _INCOMPLETE_CHARS > len(self._text) or error.msg.startswith("Unterminated")
+                if near_end and self._extend():
+                    continue
+                raise
+            if end < len(self._text) or not self._extend():  # more digits of a number may follow
+                num_chars = min(end, len(self._text)) - self._position
+                self._position += num_chars
+                return value, num_chars
+
+
+_LINES = _Format("line", _lines, is_text=False)
+_ARRAY = _Format("element", _elements)
