@@ -207,6 +207,7 @@ $(READY): setup.cfg pyproject.toml $(CONSTRAINTS) Makefile
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(WHEELS),)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --no-deps 'trl; python_version >= "3.11"'
 else
 	@# By a path file, not --system-site-packages: the machine's python3 may itself be in a virtual environment.
 	$(PYTHON) -c 'import site; print("import site; [site.addsitedir(d) for d in", site.getsitepackages(), "]")' \

@@ -47,6 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|NAME|DATA.h5",
         help="directory, name on the hub, or data set; default: train a tokenizer",
     )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces that of the tokenizer"
+    )
+    parser.add_argument(
+        "--split-turns",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="write one sequence for each answer of a conversation; auto: if the chat template changes earlier answers",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
         "--overlong",
@@ -71,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("first_exhausted", "all_exhausted"),
         default="first_exhausted",
         help="end of a weighted mixture: before an example is used twice, or when each has been used",
+    )
+    parser.add_argument(
+        "--show", type=positive_int, metavar="N", help="print the first N sequences, with the loss tokens marked"
     )
     parser.add_argument(
         "--num-proc", type=positive_int, metavar="N", help="processes; default: the available cores, 1 for little text"
@@ -101,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
+    from odc_mpi.data.show import show_sequences
 
     if arguments.tokenizer is not None:
         from odc_mpi.hub import resolve_model_path
@@ -111,5 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Exit by an exception, so that temporary files are removed.
     with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
         report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
-    print(report.describe())
+    print(report.describe(), flush=True)
+    if arguments.show:
+        show_sequences(report.path, arguments.show, Console())
     return 0

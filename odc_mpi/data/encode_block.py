@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import Columns, Example, InvalidRecordError, parse_example
 from odc_mpi.data.readers.blocks import Block
+from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
@@ -33,11 +34,12 @@ _AHEAD = 4  # blocks of each process that are submitted before the result of the
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Rules for long sequences and for held-out sequences. `PrepareOptions` explains the attributes."""
+    """Rules for long and held-out sequences, and for conversations. `PrepareOptions` explains the attributes."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     eval_fraction: float = 0.0
+    split_turns: SplitTurns = "auto"
 
 
 @dataclass
@@ -51,11 +53,24 @@ class FilterCounts:
     num_dropped_tokens: int = 0
     num_untrained_dropped: int = 0
     num_own_special: int = 0
+    num_split_turns: int = 0
+    num_omitted: int = 0
+    omitted: str = ""
 
     def add(self, other: "FilterCounts") -> None:
         """Add the counts of `other` to this object."""
+        omitted = self.omitted or other.omitted
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.omitted = omitted
+
+    def count(self, parts: Sequence[Encoded]) -> None:
+        """Count the properties of an example that is encoded as these sequences, which are not filtered yet."""
+        self.num_own_special += parts[0].has_own_special
+        self.num_split_turns += len(parts) > 1
+        omitted = next((part.omitted for part in parts if part.omitted), "")
+        self.num_omitted += bool(omitted)
+        self.omitted = self.omitted or omitted
 
 
 @dataclass(frozen=True)
@@ -88,24 +103,28 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
         else:
             counts.num_untrained_dropped += 1
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
-    for sequence in _encode_all(tokenizer, examples, invalid):
-        counts.num_own_special += sequence.has_own_special
-        for fitting in _fit(sequence, sequence_filter, counts):
-            sequences[is_held_out(fitting.tokens, sequence_filter.eval_fraction)].append(fitting)
+    for parts in _encode_all(tokenizer, examples, invalid, sequence_filter.split_turns):
+        counts.count(parts)
+        # The last part contains the complete conversation.
+        held_out = is_held_out(parts[-1].tokens[: sequence_filter.max_length], sequence_filter.eval_fraction)
+        for sequence in parts:
+            sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
     return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)])
 
 
-def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str]) -> Iterator[Encoded]:
+def _encode_all(
+    tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str], split_turns: SplitTurns
+) -> Iterator[list[Encoded]]:
     """Tokenize examples in batches. If the chat template rejects an example, add the error message to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
         try:
-            yield from encode(tokenizer, [examples[i] for i in batch])
+            yield from encode(tokenizer, [examples[i] for i in batch], split_turns)
         except InvalidRecordError:
             for i in batch:
                 try:
-                    yield from encode(tokenizer, [examples[i]])
+                    yield from encode(tokenizer, [examples[i]], split_turns)
                 except InvalidRecordError as error:
                     invalid[i] = str(error)
 
@@ -158,8 +177,7 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
 
 def encode_blocks(
     blocks: Iterable[tuple[int, Block, Columns]],
-    tokenizer_source: Path | Mapping[str, bytes],
-    sequence_filter: SequenceFilter,
+    worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
     """Tokenize blocks in worker processes, and yield the results in the order of the blocks.
@@ -168,7 +186,8 @@ def encode_blocks(
 
     Args:
         blocks: Tuples of the index of a source, a block of it, and the names of the block's columns.
-        tokenizer_source: Directory or data set that contains the tokenizer, or contents of its files by name.
+        worker_arguments: Directory or data set that contains the tokenizer, or contents of its files by name; chat
+            template that replaces that of the tokenizer, if any; rules for sequences.
         num_proc: Number of worker processes.
 
     Yields:
@@ -177,7 +196,7 @@ def encode_blocks(
     Raises:
         UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
-    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
     try:
         for index, block, columns in blocks:
@@ -211,12 +230,16 @@ def _interrupts_blocked() -> Iterator[None]:
 _worker: tuple[Any, SequenceFilter]
 
 
-def _start_worker(tokenizer_source: Path | Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
+def _start_worker(
+    tokenizer_source: Path | Mapping[str, bytes], chat_template: str | None, sequence_filter: SequenceFilter
+) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     _worker = tokenizer, sequence_filter
 
 

@@ -31,10 +31,13 @@ from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
 from odc_mpi.data.readers.blocks import Block
 from odc_mpi.data.sources import DataSource, find_sources, mix
+from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
     load_tokenizer,
+    read_chat_template,
+    replace_chat_template,
     serialize_tokenizer,
     tokenizer_files,
     train_tokenizer,
@@ -55,6 +58,8 @@ class PrepareOptions:
 
     Attributes:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
+        chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
+        split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
         max_length: Maximum number of tokens in a sequence; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
@@ -63,7 +68,8 @@ class PrepareOptions:
         vocab_size: Maximum number of tokens of a tokenizer that is trained.
         bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
         eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. Whether a
-            sequence is held out depends on its tokens only, not on the other sequences.
+            sequence is held out depends on its tokens only, not on the other sequences. All sequences of one example
+            are held out together.
         seed: Seed for the random selection of examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
         num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
@@ -71,6 +77,8 @@ class PrepareOptions:
     """
 
     tokenizer: Path | None = None
+    chat_template: Path | None = None
+    split_turns: SplitTurns = "auto"
     max_length: int | None = None
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -131,10 +139,12 @@ def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
         paths = [stack.enter_context(atomic_write(each.resolve())) for each in plan.output_paths]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
-            tokenizer, files = load_tokenizer(plan.tokenizer_path), plan.files
+            tokenizer = load_tokenizer(plan.tokenizer_path)
         else:
             tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
-            files = serialize_tokenizer(tokenizer)
+        if plan.chat_template is not None:
+            tokenizer.chat_template = plan.chat_template
+        files = plan.files or serialize_tokenizer(tokenizer)
         return _write(plan, paths, reader, tokenizer, files)
 
 
@@ -152,6 +162,7 @@ class _Plan:
         replaced: A line for each data set that will be replaced unless it is up to date.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
+        chat_template: Chat template that replaces that of the tokenizer, if any.
         request: Digest of everything that determines the result.
         origin: Digest of the names of the sources.
     """
@@ -163,6 +174,7 @@ class _Plan:
     replaced: Sequence[str]
     tokenizer_path: Path
     files: Mapping[str, bytes]
+    chat_template: str | None
     request: str
     origin: str
 
@@ -170,6 +182,7 @@ class _Plan:
         return PrepareReport(
             path=self.output_paths[0],
             tokenizer=self.tokenizer_path,
+            chat_template=self.options.chat_template,
             trained_on="" if self.options.tokenizer else ", ".join(self.source_specs),
             eval_path=self.output_paths[1] if self.options.eval_fraction else None,
             folders=[source.describe_folder() for source in self.sources if source.is_folder],
@@ -186,13 +199,20 @@ def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _P
     replaced = check_outputs(output_paths, sources, options.tokenizer, origin, options.force)
     tokenizer_path = options.tokenizer or out
     files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
-    request = _request_digest(sources, options, files)
-    return _Plan(source_specs, sources, options, output_paths, replaced, tokenizer_path, files, request, origin)
+    template = None if options.chat_template is None else read_chat_template(options.chat_template)
+    if files and template is not None:
+        files = replace_chat_template(files, template)
+    request = _request_digest(sources, options, files, template)
+    return _Plan(
+        source_specs, sources, options, output_paths, replaced, tokenizer_path, files, template, request, origin
+    )
 
 
-def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes]) -> str:
+def _request_digest(
+    sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes], chat_template: str | None
+) -> str:
     """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
-    choices = asdict(options)
+    choices = asdict(options) | {"chat_template": chat_template}
     del choices["num_proc"], choices["tokenizer"], choices["force"]
     request = {
         "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
@@ -214,7 +234,7 @@ def _write(
     options, begin = plan.options, time.monotonic()
     little = sum(source.num_text_bytes for source in plan.sources) < _WORTH_PROCESSES
     num_proc = options.num_proc or (1 if little else len(os.sched_getaffinity(0)))
-    sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction)
+    sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction, options.split_turns)
     stats = PrepareStats(InvalidRecords(options.bad_lines == "skip"), [source.name for source in plan.sources])
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
@@ -226,7 +246,8 @@ def _write(
             )
         else:
             tokenizer_source = plan.tokenizer_path if options.tokenizer else files
-            results = stack.enter_context(closing(encode_blocks(blocks, tokenizer_source, sequence_filter, num_proc)))
+            worker_arguments = tokenizer_source, plan.chat_template, sequence_filter
+            results = stack.enter_context(closing(encode_blocks(blocks, worker_arguments, num_proc)))
         for index, result in results:
             stats.add(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):

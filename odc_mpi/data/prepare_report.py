@@ -23,6 +23,7 @@ class PrepareReport:
     Attributes:
         path: Path of the data set.
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
+        chat_template: File of the chat template that replaced that of the tokenizer, if any.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_truncated: Number of sequences that were truncated to the maximum length and written.
@@ -32,6 +33,9 @@ class PrepareReport:
         num_dropped_tokens: Number of their tokens.
         num_untrained_dropped: Number of examples dropped because they have no loss tokens (after truncation).
         num_own_special: Number of texts that contained the bos or eos token, which was not added again.
+        num_split_turns: Number of conversations that were written as one sequence per answer.
+        num_omitted: Number of conversations in which an answer does not begin at the end of the generation prompt.
+        omitted: Text at the end of the generation prompt of the first of them, which the answer does not contain.
         num_bad_lines: Number of invalid lines that were skipped.
         bad_lines: Error messages of the first three invalid lines.
         longest: Number of tokens of the longest sequence.
@@ -56,10 +60,14 @@ class PrepareReport:
     num_dropped_tokens: int
     num_untrained_dropped: int
     num_own_special: int
+    num_split_turns: int
+    num_omitted: int
+    omitted: str
     num_bad_lines: int
     bad_lines: Sequence[str]
     longest: int
     vocab_size: int
+    chat_template: Path | None = None
     eval_path: Path | None = None
     num_eval_sequences: int = 0
     num_eval_trained_tokens: int = 0
@@ -72,7 +80,9 @@ class PrepareReport:
         """Return the report as lines of text."""
         origin = f"from {self.tokenizer}"
         if self.trained_on:
-            origin = f"trained on {self.trained_on}, with a plain chat template (ChatML)"
+            origin = f"trained on {self.trained_on}"
+        if self.chat_template or self.trained_on:
+            origin += f", with {self.chat_template or 'a plain chat template (ChatML)'}"
         lines = [
             f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
             f"loss tokens), longest {self.longest:,}",
@@ -95,6 +105,12 @@ class PrepareReport:
             (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
             (self.num_untrained_dropped, "dropped: no loss tokens"),
             (self.num_own_special, "texts contain the bos or eos token: not added again"),
+            (self.num_split_turns, "conversations split into one sequence per answer (--split-turns)"),
+            (
+                self.num_omitted,
+                f"conversations whose loss begins before the end of the generation prompt: the chat template leaves "
+                f"{self.omitted!r} out of answers",
+            ),
         ):
             if count:
                 lines.append(f"{count:,} {description}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.data.dataset.reader import read_tokenizer_files
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, one_line_message
 
 _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -41,6 +41,22 @@ def tokenizer_files(location: Path) -> dict[str, bytes]:
         return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
     paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
     return {path.name: path.read_bytes() for path in paths}
+
+
+def read_chat_template(path: Path) -> str:
+    """Read a chat template. Raises a UserError if the file cannot be read or is not text in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"expected a Jinja template in UTF-8 as --chat-template, got {str(path)!r} ({one_line_message(error)})"
+        ) from error
+
+
+def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
+    """Return the files of a tokenizer with another chat template, which transformers prefers to one in other files."""
+    others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
+    return others | {"chat_template.jinja": chat_template.encode()}
 
 
 def _is_tokenizer_file(name: str) -> bool:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from odc_mpi.data.encode import Encoded, encode, render_chat, render_prompt, special_tokens
+from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import Conversation, InvalidRecordError, PromptCompletion
+from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -33,21 +34,21 @@ def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
         PromptCompletion("", "", "Only text"),
         PromptCompletion("", "p", " "),
     ]
-    for pair, encoded in zip(pairs, encode(tokenizer, pairs), strict=True):
+    for pair, [encoded] in zip(pairs, encode(tokenizer, pairs), strict=True):
         assert encoded.tokens.dtype == np.uint32 and encoded.loss_mask.dtype == np.bool_
         assert tokenizer.decode(encoded.tokens) == pair.prompt + pair.completion + "<|endoftext|>"
         assert trained_runs(tokenizer, encoded) == [pair.completion + "<|endoftext|>"]
 
 
 def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
-    [encoded] = encode(tokenizer, [Conversation("", CHAT)])
+    [[encoded]] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
 
 
 def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
     silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
-    [encoded] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
+    [[encoded]] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
     assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>"]
 
 
@@ -59,7 +60,7 @@ def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
 
 def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
-        render_prompt(tokenizer, Conversation("here", []))
+        ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
 
 
 def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:
@@ -70,8 +71,8 @@ def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:
         Conversation("", CHAT),
     ]
     together = encode(tokenizer, examples)
-    for example, encoded in zip(examples, together, strict=True):
-        [alone] = encode(tokenizer, [example])
+    for example, [encoded] in zip(examples, together, strict=True):
+        [[alone]] = encode(tokenizer, [example])
         np.testing.assert_array_equal(alone.tokens, encoded.tokens)
         np.testing.assert_array_equal(alone.loss_mask, encoded.loss_mask)
     assert encode(tokenizer, []) == []
@@ -91,10 +92,10 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
     )
-    text, spans = render_chat(plain, Conversation("", CHAT[3:5]), special_tokens(plain))
-    assert [text[a:b] for a, b in spans] == ["No.\n\n"]
+    [rendered] = ChatRenderer(plain).render_answers(Conversation("", CHAT[3:5]))
+    assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.\n\n"]
     # A token may hold both the blank of the prompt and the first word: the word must be a loss token.
-    [encoded] = encode(plain, [Conversation("", CHAT[3:5])])
+    [[encoded]] = encode(plain, [Conversation("", CHAT[3:5])])
     assert trained_runs(plain, encoded)[0].lstrip() == "No.\n\n"
 
 
@@ -104,18 +105,8 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
         (None, "need a chat template"),
         ("{{ raise_exception('roles must\nalternate') }}", "rejects the messages (roles must alternate)"),
         ("{{ messages[99].content }}", "rejects the messages"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "rewrites earlier text"),
-        # As reasoning models do: the last turn shows what earlier ones hide.
-        (
-            "{% for m in messages %}{{ m.content }}"
-            "{% if m.role == 'assistant' and loop.last %}!{% endif %}{% endfor %}",
-            "rewrites earlier text when message 3 is added",
-        ),
-        # As they do, too: the prompt for generation opens what a finished turn does not have.
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "rewrites earlier text when message 3 is added",
-        ),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "changes earlier text"),
+        ("{% for m in messages %}{{ m.content.split('Well')[-1] }}{% endfor %}", "leaves out a part of message 3"),
     ],
 )
 def test_templates_that_do_not_serve(tokenizer: Any, template: str | None, expected: str) -> None:
@@ -140,7 +131,7 @@ def llama_like() -> Any:
 def test_sequences_begin_as_the_tokenizer_says() -> None:
     tokenizer = llama_like()
     tokenizer.eos_token = "</s>"
-    [encoded] = encode(tokenizer, [PromptCompletion("", "who is", "me")])
+    [[encoded]] = encode(tokenizer, [PromptCompletion("", "who is", "me")])
     assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["<s>", "▁who", "▁is", "▁me", "</s>"]
     assert encoded.loss_mask.tolist() == [False, False, False, True, True]
 
@@ -158,30 +149,29 @@ def test_masks_with_glued_blanks() -> None:
         "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
     )
     chat = [{"role": "user", "content": "who is there?"}, {"role": "assistant", "content": "It is me"}] * 2
-    [encoded] = encode(tokenizer, [Conversation("", chat)])
+    [[encoded]] = encode(tokenizer, [Conversation("", chat)])
     tokens = tokenizer.convert_ids_to_tokens(encoded.tokens)
     assert tokens.count("<s>") == 1, "the template writes it, the tokenizer must not"
     trained = [token for token, mask in zip(tokens, encoded.loss_mask, strict=True) if mask]
     assert "".join(trained).replace("▁", " ") == " It is me</s> It is me</s>"
 
 
-def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer: Any) -> None:
-    said = "{{ '<|im_start|>' + m.role + '\n' }}"
+def test_tools_reach_the_template(tokenizer: Any) -> None:
+    said = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     marked = with_template(
         tokenizer,
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-        f"{said}{{% generation %}}{{{{ m.content + '<|im_end|>' }}}}{{% endgeneration %}}{{{{ '\n' }}}}{{% endfor %}}"
+        f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}{said}{{% endfor %}}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     )
     tools = [{"type": "function", "function": {"name": "look"}}]
-    text, _ = render_chat(marked, Conversation("", CHAT, tools), special_tokens(marked))
-    assert text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
-    [plain] = encode(tokenizer, [Conversation("", CHAT)])
+    [rendered] = ChatRenderer(marked).render_answers(Conversation("", CHAT, tools))
+    assert rendered.text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
+    [[plain]] = encode(tokenizer, [Conversation("", CHAT)])
     for example in (Conversation("", CHAT), Conversation("", CHAT, tools)):
-        [encoded] = encode(marked, [example])
+        [[encoded]] = encode(marked, [example])
         assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
 
 
 def test_context_is_not_trained(tokenizer: Any) -> None:
-    [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], context=frozenset(range(4)))])
+    [[encoded]] = encode(tokenizer, [Conversation("", CHAT[:5], context=frozenset(range(4)))])
     assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]

@@ -29,7 +29,7 @@ def tokenizer():
 )
 def test_tokens_are_those_before_the_completion(tokenizer, asked, trained):
     (request,) = tokenize(tokenizer, [asked], stop=[tokenizer.eos_token_id])
-    (encoded,) = encode(tokenizer, [trained])
+    [[encoded]] = encode(tokenizer, [trained])
     first = int(encoded.loss_mask.argmax())
     assert request.prompt.tokens == encoded.tokens[:first].tolist()
     # What training ends a completion with is among what ends one here.

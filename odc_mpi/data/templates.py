@@ -1,0 +1,324 @@
+"""Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
+
+A template renders all messages into one text. An answer is found by comparing two renderings: the messages before it
+with the generation prompt, which is the text that the model continues at inference, and the messages up to the answer.
+The loss begins where the two texts differ. If a template marks the answers with `{% generation %}`, the marks are used
+instead. This module works with characters only; `encode` converts them to tokens.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.errors import UserError, one_line_message
+
+CharSpan = tuple[int, int]
+SplitTurns = Literal["auto", "always", "never"]
+_REPLACE = "replace the tokenizer's chat template with --chat-template FILE"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text of one training example.
+
+    Attributes:
+        text: Rendered messages.
+        spans: Character range (begin, end) of each trained answer, including its end-of-turn token.
+        omitted: End of the generation prompt that the text does not contain, such as "<think>"; empty if there is none.
+    """
+
+    text: str
+    spans: list[CharSpan]
+    omitted: str = ""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer in the rendering of the messages up to it. `omitted` is explained in `Rendered`."""
+
+    index: int
+    text: str
+    begin: int
+    omitted: str
+
+
+class ChatRenderer:
+    """Renderer of conversations with the chat template of a tokenizer.
+
+    All methods raise a UserError if the tokenizer has no chat template, and an InvalidRecordError if the template
+    rejects the messages.
+
+    Args:
+        tokenizer: Fast tokenizer of transformers.
+        split_turns: "never" to render a conversation as one example. "always" to render one example for each trained
+            answer, which ends with this answer. "auto" for one example if the text up to each answer does not change
+            when messages are added, otherwise as "always".
+    """
+
+    def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
+        self._tokenizer = tokenizer
+        self._split_turns = split_turns
+        self._special = tuple(tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
+
+    def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
+        """Render messages for the assistant to continue.
+
+        Args:
+            for_generation: True to append the generation prompt, which is the beginning of an assistant turn.
+        """
+        return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0]
+
+    def render_answers(self, chat: Conversation) -> list[Rendered]:
+        """Render the examples of a conversation, which together contain each trained answer exactly once.
+
+        Raises:
+            InvalidRecordError: The chat template leaves out a part of an answer, or changes earlier text so that an
+                answer cannot be found or, with `split_turns` "never", answers cannot share an example.
+        """
+        answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        trained = [i for i in answers if chat.message_has_loss(i)]
+        if self._is_marked(chat) and trained == answers and self._split_turns != "always":
+            [marked] = self._render_marked(chat, [len(chat.messages)])
+            if _find_incomplete(chat, trained, marked) is None:
+                return [marked]
+        found, text = self._find_answers(chat, trained)
+        shared = None if self._split_turns == "always" else self._share(text, found)
+        if shared is None and self._split_turns == "never":
+            raise InvalidRecordError(
+                f"{chat.location}: the chat template changes earlier answers when messages are added, so they cannot "
+                f"share a sequence: use --split-turns auto, or {_REPLACE}"
+            )
+        alone = [Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found]
+        examples = alone if shared is None else [shared]
+        if self._is_marked(chat):
+            counts = [each.index + 1 for each in found] if shared is None else [len(chat.messages)]
+            pairs = zip(examples, self._render_marked(chat, counts), strict=True)
+            examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
+        for i, example in zip([[i] for i in trained] if shared is None else [trained], examples, strict=True):
+            if (incomplete := _find_incomplete(chat, i, example)) is not None:
+                raise InvalidRecordError(
+                    f"{chat.location}: the chat template leaves out a part of message {incomplete + 1}, which is an "
+                    f"answer to train on: {_REPLACE}"
+                )
+        return examples
+
+    def end_of_turn(self, turn: str) -> int:
+        """Return the length of a turn up to its end-of-turn token, which is a special token, in characters.
+
+        White space after this token, which templates append, is not counted. Without such a token, the turn is counted
+        completely.
+        """
+        stripped = turn.rstrip()
+        return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
+
+    def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
+        """Find each trained answer in the messages up to it. Also return the text of all messages."""
+        prompts = self._render(chat, [i for i in trained if i], for_generation=True)
+        if trained[:1] == [0]:  # no messages before the answer: compare it with an empty one
+            empty = Conversation(chat.location, [{"role": "assistant", "content": ""}], chat.tools)
+            prompts.insert(0, self.render_prompt(empty, for_generation=False))
+        turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
+        found = []
+        for i, prompt, turn in zip(trained, prompts, turns, strict=False):
+            begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
+            if i and begin < len(prompt):
+                [context] = self._render(chat, [i], for_generation=False)
+                if begin < self._num_common(prompt, context):
+                    raise InvalidRecordError(
+                        f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
+                        f"this answer cannot be found: {_REPLACE}"
+                    )
+            found.append(_Answer(i, turn, begin, prompt[begin:] if i else ""))
+        return found, turns[-1]
+
+    def _share(self, text: str, answers: list[_Answer]) -> Rendered | None:
+        """Return an example of all answers in the text of all messages, or None if the text changes an answer.
+
+        Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
+        end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
+        with <|return|>, which stops the generation, and others with <|end|>, which does not.
+        """
+        spans = []
+        for answer in answers:
+            end = len(answer.text)
+            if not text.startswith(answer.text):
+                end = self._num_common(answer.text, text)
+                if not self._is_special(answer.text[end:]) or not text[:end].rstrip().endswith(self._special):
+                    return None
+            spans.append((answer.begin, self.end_of_turn(text[:end])))
+        return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
+
+    def _num_common(self, a: str, b: str) -> int:
+        """Return the number of equal characters at the beginning of two texts, without a part of a special token."""
+        low, high = 0, min(len(a), len(b))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+        longest = max(map(len, self._special), default=0)
+        cut_at = [
+            match.start()
+            for text in (a, b)
+            for match in self._special_tokens.finditer(text, max(0, low - longest), low + longest)
+            if match.start() < low < match.end()
+        ]
+        return min([low, *cut_at])
+
+    def _is_special(self, text: str) -> bool:
+        """Return True if a text consists of special tokens and white space."""
+        return not self._special_tokens.sub("", text).strip()
+
+    @functools.cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _is_marked(self, chat: Conversation) -> bool:
+        """Return True if the chat template marks the answers."""
+        template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(tools=chat.tools)
+        return bool(template) and _has_marks(template)
+
+    def _render_marked(self, chat: Conversation, counts: Sequence[int]) -> list[Rendered]:
+        """Render the first `count` messages for each count. The spans are the marks of the chat template."""
+        return self._render_with(_apply_marked, chat, counts)
+
+    def _render(self, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
+        """Render the first `count` messages for each count.
+
+        All counts are rendered in one call, because each call also converts tools and special tokens, which takes as
+        long as rendering.
+        """
+        return self._render_with(functools.partial(_apply, for_generation=for_generation), chat, counts)
+
+    def _render_with(self, apply: Any, chat: Conversation, counts: Sequence[int]) -> list[Any]:
+        if not counts:
+            return []
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
+                "or --chat-template FILE of odc-mpi prepare"
+            )
+        first_error: Exception | None = None
+        for messages in _argument_forms(chat.messages):
+            try:
+                if 0 in counts:
+                    raise ValueError("expected a message, got none")
+                return apply(self._tokenizer, [messages[:count] for count in counts], chat.tools)
+            except Exception as error:  # templates raise what they like
+                first_error = first_error or error
+        assert first_error is not None
+        raise InvalidRecordError(
+            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(first_error)})"
+        ) from first_error
+
+
+def _apply(tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *, for_generation: bool) -> list[str]:
+    texts: list[str] = tokenizer.apply_chat_template(
+        conversations, tools, tokenize=False, add_generation_prompt=for_generation
+    )
+    for text in texts:
+        text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
+    return texts
+
+
+def _apply_marked(tokenizer: Any, conversations: list[Any], tools: list[Any] | None) -> list[Rendered]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, marks = render_jinja_template(
+        conversations,
+        tools,
+        chat_template=tokenizer.get_chat_template(tools=tools),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    for text in texts:
+        text.encode("utf-8")
+    return [Rendered(text, [tuple(span) for span in spans]) for text, spans in zip(texts, marks, strict=True)]
+
+
+@functools.lru_cache
+def _has_marks(template: str) -> bool:
+    without_comments = re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", without_comments) is not None
+
+
+def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
+    """Return the spans that overlap at least one of the others."""
+    return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
+
+
+def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Rendered) -> int | None:
+    """Return the index of the first of these messages that the spans of an example do not contain completely, in order.
+
+    The content and the names of the called functions must be in the spans. The beginning of the content may be before a
+    span: it is then a part of the generation prompt, such as "<think>".
+    """
+    text, spans, position = example.text, list(example.spans), 0
+    for i in indices:
+        content = chat.messages[i]["content"].strip()
+        while spans and (end := _find_content(text, content, position, spans[0])) is None:
+            spans.pop(0)
+        trained = "".join(text[slice(*span)] for span in spans)
+        if not spans or any(name not in trained for name in _called_names(chat.messages[i])):
+            return i
+        position = end or 0
+    return None
+
+
+def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
+    """Find a content that ends in the span and begins at `position` or later, and return its end.
+
+    The template may have changed the white space.
+    """
+    begin, end = span
+    start = max(position, begin - len(content) + 1)
+    if (found := text.find(content, start, end)) >= 0:
+        return found + len(content)
+    before, inside, expected = ("".join(part.split()) for part in (text[start:begin], text[begin:end], content))
+    return end if (before + inside).find(expected, max(0, len(before) - len(expected) + 1)) >= 0 else None
+
+
+def _called_names(message: dict[str, Any]) -> list[str]:
+    calls = message.get("tool_calls")
+    calls = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
+
+
+def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the messages with the arguments of tool calls as objects, and as JSON texts, if there are tool calls.
+
+    Data sets contain both forms. Most templates convert an object to JSON, and would quote a text; the others need
+    texts, and raise an exception for an object.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return [messages]
+    return [[_with_arguments(message, form) for message in messages] for form in (_as_object, _as_text)]
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with converted arguments of its tool calls, which may be in an object `function`."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    converted = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function = function | {"arguments": form(function["arguments"])}
+            call = call | {"function": function} if "function" in call else function
+        converted.append(call)
+    return message | {"tool_calls": converted}
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,244 @@
+"""Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
+
+import copy
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.templates import ChatRenderer, SplitTurns
+
+#: Text that models add as special tokens to their tokenizers, in the source of their templates.
+SPECIAL = (
+    r"<[|｜][^<>\s'\"]*?[|｜]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
+    r"|<(?:start|end)_of_turn>"
+)
+#: Templates of models that read images, whose content is not a string.
+VISION = {"idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+#: Templates without tools.
+NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Look up a word.",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string", "description": "The word."}},
+                "required": ["word"],
+            },
+        },
+    }
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"type": "function", "id": "call12345", "function": {"name": "lookup", "arguments": '{"word": "zebra"}'}}
+    ],
+}
+RESULT = {"role": "tool", "name": "lookup", "tool_call_id": "call12345", "content": "User result: four."}
+
+
+def turn(i: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"User question {i}?"}, {"role": "assistant", "content": f"Reply {i}, done."}]
+
+
+CONVERSATIONS = {
+    "one": Conversation("one", turn(1)),
+    "two": Conversation("two", [*turn(1), *turn(2)]),
+    "system": Conversation("system", [SYSTEM, *turn(1), *turn(2)]),
+    "three": Conversation("three", [*turn(1), *turn(2), *turn(3)]),
+    "tools": Conversation("tools", [*turn(1), turn(2)[0], CALL, RESULT, *turn(3)[1:], *turn(4)], TOOLS),
+}
+
+
+def template_paths() -> dict[str, Path]:
+    spec = find_spec("trl")  # not imported: it needs packages that are not installed
+    folder = Path(next(iter(spec.submodule_search_locations or ()))) / "chat_templates" if spec else Path()
+    return {path.stem: path for path in folder.glob("*.jinja")} if spec else {}
+
+
+PATHS = template_paths()
+TEXT_TEMPLATES = sorted(name for name in PATHS if not name.endswith("_training") and name not in VISION)
+
+
+@pytest.fixture
+def published(tokenizer: Any) -> Callable[..., Any]:
+    """Return a tokenizer with a published template, and the special tokens of it."""
+
+    def make(name: str, special_of: str | None = None) -> Any:
+        changed = copy.deepcopy(tokenizer)
+        special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
+        changed.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(special)})
+        changed.chat_template = PATHS[name].read_text()
+        return changed
+
+    return make
+
+
+def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
+    return "".join(tokenizer.decode(each.tokens[each.loss_mask], skip_special_tokens=False) for each in encoded)
+
+
+@pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
+def test_published_templates_train_each_answer_once_and_nothing_of_the_user(published: Callable[..., Any]) -> None:
+    assert len(TEXT_TEMPLATES) >= 34
+    split, omitted, refused = {}, set(), {}
+    for name in TEXT_TEMPLATES:
+        tokenizer = published(name)
+        for case, chat in CONVERSATIONS.items():
+            try:
+                [encoded] = encode(tokenizer, [chat])
+            except InvalidRecordError as error:
+                refused.setdefault(name, {})[case] = str(error)
+                continue
+            text = trained_text(tokenizer, encoded)
+            answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
+            assert [text.count(answer) for answer in filter(None, answers)] == [1] * len(list(filter(None, answers)))
+            assert text.count("zebra") == (case == "tools") and "User" not in text and "Be brief" not in text, (name, case)
+            if case == "three" and len(encoded) > 1:
+                split[name] = len(encoded)
+            omitted |= {name} if encoded[0].omitted else set()
+    # The published gpt-oss stops at <|return|>, which is in the last answer only; the others think in it only.
+    assert split == dict.fromkeys(("gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), 3)
+    assert {"deepseek_r1_distill", "deepseekv3", "nemotron_3_nano"} <= omitted
+    assert not omitted - {name for name in omitted if name.startswith(("deepseek", "nemotron", "qwen3_5_nothink"))}
+    assert set(refused) == NO_TOOLS and all(set(cases) <= {"tools", "system"} for cases in refused.values())
+    assert {name for name, cases in refused.items() if "system" in cases} == {"gemma"}
+    assert all("rejects the messages (" in text or "--chat-template FILE" in text for cases in refused.values() for text in cases.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
+def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(published: Callable[..., Any]) -> None:
+    """Marks may begin in the generation prompt, and may include white space after the end-of-turn token."""
+    same, other = 0, set()
+    for name in TEXT_TEMPLATES:
+        if f"{name}_training" not in PATHS:
+            continue
+        plain = published(name)
+        marked = published(f"{name}_training", special_of=name)
+        for case in ("one", "system", "three"):
+            if (name, case) == ("gemma", "system"):
+                continue
+            chat = CONVERSATIONS[case]
+            ours, theirs = (ChatRenderer(each, "always").render_answers(chat) for each in (plain, marked))
+            indices = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
+            for i, found, expected in zip(indices, ours, theirs, strict=True):
+                if found.text != expected.text:
+                    other.add(name)
+                    continue
+                same += 1
+                [(begin, end)] = found.spans
+                first, last = expected.spans[0][0], expected.spans[-1][1]
+                prompt = ChatRenderer(plain).render_prompt(Conversation("", chat.messages[:i]))
+                assert first <= begin and prompt.removesuffix(found.omitted).endswith(found.text[first:begin]), name
+                assert end <= last and not found.text[end:last].strip(), name
+    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and same > 100
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LAST_THINKS = (
+    HEADER + "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
+)
+MARKED = (
+    HEADER + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}" + PROMPT
+)
+
+
+def spans(tokenizer: Any, chat: Conversation, split_turns: SplitTurns = "auto") -> list[list[str]]:
+    rendered = ChatRenderer(tokenizer, split_turns).render_answers(chat)
+    return [[each.text[begin:end] for begin, end in each.spans] for each in rendered]
+
+
+def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None:
+    chat = CONVERSATIONS["two"]
+    changing = with_template(tokenizer, LAST_THINKS)
+    together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
+    apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
+    assert spans(changing, chat) == spans(changing, chat, "always") == apart
+    with pytest.raises(InvalidRecordError, match=r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"):
+        spans(changing, chat, "never")
+    assert spans(tokenizer, chat) == spans(tokenizer, chat, "never") == together
+    assert spans(tokenizer, chat, "always") == [[text] for text in together[0]]
+    # Answers without loss, and messages after the last answer, need no example.
+    context = Conversation("", [*chat.messages, turn(3)[0]], context=frozenset({1}))
+    assert spans(changing, context) == [["<think>Reply 2, done.<|im_end|>"]]
+    begins = Conversation("", [turn(1)[1], *turn(2)])
+    assert spans(tokenizer, begins) == together
+
+
+def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
+    marked = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{{ m.content }}{% end", 1))
+    chat = CONVERSATIONS["two"]
+    assert spans(marked, chat) == [["Reply 1, done.", "Reply 2, done."]]
+    assert spans(marked, chat, "always") == [["Reply 1, done."], ["Reply 2, done."]]
+    assert spans(marked, Conversation("", chat.messages, context=frozenset({1}))) == [["Reply 2, done."]]
+    # A comment is not a mark.
+    assert spans(with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template), chat) == spans(tokenizer, chat)
+    nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
+    with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
+        spans(nothing, chat)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("Yes", "Yes<|im_end|>"), ("<b>Yes", "<b>Yes<|im_end|>"), ("A <think> B", "A <think> B<|im_end|>")],
+)
+def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer: Any, content: str, expected: str) -> None:
+    opening = with_template(tokenizer, tokenizer.chat_template.replace("assistant\n'", "assistant\n<think>\n'"))
+    opening.add_tokens("<think>")
+    [rendered] = ChatRenderer(opening).render_answers(
+        Conversation("", [*turn(1), turn(2)[0], {"role": "assistant", "content": content}])
+    )
+    assert [rendered.text[begin:end] for begin, end in rendered.spans] == ["Reply 1, done.<|im_end|>", expected]
+    assert rendered.omitted == "<think>\n"
+
+
+def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
+    dropping = with_template(tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]"))
+    thinking = Conversation("here", [turn(1)[0], {"role": "assistant", "content": "<think>Well.</think>Yes."}])
+    with pytest.raises(InvalidRecordError, match=r"^here: .*leaves out a part of message 2, .*--chat-template FILE$"):
+        encode(dropping, [thinking])
+    # So are calls of functions, which the plain template does not know; the user's words do not replace the answer's.
+    with pytest.raises(InvalidRecordError, match="leaves out a part of message 4"):
+        encode(tokenizer, [CONVERSATIONS["tools"]])
+    silent = with_template(tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT)
+    with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
+        encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
+
+
+def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: Any) -> None:
+    for rendering in ("{{ m.tool_calls[0].function.arguments | tojson }}", "{{ '' + m.tool_calls[0].function.arguments }}"):
+        template = HEADER + "{{ m.content }}{% if m.tool_calls %}lookup" + rendering + "{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
+        as_object = copy.deepcopy(CALL)
+        as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
+        for call in (CALL, as_object):
+            found = spans(with_template(tokenizer, template), Conversation("", [turn(1)[0], call]))
+            assert found == [['lookup{"word": "zebra"}<|im_end|>']]
+
+
+def test_split_answers_are_separate_sequences(tokenizer: Any) -> None:
+    changing = with_template(tokenizer, LAST_THINKS)
+    [encoded, [plain]] = encode(changing, [CONVERSATIONS["three"], CONVERSATIONS["one"]])
+    assert [trained_text(changing, [each]) for each in encoded] == [
+        f"<think>Reply {i}, done.<|im_end|>" for i in (1, 2, 3)
+    ]
+    np.testing.assert_array_equal(encoded[0].tokens, plain.tokens)
