@@ -20,6 +20,7 @@ from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import flatten_config
 from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.composite import composite_of
 from odc_mpi.models.weights.random_init import RandomInitWeights
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
@@ -85,7 +86,7 @@ def is_model_directory(path: Path) -> bool:
 
 
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model in a Hugging Face directory, with its weights.
+    """Build the model in a Hugging Face directory, with its weights. Of a multimodal model, build the text model.
 
     Raises:
         UserError: A file or parameter is missing or cannot be used, or a shape differs from the configuration.
@@ -95,8 +96,9 @@ def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         _check_counts(transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0], "")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    module = _on_meta(config, "model.path", attn_implementation)
-    weights = SafetensorsWeights(path, module)
+        composite = composite_of(config)
+    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation)
+    weights = SafetensorsWeights(path, module, composite)
     _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
     return _to_meta_model(module, weights)

@@ -1,7 +1,6 @@
 """Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices."""
 
 import hashlib
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing_extensions import override
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.composite import Composite
 from odc_mpi.models.weights.conversion import loaded_tensors
 from odc_mpi.models.weights.placed_tensor import PlacedTensor
 from odc_mpi.shard.local_shards import WeightSource
@@ -34,26 +34,20 @@ class SafetensorsWeights(HashedWeights):
     Args:
         path: Hugging Face directory.
         module: Model on the meta device.
-        composite: Multimodal model on the meta device, whose weights the directory has, if `module` is only its text
-            model.
-        names: Name in `composite` of each parameter and buffer of `module`.
+        composite: Multimodal model whose weights the directory has, if `module` is its text model.
 
     Raises:
         UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
     """
 
     def __init__(
-        self,
-        path: Path,
-        module: transformers.PreTrainedModel,
-        composite: transformers.PreTrainedModel | None = None,
-        names: Mapping[str, str] | None = None,
+        self, path: Path, module: transformers.PreTrainedModel, composite: Composite | None = None
     ) -> None:
         self._path = path
         self.files = _StoredTensors(path)
-        names = names or {name: name for name in module.state_dict()}
+        names = composite.names(module) if composite else {name: name for name in module.state_dict()}
         stored = {name: partial(self.files.placed, name) for name in self.files.file_of}
-        loaded = loaded_tensors(composite or module, stored, set(names.values()))
+        loaded = loaded_tensors(composite.module if composite else module, stored, set(names.values()))
         self._placed = {name: loaded[other] for name, other in names.items() if other in loaded}
         aliases: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
