@@ -20,7 +20,10 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import flatten_config, override_config
-from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
+from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.random_init import RandomInitWeights
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
@@ -93,7 +96,7 @@ def is_model_directory(path: Path) -> bool:
 def from_directory(
     path: Path, attn_implementation: str = "sdpa", overrides: Mapping[str, Any] | None = None
 ) -> MetaModel:
-    """Build the model in a Hugging Face directory, with its weights.
+    """Build the model in a Hugging Face directory, with its weights. Of a multimodal model, build the text model.
 
     `overrides` are settings of transformers that replace those of config.json (`model.config`).
 
@@ -110,8 +113,10 @@ def from_directory(
         _check_counts(content, "")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     config = _override(config, content, overrides)
-    module = _on_meta(config, "model.path", attn_implementation)
-    weights = SafetensorsWeights(path, module)
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
+        composite = composite_of(config)
+    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation)
+    weights = SafetensorsWeights(path, module, composite)
     _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
     return _to_meta_model(module, weights)
@@ -123,12 +128,8 @@ def _override(
     if not overrides:
         return config
     _check_counts(overrides, "model.config.")
-    try:
+    with _user_errors("model.config: transformers does not accept it"):
         return cast(transformers.PreTrainedConfig, override_config(config, content, overrides))
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises many kinds for an invalid configuration
-        raise UserError(f"model.config: transformers does not accept it: {one_line_message(error)}") from error
 
 
 @contextmanager
@@ -136,6 +137,8 @@ def _user_errors(prefix: str) -> Iterator[None]:
     """Raise a `UserError` for any exception: transformers raises many kinds for an invalid configuration."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{prefix}: {one_line_message(error)}") from error
 

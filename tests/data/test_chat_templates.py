@@ -104,7 +104,10 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
             text = trained_text(tokenizer, encoded)
             answers = [message["content"] for message in chat.messages if message["role"] == "assistant"]
             assert [text.count(answer) for answer in filter(None, answers)] == [1] * len(list(filter(None, answers)))
-            assert text.count("zebra") == (case == "tools") and "User" not in text and "Be brief" not in text, (name, case)
+            assert text.count("zebra") == (case == "tools") and "User" not in text and "Be brief" not in text, (
+                name,
+                case,
+            )
             if case == "three" and len(encoded) > 1:
                 split[name] = len(encoded)
             omitted |= {name} if encoded[0].omitted else set()
@@ -114,7 +117,11 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
     assert not omitted - {name for name in omitted if name.startswith(("deepseek", "nemotron", "qwen3_5_nothink"))}
     assert set(refused) == NO_TOOLS and all(set(cases) <= {"tools", "system"} for cases in refused.values())
     assert {name for name, cases in refused.items() if "system" in cases} == {"gemma"}
-    assert all("rejects the messages (" in text or "--chat-template FILE" in text for cases in refused.values() for text in cases.values())
+    assert all(
+        "rejects the messages (" in text or "--chat-template FILE" in text
+        for cases in refused.values()
+        for text in cases.values()
+    )
 
 
 @pytest.mark.slow
@@ -155,7 +162,9 @@ def with_template(tokenizer: Any, template: str) -> Any:
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 LAST_THINKS = (
-    HEADER + "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
+    HEADER
+    + "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    + PROMPT
 )
 MARKED = (
     HEADER + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
@@ -174,7 +183,9 @@ def test_answers_that_depend_on_later_messages_are_split(tokenizer: Any) -> None
     together = [["Reply 1, done.<|im_end|>", "Reply 2, done.<|im_end|>"]]
     apart = [["<think>Reply 1, done.<|im_end|>"], ["<think>Reply 2, done.<|im_end|>"]]
     assert spans(changing, chat) == spans(changing, chat, "always") == apart
-    with pytest.raises(InvalidRecordError, match=r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"):
+    with pytest.raises(
+        InvalidRecordError, match=r"^two: .*cannot share a sequence: use --split-turns auto, or .*FILE$"
+    ):
         spans(changing, chat, "never")
     assert spans(tokenizer, chat) == spans(tokenizer, chat, "never") == together
     assert spans(tokenizer, chat, "always") == [[text] for text in together[0]]
@@ -192,7 +203,9 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
     assert spans(marked, chat, "always") == [["Reply 1, done."], ["Reply 2, done."]]
     assert spans(marked, Conversation("", chat.messages, context=frozenset({1}))) == [["Reply 2, done."]]
     # A comment is not a mark.
-    assert spans(with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template), chat) == spans(tokenizer, chat)
+    assert spans(with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template), chat) == spans(
+        tokenizer, chat
+    )
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
     with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
         spans(nothing, chat)
@@ -213,21 +226,34 @@ def test_an_answer_may_lack_the_end_of_the_generation_prompt(tokenizer: Any, con
 
 
 def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
-    dropping = with_template(tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]"))
+    dropping = with_template(
+        tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
+    )
     thinking = Conversation("here", [turn(1)[0], {"role": "assistant", "content": "<think>Well.</think>Yes."}])
     with pytest.raises(InvalidRecordError, match=r"^here: .*leaves out a part of message 2, .*--chat-template FILE$"):
         encode(dropping, [thinking])
     # So are calls of functions, which the plain template does not know; the user's words do not replace the answer's.
     with pytest.raises(InvalidRecordError, match="leaves out a part of message 4"):
         encode(tokenizer, [CONVERSATIONS["tools"]])
-    silent = with_template(tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT)
+    silent = with_template(
+        tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
+    )
     with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
         encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
 
 
 def test_arguments_of_calls_as_object_and_as_text_give_the_same_text(tokenizer: Any) -> None:
-    for rendering in ("{{ m.tool_calls[0].function.arguments | tojson }}", "{{ '' + m.tool_calls[0].function.arguments }}"):
-        template = HEADER + "{{ m.content }}{% if m.tool_calls %}lookup" + rendering + "{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
+    for rendering in (
+        "{{ m.tool_calls[0].function.arguments | tojson }}",
+        "{{ '' + m.tool_calls[0].function.arguments }}",
+    ):
+        template = (
+            HEADER
+            + "{{ m.content }}{% if m.tool_calls %}lookup"
+            + rendering
+            + "{% endif %}<|im_end|>\n{% endfor %}"
+            + PROMPT
+        )
         as_object = copy.deepcopy(CALL)
         as_object["tool_calls"][0]["function"]["arguments"] = {"word": "zebra"}
         for call in (CALL, as_object):
