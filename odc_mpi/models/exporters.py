@@ -12,7 +12,7 @@ from typing_extensions import override
 from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL
-from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
+from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
 from odc_mpi.models.load import load_base
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
@@ -65,11 +65,9 @@ class MergedExporter(Exporter):
         self._base = meta_model.weights
         self._shapes = {name: p.shape for name, p in meta_model.module.named_parameters()}
         self._buffers = dict(replicated_persistent_tensors(meta_model.module))
-        self._scale = metadata["adapter"]["lora_alpha"] / metadata["adapter"]["r"]
         trained = _trained(checkpoint)
         self._replaced = {base_name(name): name for name in trained if not is_adapter(name)}
-        layers = {name.rpartition(".lora_")[0] for name in trained if is_adapter(name)}
-        self._adapted_layers = {f"{base_name(layer)}.weight": layer for layer in layers}
+        self._adapted = adapted_parameters(add_adapters(meta_model, metadata["adapter"], 0, torch.float32).module)
 
     @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
@@ -84,10 +82,10 @@ class MergedExporter(Exporter):
             return read_full_tensor(self._checkpoint, self._replaced[name]).to(dtype)
         shape = self._shapes[name]
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        if (layer := self._adapted_layers.get(name)) is None:
+        if (adapted := self._adapted.get(name)) is None:
             return weight.to(dtype)
-        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
-        return torch.addmm(weight.float(), b, a, alpha=self._scale).to(dtype)
+        a, b = (read_full_tensor(self._checkpoint, f"{adapted.layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
+        return adapted.add_to(weight.float(), a, b).to(dtype)
 
     @override
     def config(self, dtype: str) -> dict[str, Any]:

@@ -193,6 +193,8 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
         "lora_dropout": lora.dropout,
         "target_modules": lora.target_modules,
         "modules_to_save": lora.modules_to_save,
+        "target_parameters": lora.target_parameters,
+        "layers_to_transform": lora.layers_to_transform,
     }
     return add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
 
