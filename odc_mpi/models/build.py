@@ -19,7 +19,9 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import flatten_config
-from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
+from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.random_init import RandomInitWeights
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
