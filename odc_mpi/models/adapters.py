@@ -6,15 +6,20 @@ transformers with the parameter names of peft:
     ...q_proj.base_layer.weight               base weight, frozen
     ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform, seeded by the seed and this name
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
+    ...experts.base_layer.gate_up_proj        fused experts, frozen; one more `base_layer` per further adapted parameter
+    ...experts.lora_A.default.weight          adapter of fused experts, in the order of the experts
     lm_head.original_module.weight            weight of a module in `modules_to_save`, frozen
     lm_head.modules_to_save.default.weight    trainable copy of this weight
 """
 
 import hashlib
 import math
+import re
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -32,8 +37,40 @@ ADAPTER = "default"
 _WRAPPERS = {"base_layer", "original_module", "modules_to_save", ADAPTER}
 #: Prefix of the parameter names in adapter_model.safetensors.
 _PREFIX = "base_model.model."
-#: Supported settings of `LoraConfig` of peft.
+#: Supported settings of `LoraConfig` of peft, and those that an adapter_config.json may lack.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
+OPTIONAL_SETTINGS = ("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
+#: The number of the layer in a dotted name, found as peft does.
+_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+
+
+class AdaptedParameter(NamedTuple):
+    """Adapter of a base parameter.
+
+    Attributes:
+        layer: Dotted name of the layer of peft that has the matrices.
+        scale: alpha / r of this layer.
+        is_transposed: True for fused experts `[experts, in, out]`, False for `[experts, out, in]` and `[out, in]`.
+    """
+
+    layer: str
+    scale: float
+    is_transposed: bool
+
+    def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return weight + scale * B A, separately for each expert, as `get_delta_weight` of peft, in the weight's type.
+
+        Args:
+            weight: Base parameter, `[out, in]` or with three dimensions.
+            a: Matrix A, `[experts * r, in]`; rows of an expert are consecutive.
+            b: Matrix B, `[out, r * experts]`; columns of the same component are consecutive.
+        """
+        num_experts = weight.shape[0] if weight.ndim == 3 else 1
+        down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
+        up = b.to(weight.dtype).view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+        left, right = (down.mT, up.mT) if self.is_transposed else (up, down)
+        stacked = weight.view(num_experts, *weight.shape[-2:])
+        return torch.baddbmm(stacked, left, right, alpha=self.scale).view(weight.shape)
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
@@ -41,13 +78,14 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
     Args:
         meta_model: Base model. Its module is changed in place.
-        settings: Settings of `LoraConfig` of peft. Only those in `SETTINGS` are used, so the content of
-            adapter_config.json may be passed.
+        settings: Settings of `LoraConfig` of peft. Only those in `SETTINGS` and `OPTIONAL_SETTINGS` are used, so the
+            content of adapter_config.json may be passed.
         seed: Seed of the initial adapter weights.
         dtype: Type of the base parameters and, as in peft, of the copies of `modules_to_save`. Adapters are float32.
 
     Raises:
-        UserError: peft is not installed, a name in `settings` matches no module, or a layer cannot be adapted.
+        UserError: peft is not installed, a name in `settings` matches no module or parameter, a layer does not exist,
+            or a module cannot be adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -56,16 +94,81 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             "lora: requires the package peft, which is not installed: pip install 'odc_mpi[lora]', or remove lora"
         ) from error
     module = meta_model.module
-    _check_names(module, settings["target_modules"], settings["modules_to_save"] or ())
+    _check_names(module, settings)
+    _check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    config = LoraConfig(task_type="CAUSAL_LM", **{name: settings[name] for name in SETTINGS})
+    given = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
     try:
-        inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        config = LoraConfig(task_type="CAUSAL_LM", **given)
+        with warnings.catch_warnings():
+            # peft derives patterns for fused experts, and then finds no module for them, only parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+            inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except Exception as error:  # peft refuses with exceptions of many kinds
-        raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {one_line_message(error)}") from error
+        text = one_line_message(error)
+        if "lora_dropout" in text:
+            text = f"it has no dropout for fused experts: set lora.dropout to 0, got {settings['lora_dropout']}"
+        raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {text}") from error
+    add_in_forward(module)
     weights, base = AdapterWeights(meta_model.weights, module, seed), cast(HashedWeights, meta_model.weights)
     return replace(meta_model, weights=weights, adapter=_as_json(config), base=base)
+
+
+def add_in_forward(module: nn.Module) -> None:
+    """Add the adapters of parameters (`target_parameters` of peft) to them in each forward, without parametrization.
+
+    peft replaces such a parameter by a parametrization in each forward. A parameter of a sharded model, which is
+    fetched when it is looked up, cannot be replaced. Call this before `shard_model`.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "parameter_name"):
+            layer.forward = MethodType(_adapted_forward, layer)
+
+
+def _adapted_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if layer.disable_adapters:
+        return layer.base_layer(*args, **kwargs)
+    owner, name = layer.get_base_layer(), layer.parameter_name
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    # An attribute of the instance hides the parameter of the same name. `setattr` would refuse it.
+    vars(owner)[name] = _describe("", layer).add_to(getattr(owner, name), a, b)
+    try:
+        return layer.base_layer(*args, **kwargs)
+    finally:
+        del vars(owner)[name]
+
+
+def adapted_parameters(module: nn.Module) -> dict[str, AdaptedParameter]:
+    """Return the adapters of a module by the names that the adapted parameters have in the base model."""
+    layers = [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
+    return {base_name(f"{name}.{_key(layer)}"): _describe(name, layer) for name, layer in layers}
+
+
+def _key(layer: Any) -> str:
+    return getattr(layer, "parameter_name", "weight")
+
+
+def _describe(name: str, layer: Any) -> AdaptedParameter:
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    return AdaptedParameter(name, layer.scaling[ADAPTER], is_transposed)
+
+
+def left_out(module: transformers.PreTrainedModel) -> list[str]:
+    """Return the names of weights without adapters, without the numbers of layers.
+
+    Not included are embeddings, the head, biases, other parameters with one dimension, and modules trained in full.
+    """
+    embeddings = {module.get_input_embeddings(), module.get_output_embeddings()}
+    trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
+    names = [
+        base_name(f"{name}.{key}")
+        for name, submodule in module.named_modules()
+        if submodule not in embeddings and ".lora_" not in name
+        for key, parameter in submodule.named_parameters(recurse=False)
+        if parameter.ndim >= 2 and not key.endswith("bias")
+    ]
+    return list(dict.fromkeys(_LAYER.sub("", name) for name in names if name not in trained))
 
 
 class AdapterWeights(WeightSource):
@@ -111,22 +214,33 @@ def base_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _check_names(module: transformers.PreTrainedModel, targets: str | Collection[str], saved: Collection[str]) -> None:
-    """Refuse names that match no module, targets that are not linear layers, and tied embeddings."""
+def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Refuse names that match nothing, targets that peft cannot adapt, and tied embeddings."""
     modules = {name: m for name, m in module.named_modules() if name}
+    parameters = {name: p for name, p in module.named_parameters() if p.ndim in (2, 3)}
     linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
     with_parameters = [name for name, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
-    target_modules = {} if isinstance(targets, str) else _match_modules("target_modules", modules, targets, linear)
+    targets = settings["target_modules"] or ()
+    target_modules = {} if isinstance(targets, str) else _match("target_modules", modules, targets, linear)
     for target, names in target_modules.items():
         if other := next((name for name in names if name not in linear), None):
             raise UserError(
                 f"lora.target_modules: expected names of linear layers, got {target}, which is a "
                 f"{type(modules[other]).__name__}: choose among {_last_parts(linear)}"
             )
-    saved_modules = _match_modules("modules_to_save", modules, saved, with_parameters)
+    saved_modules = _match("modules_to_save", modules, settings["modules_to_save"] or (), with_parameters)
+    fused = [name for name in parameters if not name.endswith("weight")]
+    target_parameters = _match("target_parameters", parameters, settings.get("target_parameters") or (), fused)
+    if not targets and not target_parameters:
+        raise UserError("lora.target_modules: expected names of linear layers, or lora.target_parameters, got neither")
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
-        for setting, matches in (("target_modules", target_modules), ("modules_to_save", saved_modules)):
+        owners = {target: [name.rpartition(".")[0] for name in names] for target, names in target_parameters.items()}
+        for setting, matches in (
+            ("target_modules", target_modules),
+            ("modules_to_save", saved_modules),
+            ("target_parameters", owners),
+        ):
             for requested, names in matches.items():
                 if any(modules[name] in (embedding, head) for name in names):
                     raise UserError(
@@ -135,15 +249,39 @@ def _check_names(module: transformers.PreTrainedModel, targets: str | Collection
                     )
 
 
-def _match_modules(
-    setting: str, modules: Collection[str], requested: Collection[str], known: Collection[str]
+def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:
+    """Refuse layers that do not exist, and settings to which peft does not apply `layers_to_transform`."""
+    if (layers := settings.get("layers_to_transform")) is None:
+        return
+    layers = [layers] if isinstance(layers, int) else layers
+    if missing := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise UserError(f"lora.layers_to_transform: expected layers from 0 to {num_layers - 1}, got {missing[0]}")
+    if isinstance(settings["target_modules"], str):
+        linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear) and _LAYER.match(name)]
+        raise UserError(
+            "lora.layers_to_transform: expected names in lora.target_modules, got "
+            f"{settings['target_modules']}: choose among {_last_parts(linear)}"
+        )
+    names = [name for name, _ in module.named_parameters()]
+    for target, matched in _match("target_parameters", names, settings.get("target_parameters") or (), names).items():
+        for name in matched:
+            if (match := _LAYER.match(name)) is None or int(match[1]) not in layers:
+                raise UserError(
+                    f"lora.layers_to_transform: peft does not apply it to lora.target_parameters, and {target} is also "
+                    f"in {name}: name parameters with their layers, as in {name}"
+                )
+
+
+def _match(
+    setting: str, names: Collection[str], requested: Collection[str], known: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the module names that each requested name matches; `known` are the names to propose in an error."""
+    """Return those of `names` that each requested name matches; `known` are the names to propose in an error."""
     matches = {
-        target: [name for name in modules if name == target or name.endswith(f".{target}")] for target in requested
+        target: [name for name in names if name == target or name.endswith(f".{target}")] for target in requested
     }
-    if missing := next((target for target, names in matches.items() if not names), None):
-        raise UserError(f"lora.{setting}: no module is named {missing}, expected some of {_last_parts(known)}")
+    if missing := next((target for target, matched in matches.items() if not matched), None):
+        kind = "parameter of 2 or 3 dimensions" if setting == "target_parameters" else "module"
+        raise UserError(f"lora.{setting}: no {kind} is named {missing}, expected some of {_last_parts(known)}")
     return matches
 
 

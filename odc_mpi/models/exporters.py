@@ -16,7 +16,7 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.errors import UserError
 from odc_mpi.hub import hub_name
-from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
+from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
 from odc_mpi.models.load import load_base, load_checkpoint
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
@@ -138,11 +138,8 @@ class MergedExporter(PublishedExporter):
         shapes = self._shapes | {name: buffer.shape for name, buffer in self._buffers.items()}
         kept = {name: buffer.dtype for name, buffer in self._buffers.items()}
         super().__init__(checkpoint, meta_model.module, shapes, kept)
-        self._scale = adapter["lora_alpha"] / adapter["r"]
-        trained = _trained(checkpoint)
-        self._replaced = {base_name(name): name for name in trained if not is_adapter(name)}
-        layers = {name.rpartition(".lora_")[0] for name in trained if is_adapter(name)}
-        self._adapted_layers = {f"{base_name(layer)}.weight": layer for layer in layers}
+        self._replaced = {base_name(name): name for name in _trained(checkpoint) if not is_adapter(name)}
+        self._adapted = adapted_parameters(add_adapters(meta_model, adapter, 0, torch.float32).module)
         self._merged: tuple[str, torch.Tensor] | None = None
 
     @override
@@ -151,17 +148,17 @@ class MergedExporter(PublishedExporter):
             return self._buffers[name].reshape(-1)[start:stop]
         if name in self._replaced:
             return read_tensor(self._checkpoint, f"{MODEL}/{self._replaced[name]}", start, stop)
-        if name not in self._adapted_layers:
+        if name not in self._adapted:
             return self._base.read(name, start, stop)
         if self._merged is None or self._merged[0] != name:
             self._merged = name, self._merge(name).reshape(-1)
         return self._merged[1][start:stop].clone()  # tensors of a safetensors file cannot share memory
 
     def _merge(self, name: str) -> torch.Tensor:
-        layer, shape = self._adapted_layers[name], self._shapes[name]
+        adapted, shape = self._adapted[name], self._shapes[name]
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
-        return torch.addmm(weight.float(), b, a, alpha=self._scale)
+        a, b = (read_full_tensor(self._checkpoint, f"{adapted.layer}.lora_{side}.{ADAPTER}.weight") for side in "AB")
+        return adapted.add_to(weight.float(), a, b)
 
 
 def _trained(checkpoint: Checkpoint) -> list[str]:

@@ -17,16 +17,17 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json
 from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
-from odc_mpi.models.adapters import SETTINGS, add_adapters, base_name, is_trained, peft_name
+from odc_mpi.models.adapters import OPTIONAL_SETTINGS, SETTINGS, add_adapters, base_name, is_trained, peft_name
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Entries of adapter_config.json that may have any value: `SETTINGS`, and entries without effect after training.
+#: Entries of adapter_config.json that may have any value: those of `add_adapters`, and entries without effect after training.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),
     *SETTINGS,
+    *OPTIONAL_SETTINGS,
 }
 #: Supported values of other entries. An entry that is not listed must be empty.
 _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
@@ -128,7 +129,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(path: Path, config: dict[str, Any]) -> None:
-    """Refuse unsupported settings that change the computation, such as DoRA, rsLoRA and rank patterns."""
+    """Refuse unsupported settings that change the computation, such as DoRA and rsLoRA."""
     if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():

@@ -206,6 +206,8 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
         "lora_dropout": lora.dropout,
         "target_modules": lora.target_modules,
         "modules_to_save": lora.modules_to_save,
+        "target_parameters": lora.target_parameters,
+        "layers_to_transform": lora.layers_to_transform,
     }
     meta_model = add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
     if checkpoint := meta_model.checkpoint:

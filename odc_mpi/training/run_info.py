@@ -53,8 +53,18 @@ def startup_lines(
         "caches": _describe_caches(config, model),
         "output": config.run.dir,
     }
+    if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
+        lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
     start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
+
+
+def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:
+    if config.lora.r is None:
+        return []
+    from odc_mpi.models.adapters import left_out  # imported late, as in `inputs`
+
+    return left_out(inputs.model.module)
 
 
 def _describe_comm(config: Config, world: World, decision: Decision) -> str:

@@ -21,6 +21,7 @@ _TYPE_NAMES: dict[Any, str] = {
     types.NoneType: "null",
     list[str]: "a list of names",
     list[float]: "a list of numbers",
+    list[int]: "a list of integers",
     Size: "a size such as 512M or 0",
 }
 _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 512M", dict[str, Any]: "dict"}
@@ -36,9 +37,8 @@ class Check(NamedTuple):
 POSITIVE = Check("above 0", lambda value: value > 0)
 NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
 ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
-NON_EMPTY_NAMES = Check(
-    "not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value)
-)
+NAMES = Check("each not empty", lambda value: value != "" and all(isinstance(name, str) and name for name in value))
+NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_valid(value))
 
 
 def validate_value(

@@ -20,6 +20,7 @@ from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
+    NAMES,
     NON_EMPTY_NAMES,
     NOT_NEGATIVE,
     ONE_OR_MORE,
@@ -44,7 +45,7 @@ _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
 _TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
-_NOT_EMPTY = Check("not empty", lambda value: value != "")
+_NOT_EMPTY = Check("not empty", lambda value: value not in ("", []))
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ class LoraConfig:
     r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
     alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8
     dropout: Annotated[float, "dropout of the inputs of adapters", _FRACTION] = 0.0
-    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layer names", NON_EMPTY_NAMES] = "all-linear"
+    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layer names", NAMES] = "all-linear"
+    target_parameters: Annotated[list[str] | None, "other parameters, such as fused experts", NON_EMPTY_NAMES] = None
+    layers_to_transform: Annotated[list[int] | None, "layers that get adapters, from 0; null: all", _NOT_EMPTY] = None
     modules_to_save: Annotated[list[str] | None, "modules to train in full, such as lm_head", NON_EMPTY_NAMES] = None
 
 

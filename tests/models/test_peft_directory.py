@@ -67,7 +67,7 @@ def test_logits_are_those_of_peft(saved):
         ({"base_model_name_or_path": "not/there"}, r"base model is not in not/there \(no config.json there\)"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path, the directory of the base, is missing"),
         ({"use_dora": True}, "expected plain LoRA, got use_dora True"),
-        ({"rank_pattern": {"q_proj": 8}}, "expected plain LoRA, got rank_pattern"),
+        ({"use_rslora": True}, "expected plain LoRA, got use_rslora True"),
         ({"init_lora_weights": "pissa"}, "expected plain LoRA, got init_lora_weights 'pissa'"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, got 'IA3'"),
         ({"r": 2}, r"expected .*lora_A.weight of the shape \[2, 32\], got \[4, 32\]"),

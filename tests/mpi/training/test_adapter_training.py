@@ -65,6 +65,8 @@ def peft_model(config, first, attention="sdpa"):
             lora_dropout=lora.dropout,
             target_modules=lora.target_modules,
             modules_to_save=lora.modules_to_save,
+            target_parameters=lora.target_parameters,
+            layers_to_transform=lora.layers_to_transform,
             task_type="CAUSAL_LM",
         ),
     )
