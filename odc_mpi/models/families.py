@@ -40,6 +40,16 @@ class Packing:
     unpacked_reason: str | None = None
     soft_caps: bool = False
 
+    @property
+    def packs(self) -> bool:
+        """True if the model trains packed."""
+        return self.unpacked_reason is None
+
+    def startup_lines(self) -> dict[str, str]:
+        """Return the start-up lines as name and text. Empty for a packed model without soft caps."""
+        lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
+        return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
+
 
 #: Decisions by attention implementation and configuration. The trial takes longer than building the model.
 _DECIDED: dict[str, Packing] = {}

@@ -42,6 +42,7 @@ def startup_lines(
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}",
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
+        **inputs.model.packing.startup_lines(),
         **inputs.context_parallel.startup_lines(),
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
