@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from typing_extensions import override
 
-from odc_mpi.checkpoint.manifest import TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
@@ -49,53 +47,15 @@ class Exporter(ABC):
         """Return the content of the configuration file. `dtype` is the name of the exported torch dtype."""
 
 
-class FullModelExporter(Exporter):
-    """Exporter of a checkpoint of a full transformers model.
-
-    Raise `UserError` for a checkpoint of another model, or one that contains only adapters.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        metadata = checkpoint.manifest.metadata
-        if "transformers_config" not in metadata:
-            raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
-        if "base" in metadata:
-            raise UserError(f"{checkpoint.directory} contains only adapters: export them, or the model with --merge")
-        self._checkpoint = checkpoint
-        self.dtype = metadata["config"]["model"]["param_dtype"]
-
-    @override
-    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        # A tied parameter is exported once, as transformers expects.
-        return {
-            path.removeprefix(f"{MODEL}/"): record.numel * _export_dtype(record, dtype).itemsize
-            for path, record in self._checkpoint.manifest.tensors.items()
-            if record.kind != "state"
-        }
-
-    @override
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        record = self._checkpoint.record(f"{MODEL}/{name}")
-        return read_full_tensor(self._checkpoint, name).to(_export_dtype(record, dtype))
-
-    @override
-    def config(self, dtype: str) -> dict[str, Any]:
-        return model_config(self._checkpoint, dtype)
-
-
 def export(
-    checkpoint: Checkpoint,
-    out: Path,
-    dtype: str | None = None,
-    exporter: Exporter | None = None,
-    base: Path | None = None,
+    checkpoint: Checkpoint, out: Path, exporter: Exporter, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
     """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft, and return the names of the files.
 
     Args:
         out: Directory to create. It appears atomically with all files. An existing directory must be empty.
+        exporter: Content of the directory.
         dtype: Type of floating-point weights, as the name of a torch dtype. By default, `exporter.dtype`.
-        exporter: Content of the directory. By default, the full model.
         base: Current directory of the model from which the run started, for its tokenizer. By default, the setting
             `model.path` of the run.
 
@@ -103,7 +63,6 @@ def export(
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or
             cannot be exported.
     """
-    exporter = exporter or FullModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"expected a new directory as --out, got {str(out)!r}, which exists: change --out")
     dtype = dtype or exporter.dtype
@@ -175,12 +134,6 @@ def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
         group.append(name)
         size += num_bytes
     yield group
-
-
-def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
-    """Return the exported type of a tensor. Buffers keep their type; `model.param_dtype` is for parameters."""
-    stored_dtype: torch.dtype = getattr(torch, record.dtype)
-    return dtype if stored_dtype.is_floating_point and record.kind != "buffer" else stored_dtype
 
 
 def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:

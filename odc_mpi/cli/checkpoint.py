@@ -1,6 +1,7 @@
 """`odc-mpi checkpoint`: inspection and export of checkpoints, in one process."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from odc_mpi.cli.options import BASE_HELP, add_out
@@ -55,18 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from odc_mpi.checkpoint.commands import open_newest_checkpoint
-    from odc_mpi.checkpoint.export import export
+    from odc_mpi.checkpoint.export import Exporter, export
+    from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
 
     with open_newest_checkpoint(arguments.directory) as checkpoint:
-        exporter = None
         if "adapter" in checkpoint.manifest.metadata:
-            from odc_mpi.models.exporters import AdapterExporter, MergedExporter
-
-            exporter = (MergedExporter if arguments.merge else AdapterExporter)(checkpoint, arguments.base)
+            make = partial(MergedExporter if arguments.merge else AdapterExporter, base=arguments.base)
         elif arguments.merge:
             raise UserError(f"--merge requires adapters, but {checkpoint.directory} is a full model: remove --merge")
         elif arguments.base:
             raise UserError(f"--base requires adapters, but {checkpoint.directory} is a full model: remove --base")
-        names = export(checkpoint, arguments.out, arguments.dtype, exporter=exporter, base=arguments.base)
+        else:
+            make = FullModelExporter
+        exporter: Exporter = make(checkpoint)
+        names = export(checkpoint, arguments.out, exporter, arguments.dtype, base=arguments.base)
         print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
     return 0

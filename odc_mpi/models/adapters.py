@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import MetaModel
-from odc_mpi.models.weights import HashedWeights
+from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: Default adapter name of peft, a component of parameter names.

@@ -8,7 +8,7 @@ the full model. `attn_implementation`, "sdpa" or "eager", is the attention withi
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,10 @@ from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import flatten_config
 from odc_mpi.models.families import Packing, build_for_training, packing_of
-from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
+from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.random_init import RandomInitWeights
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
@@ -54,7 +57,7 @@ class MetaModel:
     attention_dim: int
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
-    packing: Packing = Packing()
+    packing: Packing = field(default_factory=Packing)
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
@@ -84,7 +87,7 @@ def is_model_directory(path: Path) -> bool:
 
 
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model in a Hugging Face directory, with its weights.
+    """Build the model in a Hugging Face directory, with its weights. Of a multimodal model, build the text model.
 
     Raises:
         UserError: A file or parameter is missing or cannot be used, or a shape differs from the configuration.
@@ -94,8 +97,9 @@ def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         _check_counts(transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0], "")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    module = _on_meta(config, "model.path", attn_implementation)
-    weights = SafetensorsWeights(path, module)
+        composite = composite_of(config)
+    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation)
+    weights = SafetensorsWeights(path, module, composite)
     _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
     return _to_meta_model(module, weights)
@@ -133,9 +137,10 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
     head = module.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = config.num_attention_heads * head_size
-    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size, packing=packing_of(module))
+    num_heads = getattr(config, "num_attention_heads", None) or 1  # a state-space model has none
+    size = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    packing = packing_of(module)
+    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size, packing=packing)
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:

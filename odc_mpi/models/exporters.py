@@ -1,19 +1,24 @@
-"""Export of an adapter checkpoint by `odc-mpi checkpoint export`, as adapters for peft or as a merged model.
+"""Content of the directories that `odc-mpi checkpoint export` writes: a full model, adapters, or a merged model.
 
 Tensors of the base model are read one at a time. All tensors of an output file are in memory until it is written.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from typing_extensions import override
 
 from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.state import MODEL
+from odc_mpi.checkpoint.state import MODEL, read_tensor
+from odc_mpi.errors import UserError
 from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
-from odc_mpi.models.load import load_base
+from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.weights.conversion import published_tensors
+from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
 
@@ -51,47 +56,110 @@ class AdapterExporter(Exporter):
         return {**self._checkpoint.manifest.metadata["adapter"], "base_model_name_or_path": self._base}
 
 
-class MergedExporter(Exporter):
+class PublishedExporter(Exporter, WeightSource):
+    """Exporter of a full model, which writes the names and tensors that `save_pretrained` of transformers writes.
+
+    Subclasses read ranges of the module's tensors, of which a published tensor may be a part, such as one expert.
+
+    Args:
+        module: Model on the meta device.
+        shapes: Shapes of the tensors by the module's names. Tied parameters occur once.
+        kept: Types of the tensors that are not converted to the exported type, such as buffers.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        module: transformers.PreTrainedModel,
+        shapes: Mapping[str, Sequence[int]],
+        kept: Mapping[str, torch.dtype],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.dtype = checkpoint.manifest.metadata["config"]["model"]["param_dtype"]
+        self._published = published_tensors(module, shapes)
+        self._kept = kept
+
+    @override
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        return {name: placed.numel() * self._type(name, dtype).itemsize for name, placed in self._published.items()}
+
+    @override
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        placed = self._published[name]
+        return placed.read_range(self, 0, placed.numel()).reshape(placed.shape).to(self._type(name, dtype))
+
+    @override
+    def config(self, dtype: str) -> dict[str, Any]:
+        return model_config(self._checkpoint, dtype)
+
+    def _type(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self._kept.get(self._published[name].regions[0].source, dtype)
+
+
+class FullModelExporter(PublishedExporter):
+    """Exporter of a checkpoint of a full transformers model.
+
+    Raise `UserError` for a checkpoint of another model, or one that contains only adapters.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        metadata = checkpoint.manifest.metadata
+        if "base" in metadata:
+            raise UserError(f"{checkpoint.directory} contains only adapters: export them, or the model with --merge")
+        tensors = checkpoint.manifest.tensors.items()
+        records = {path.removeprefix(f"{MODEL}/"): record for path, record in tensors if record.kind != "state"}
+        kept = {name: getattr(torch, record.dtype) for name, record in records.items()}
+        super().__init__(
+            checkpoint,
+            load_checkpoint(checkpoint).module,
+            {name: record.shape for name, record in records.items()},
+            {name: t for name, t in kept.items() if records[name].kind == "buffer" or not t.is_floating_point},
+        )
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return read_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
+
+
+class MergedExporter(PublishedExporter):
     """Exports a model whose adapters are merged into the base weights: W + B A alpha / r, computed in float32.
 
     For arguments and errors, see `AdapterExporter`. The base model is read even if `base` is None.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:
-        metadata = checkpoint.manifest.metadata
-        self._checkpoint = checkpoint
-        self.dtype = metadata["config"]["model"]["param_dtype"]
+        adapter = checkpoint.manifest.metadata["adapter"]
         meta_model = load_base(checkpoint, base=base)
         self._base = meta_model.weights
-        self._shapes = {name: p.shape for name, p in meta_model.module.named_parameters()}
         self._buffers = dict(replicated_persistent_tensors(meta_model.module))
-        self._scale = metadata["adapter"]["lora_alpha"] / metadata["adapter"]["r"]
+        self._shapes = {name: p.shape for name, p in meta_model.module.named_parameters()}
+        shapes = self._shapes | {name: buffer.shape for name, buffer in self._buffers.items()}
+        kept = {name: buffer.dtype for name, buffer in self._buffers.items()}
+        super().__init__(checkpoint, meta_model.module, shapes, kept)
+        self._scale = adapter["lora_alpha"] / adapter["r"]
         trained = _trained(checkpoint)
         self._replaced = {base_name(name): name for name in trained if not is_adapter(name)}
         layers = {name.rpartition(".lora_")[0] for name in trained if is_adapter(name)}
         self._adapted_layers = {f"{base_name(layer)}.weight": layer for layer in layers}
+        self._merged: tuple[str, torch.Tensor] | None = None
 
     @override
-    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        sizes = {name: shape.numel() * dtype.itemsize for name, shape in self._shapes.items()}
-        return sizes | {name: buffer.nbytes for name, buffer in self._buffers.items()}
-
-    @override
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name in self._buffers:
-            return self._buffers[name]
+            return self._buffers[name].reshape(-1)[start:stop]
         if name in self._replaced:
-            return read_full_tensor(self._checkpoint, self._replaced[name]).to(dtype)
-        shape = self._shapes[name]
-        weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        if (layer := self._adapted_layers.get(name)) is None:
-            return weight.to(dtype)
-        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
-        return torch.addmm(weight.float(), b, a, alpha=self._scale).to(dtype)
+            return read_tensor(self._checkpoint, f"{MODEL}/{self._replaced[name]}", start, stop)
+        if name not in self._adapted_layers:
+            return self._base.read(name, start, stop)
+        if self._merged is None or self._merged[0] != name:
+            self._merged = name, self._merge(name).reshape(-1)
+        return self._merged[1][start:stop].clone()  # tensors of a safetensors file cannot share memory
 
-    @override
-    def config(self, dtype: str) -> dict[str, Any]:
-        return model_config(self._checkpoint, dtype)
+    def _merge(self, name: str) -> torch.Tensor:
+        layer, shape = self._adapted_layers[name], self._shapes[name]
+        weight = self._base.read(name, 0, shape.numel()).reshape(shape)
+        a, b = (read_full_tensor(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
+        return torch.addmm(weight.float(), b, a, alpha=self._scale)
 
 
 def _trained(checkpoint: Checkpoint) -> list[str]:

@@ -21,6 +21,7 @@ from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.shard.model import ShardedModel
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -34,7 +35,7 @@ TOKENS = torch.arange(8)[None]
 
 def metadata(module, data_path):
     return {
-        "config": {"model": {"param_dtype": "float32", "path": None}, "data": {"path": str(data_path)}},
+        "config": {"model": {"param_dtype": "float32", "path": None, "attn_implementation": "sdpa"}, "data": {"path": str(data_path)}},
         "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
         "architectures": [type(module).__name__],
     }
@@ -69,7 +70,7 @@ def saved(request, tmp_path):
 def test_it_reports_the_same(saved, tmp_path):
     directory, state, logits = saved
     with Checkpoint(directory) as checkpoint:
-        names = export(checkpoint, tmp_path / "out")
+        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert {"config.json", "model.safetensors"} == set(names)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
@@ -87,13 +88,13 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
     with data as writer:
         writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
     with Checkpoint(saved[0]) as checkpoint:
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
 
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     directory, *_ = saved
-    alive, peaks, make = {}, [], module.FullModelExporter.tensor
+    alive, peaks, make = {}, [], FullModelExporter.tensor
 
     def count(*arguments):
         made = make(*arguments)
@@ -102,13 +103,13 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         peaks.append(sum(alive.values()))
         return made
 
-    monkeypatch.setattr(module.FullModelExporter, "tensor", count)
+    monkeypatch.setattr(FullModelExporter, "tensor", count)
     monkeypatch.setattr(module, "FILE_BYTES", 6000)
     with Checkpoint(directory) as checkpoint:
-        names = export(checkpoint, tmp_path / "out")
+        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
         model = [record for record in checkpoint.manifest.tensors.values() if record.kind != "state"]
         largest = max(4 * torch.Size(record.shape).numel() for record in model)
-    assert len(names) > 5 and len(peaks) == len(model)
+    assert len(names) > 5 and len(peaks) >= len(model), "an expert is a tensor of its own"
     assert max(peaks) <= max(6000, largest), "a larger tensor is a file of its own"
 
 
@@ -118,7 +119,7 @@ def test_a_full_disk_is_reported_in_one_line(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "save_file", full)
     with Checkpoint(saved[0]) as checkpoint, pytest.raises(UserError, match=r"got .*No space left on device"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert not list(tmp_path.glob(".out*")) and not (tmp_path / "out").exists()
 
 
@@ -128,7 +129,7 @@ def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     flip(shard, shard.stat().st_size // 2)
     before = sorted(tmp_path.iterdir())
     with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"rank_00001\.h5 is damaged"):
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -143,5 +144,5 @@ def test_it_is_on_the_disk_before_it_has_its_name(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", watch)
     with Checkpoint(saved[0]) as checkpoint:
-        names = export(checkpoint, tmp_path / "out")
+        names = export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert flushed >= {*names, "model"}

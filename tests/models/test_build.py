@@ -217,8 +217,8 @@ class TestFromDirectory:
                 asked.append(index)
                 return self.inner[index]
 
-        plain = meta_model.weights._slice
-        monkeypatch.setattr(meta_model.weights, "_slice", lambda stored: Recording(plain(stored)))
+        plain = meta_model.weights.files._slice
+        monkeypatch.setattr(meta_model.weights.files, "_slice", lambda stored: Recording(plain(stored)))
         meta_model.weights.read("model.embed_tokens.weight", 32 * 3 + 5, 32 * 5)
         assert asked == [slice(3, 5)]
 

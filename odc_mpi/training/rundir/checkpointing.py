@@ -30,7 +30,7 @@ from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import full_configuration
-from odc_mpi.models.weights import part_digests
+from odc_mpi.models.weights.base_check import part_digests
 from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World

@@ -14,7 +14,7 @@ from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_o
 from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.configuration import first_difference, flatten_config, full_configuration
-from odc_mpi.models.weights import check_base
+from odc_mpi.models.weights.base_check import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World

@@ -223,13 +223,16 @@ def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
     import torch
     import transformers
 
+    from odc_mpi.models.exporters import FullModelExporter
+
     done = odc_mpi(0, "checkpoint", "export", trained, "--out", tmp_path / "bfloat16")
     assert done.code == 0, done.err
     monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
     with open_newest_checkpoint(trained) as checkpoint:
-        assert len(exporting.export(checkpoint, tmp_path / "float32", "float32")) > 4, "several files"
+        exporter = FullModelExporter(checkpoint)
+        assert len(exporting.export(checkpoint, tmp_path / "float32", exporter, "float32")) > 4, "several files"
         with pytest.raises(UserError, match="expected a new directory as --out"):
-            exporting.export(checkpoint, tmp_path / "float32")
+            exporting.export(checkpoint, tmp_path / "float32", exporter)
     for name in ("bfloat16", "float32"):
         out, dtype = tmp_path / name, getattr(torch, name)
         model = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)

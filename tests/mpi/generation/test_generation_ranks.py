@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
+from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
 from odc_mpi.generation.run import GenerateArguments, generate_all
@@ -120,7 +121,7 @@ def test_a_hugging_face_directory(world, shared_dir, trained):
     """An export of the run, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
         with open_newest_checkpoint(shared_dir / "generation") as checkpoint:
-            export(checkpoint, shared_dir / "exported", dtype="bfloat16")
+            export(checkpoint, shared_dir / "exported", FullModelExporter(checkpoint), "bfloat16")
         for path in (shared_dir / "words").iterdir():
             shutil.copy(path, shared_dir / "exported")
     world.gather_objects(None)

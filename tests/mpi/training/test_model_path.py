@@ -9,7 +9,7 @@ import transformers
 from small_training import QWEN2, STEPS, assert_close, configure, run
 
 from odc_mpi.data.loader import Loader
-from odc_mpi.models.weights import SafetensorsWeights
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 

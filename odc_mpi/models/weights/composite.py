@@ -1,0 +1,75 @@
+"""Text models of multimodal (composite) models. Parameters of vision and audio towers are not read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from odc_mpi.errors import UserError
+
+#: Language models that compute the same for text as the text part of a multimodal model, which has no class of its own.
+#: Rotary positions in three dimensions are equal for text.
+_EQUIVALENT: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},  # it always normalizes
+}
+
+
+@dataclass
+class Composite:
+    """Multimodal model on the meta device, and the configuration of its text model.
+
+    Attributes:
+        module: Multimodal model, whose names the files have.
+        text_config: Configuration of a causal language model that has the same text parameters.
+    """
+
+    module: transformers.PreTrainedModel
+    text_config: transformers.PreTrainedConfig
+
+    def names(self, text: transformers.PreTrainedModel) -> dict[str, str]:
+        """Return the name in the multimodal model of each parameter and buffer of its text model."""
+        kind = self.module.config.get_text_config().model_type
+        submodules = self.module.named_modules()
+        place, part = next(
+            (name, submodule)
+            for name, submodule in submodules
+            if name and isinstance(submodule, transformers.PreTrainedModel) and submodule.config.model_type == kind
+        )
+        prefix = "" if part.get_output_embeddings() is not None else f"{text.base_model_prefix}."
+        return {
+            name: f"{place}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+            for name in text.state_dict()
+        }
+
+
+def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
+    """Return the multimodal model of a configuration, or None for a configuration of a language model.
+
+    Raises:
+        UserError: transformers has no causal language model for the text part.
+    """
+    inner = config.get_text_config()
+    if inner is config:
+        return None
+    if type(inner) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and inner.model_type not in _EQUIVALENT:
+        raise UserError(
+            f"model.path: {config.model_type} is multimodal, and transformers has no causal language model for its "
+            f"text part, {inner.model_type}"
+        )
+    with torch.device("meta"):
+        module = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    settings: dict[str, Any] = {key: value for key, value in inner.to_dict().items() if not key.startswith("_")}
+    if equivalent := _EQUIVALENT.get(inner.model_type):
+        known = transformers.AutoConfig.for_model(equivalent["model_type"]).to_dict()
+        settings = {key: value for key, value in settings.items() if key in known} | equivalent
+        rope = settings["rope_parameters"]
+        settings["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    output = module.get_output_embeddings()
+    settings["tie_word_embeddings"] = output.weight is module.get_input_embeddings().weight
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        settings["quantization_config"] = quantization
+    return Composite(module, transformers.AutoConfig.for_model(settings.pop("model_type"), **settings))

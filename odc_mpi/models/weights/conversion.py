@@ -1,0 +1,82 @@
+"""Names and layouts of published weights, by the conversion mapping that transformers applies to its own models.
+
+Published files may store the experts of a layer one by one, name parameters in another way than the module, or omit the
+prefix of the base model. Only names and shapes are needed here.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
+
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.weights.placed_tensor import PlacedTensor
+
+
+def loaded_tensors(
+    module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
+) -> dict[str, PlacedTensor]:
+    """Return the tensors of a module as regions of stored tensors, by the module's names.
+
+    Args:
+        module: Model on the meta device.
+        stored: Function that describes a stored tensor, by its stored name. It is called only if the tensor is used.
+        wanted: Names of the parameters and buffers to return. Others, and those that are not stored, are omitted.
+    """
+    transforms = get_model_conversion_mapping(module)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, state = module.base_model_prefix, module.state_dict()
+    conversions: dict[str, WeightRenaming | WeightConverter] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state or name not in wanted:
+            continue
+        conversion = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(key, name)
+        conversions.setdefault(name, conversion).add_tensor(name, key, pattern or key, stored[key])
+    loaded: dict[str, PlacedTensor] = {}
+    for name, conversion in conversions.items():
+        for target, tensor in _convert(conversion, name, module).items():
+            loaded[target] = tensor[0] if isinstance(tensor, list) else tensor
+    return loaded
+
+
+def published_tensors(
+    module: transformers.PreTrainedModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, PlacedTensor]:
+    """Return the tensors that `save_pretrained` writes as regions of a module's tensors, by their published names.
+
+    Args:
+        module: Model on the meta device.
+        shapes: Shapes of the module's parameters and persistent buffers, by name. Tied parameters occur once.
+    """
+    ignored = set(module._keys_to_ignore_on_save or ())
+    state = {name: PlacedTensor.of(name, shape) for name, shape in shapes.items() if name not in ignored}
+    published = revert_weight_conversion(module, state)
+    return {name: published[name] for name in sorted(published, key=dot_natural_key)}
+
+
+def _convert(
+    conversion: WeightRenaming | WeightConverter, name: str, module: transformers.PreTrainedModel
+) -> dict[str, PlacedTensor]:
+    try:
+        converted: dict[str, PlacedTensor] = conversion.convert(name, model=module, config=module.config)
+    except NotImplementedError as error:
+        raise UserError(
+            f"model.path: {name} cannot be read by slices ({error}): save the model with save_pretrained of "
+            "transformers and save_original_format=False"
+        ) from error
+    except (ValueError, RuntimeError, AttributeError) as error:  # inconsistent shapes
+        raise UserError(f"model.path: the stored weights of {name} do not fit: {one_line_message(error)}") from error
+    return converted

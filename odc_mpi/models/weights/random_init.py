@@ -1,0 +1,85 @@
+"""Random initialization of transformers models, one module at a time, so that no rank holds the full model."""
+
+import copy
+import hashlib
+
+import torch
+import transformers
+from torch import nn
+from typing_extensions import override
+
+from odc_mpi.errors import UserError
+from odc_mpi.models.weights.base_check import HashedWeights
+
+
+class RandomInitWeights(HashedWeights):
+    """Source of randomly initialized parameters. It calls `_init_weights` of the model for each module separately.
+
+    So changes that `_init_weights` makes to submodules of its argument are lost, such as the scaling of residual
+    projections by depth in GPT-2.
+
+    `seed` and the name of a module determine its values, so they depend neither on the number of ranks nor on the order
+    of reading. The module that was initialized last is cached, since its parameters are read consecutively. The model
+    must be on the meta device.
+    """
+
+    def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
+        self._model = module
+        # A copy, as sharding replaces the parameters of the module by placeholders. Meta tensors cost no memory.
+        self._modules = dict(copy.deepcopy(module).named_modules())
+        self._seed = seed
+        self._initialized: tuple[str, nn.Module] | None = None
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        owner, _, key = name.rpartition(".")
+        if self._initialized is None or self._initialized[0] != owner:
+            self._initialized = owner, self._init_module(owner)
+        parameter = self._initialized[1]._parameters[key]
+        assert parameter is not None
+        part = parameter.detach().view(-1)[start:stop]
+        if part.isnan().any():
+            raise UserError(f"model.config: {type(self._model).__name__} does not initialize {name}: use model.path")
+        return part
+
+    @override
+    def parts(self) -> list[str]:
+        return [name for name, _ in self._modules[""].named_parameters()]
+
+    @override
+    def digest(self, part: str) -> str:
+        parameter = self.read(part, 0, self._modules[""].get_parameter(part).numel())
+        return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
+
+    def init_buffers(self) -> None:
+        """Allocate and initialize the buffers of the model in host memory, for example rotary frequencies."""
+        for name, submodule in self._model.named_modules():
+            if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
+                initialized = self._init_module(name)
+                submodule._buffers.update(initialized._buffers)
+                # Some modules keep a second reference to a buffer in an attribute of another name.
+                submodule.__dict__.update(
+                    {k: v for k, v in initialized.__dict__.items() if isinstance(v, torch.Tensor)}
+                )
+
+    @torch.no_grad()
+    def _init_module(self, name: str) -> nn.Module:
+        module = copy.copy(self._modules[name])
+        module._parameters = {k: _nan_like(p) for k, p in module._parameters.items()}
+        module._buffers = {k: _real(b) for k, b in module._buffers.items()}
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            # Weights are initialized on the CPU. `torch.manual_seed` would record a traceback for each device type.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            self._model._init_weights(module)
+        return module
+
+
+def _nan_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    return nn.Parameter(torch.full(parameter.shape, float("nan")), requires_grad=parameter.requires_grad)
+
+
+def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else buffer

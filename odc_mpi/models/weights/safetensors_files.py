@@ -1,0 +1,167 @@
+"""Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices."""
+
+import hashlib
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from typing_extensions import override
+
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import parse_json
+from odc_mpi.models.weights.base_check import HashedWeights
+from odc_mpi.models.weights.composite import Composite
+from odc_mpi.models.weights.conversion import loaded_tensors
+from odc_mpi.models.weights.placed_tensor import PlacedTensor
+from odc_mpi.shard.local_shards import WeightSource
+
+#: File names that transformers uses.
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Supported types of stored parameters, by their names in safetensors.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+#: Bytes of a file per digest, and bytes per read.
+_BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
+
+
+class SafetensorsWeights(HashedWeights):
+    """Parameters of a module in safetensors files, under the names of the module or under the published names.
+
+    Args:
+        path: Hugging Face directory.
+        module: Model on the meta device.
+        composite: Multimodal model whose weights the directory has, if `module` is its text model.
+
+    Raises:
+        UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
+    """
+
+    def __init__(
+        self, path: Path, module: transformers.PreTrainedModel, composite: Composite | None = None
+    ) -> None:
+        self._path = path
+        self.files = _StoredTensors(path)
+        names = composite.names(module) if composite else {name: name for name in module.state_dict()}
+        stored = {name: partial(self.files.placed, name) for name in self.files.file_of}
+        loaded = loaded_tensors(composite.module if composite else module, stored, set(names.values()))
+        self._placed = {name: loaded[other] for name, other in names.items() if other in loaded}
+        aliases: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(parameter, []).append(name)
+        for name, parameter in module.named_parameters():
+            found = next((alias for alias in aliases[parameter] if alias in self._placed), None)
+            if found is None:
+                raise UserError(f"model.path: {path} stores no weights for {name}")
+            self._placed[name] = self._placed[found]
+            self._check(name, parameter.shape)
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._placed[name].read_range(self.files, start, stop)
+
+    @override
+    def parts(self) -> list[str]:
+        files = {self.files.file_of[region.source] for placed in self._placed.values() for region in placed.regions}
+        return [
+            f"{file}:{block}"
+            for file in sorted(files)
+            for block in range(-(-(self._path / file).stat().st_size // _BLOCK_BYTES))
+        ]
+
+    @override
+    def digest(self, part: str) -> str:
+        file, _, block = part.rpartition(":")
+        digest = hashlib.sha256()
+        try:
+            with (self._path / file).open("rb") as opened:
+                opened.seek(int(block) * _BLOCK_BYTES)
+                left = _BLOCK_BYTES
+                while left and (content := opened.read(min(left, _READ_BYTES))):
+                    digest.update(content)
+                    left -= len(content)
+        except OSError as error:
+            raise UserError(f"model.path: cannot read {self._path / file}: {error.strerror}") from error
+        return digest.hexdigest()
+
+    def load_buffers(self, module: nn.Module) -> None:
+        """Load the buffers of a module that are stored in the files."""
+        for name, buffer in module.named_buffers():
+            if name in self._placed:
+                buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
+
+    def _check(self, name: str, shape: torch.Size) -> None:
+        placed = self._placed[name]
+        for region in placed.regions:
+            if (dtype := self.files.dtype(region.source)) not in _FLOATS:
+                raise UserError(
+                    f"model.path: {self._path} stores {name} as {dtype}, expected one of {', '.join(_FLOATS)}: "
+                    "quantized weights cannot be trained"
+                )
+        if placed.shape != shape:
+            raise UserError(
+                f"model.path: {name} has the shape {list(shape)} in the configuration, but {self._path} stores "
+                f"{list(placed.shape)}"
+            )
+
+
+class _StoredTensors(WeightSource):
+    """Tensors of a directory by their stored names. Each file is opened when its first tensor is used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.file_of = self._index()
+
+    @override
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        stored = self._slice(name)
+        shape = stored.get_shape()
+        row_numel = max(1, int(torch.Size(shape[1:]).numel()))
+        first = start // row_numel
+        rows = stored[first : -(-stop // row_numel)] if shape else stored[...]
+        return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
+
+    def placed(self, name: str) -> PlacedTensor:
+        """Return the description of a stored tensor."""
+        return PlacedTensor.of(name, self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return the name of the type of a stored tensor in safetensors."""
+        return str(self._slice(name).get_dtype())
+
+    def _index(self) -> dict[str, str]:
+        index = self._path / _INDEX
+        if index.is_file():
+            try:
+                files = dict(parse_json(index.read_bytes())["weight_map"])
+                if invalid := [file for file in files.values() if not isinstance(file, str) or "\0" in file]:
+                    raise ValueError(f"expected names of files, got {invalid[0]!r}")
+                return files
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                raise UserError(
+                    f"model.path: {index} is not an index of safetensors files: {one_line_message(error)}"
+                ) from error
+        if (self._path / _WEIGHTS).is_file():
+            return dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
+        raise UserError(
+            f"model.path: expected {_WEIGHTS} or {_INDEX} in {self._path}, found neither (pickled weights are not read)"
+        )
+
+    def _slice(self, stored: str) -> Any:
+        try:
+            return self._open(self.file_of[stored]).get_slice(stored)
+        except SafetensorError as error:
+            raise UserError(f"model.path: {self._path / self.file_of[stored]}: {one_line_message(error)}") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"model.path: cannot read {self._path / file}: {one_line_message(error)}") from error
+        return self._files[file]

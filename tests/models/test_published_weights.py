@@ -1,0 +1,157 @@
+"""Published names and layouts: what `save_pretrained` writes is read slice by slice, and written again by the export."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.conversion import published_tensors
+from odc_mpi.models.weights.placed_tensor import PlacedTensor
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
+from odc_mpi.shard.partition import replicated_persistent_tensors
+
+SIZES = {
+    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_k": 2},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1},
+    **{"topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1, "moe_layer_start_index": 1},
+    **{"intermediate_size_mlp": 48, "bos_token_id": 1, "eos_token_id": 2},
+}
+FAMILIES = [
+    *("llama", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
+    *("glm4_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1", "gpt_oss", "llama4_text", "minimax"),
+]
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_heads": 2},
+    **{"image_size": 16, "patch_size": 4, "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "num_channels": 3},
+    **{"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "fullatt_block_indexes": [0]},
+    "deepstack_visual_indexes": [0],
+}
+COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+
+
+def tiny(config_class, sizes):
+    """Return the entries of `sizes` that a configuration has."""
+    default = config_class()
+    return {key: value for key, value in sizes.items() if key in {*default.to_dict(), *default.attribute_map}}
+
+
+def make(kind):
+    config_class = transformers.CONFIG_MAPPING[kind]
+    return config_class(**tiny(config_class, SIZES))
+
+
+def make_composite(kind):
+    config_class = transformers.CONFIG_MAPPING[kind]
+    inner = config_class().get_text_config()
+    text = {"model_type": inner.model_type, **tiny(type(inner), SIZES)}
+    if "mrope_section" in (inner.rope_parameters or {}) or "qwen" in kind:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    vision = {
+        "model_type": config_class().vision_config.model_type,
+        **tiny(type(config_class().vision_config), VISION),
+    }
+    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def assert_slices(weights, reference, num_ranks=3):
+    """Every parameter equals the reference in random slices, and in the equal slices of some ranks."""
+    for name, wanted in reference.items():
+        flat = wanted.detach().reshape(-1)
+        bounds = [flat.numel() * rank // num_ranks for rank in range(num_ranks + 1)]
+        slices = [*zip(bounds, bounds[1:], strict=False)]
+        slices += [sorted(random.choices(range(flat.numel() + 1), k=2)) for _ in range(4)]
+        for start, stop in slices:
+            assert torch.equal(weights.read(name, start, stop).reshape(-1), flat[start:stop]), (name, start, stop)
+
+
+class InMemory:
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def read(self, name, start, stop):
+        return self.tensors[name].detach().reshape(-1)[start:stop]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_are_read_and_written_as_transformers_does(kind, tmp_path):
+    torch.manual_seed(0)
+    module = transformers.AutoModelForCausalLM.from_config(make(kind), dtype=torch.float32)
+    for original in (False, True):
+        directory = tmp_path / str(original)
+        module.save_pretrained(directory, save_original_format=original)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        assert_slices(SafetensorsWeights(directory, module), dict(loaded.named_parameters()))
+    tensors = dict(module.named_parameters()) | dict(replicated_persistent_tensors(module))
+    published = published_tensors(module, {name: tensor.shape for name, tensor in tensors.items()})
+    stored = load_file(directory / "model.safetensors")
+    assert published.keys() == stored.keys()
+    for name, tensor in stored.items():
+        values = published[name].read_range(InMemory(tensors), 0, tensor.numel())
+        assert torch.equal(values.reshape(tensor.shape), tensor), name
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_the_text_model_of_a_composite(kind, tmp_path):
+    torch.manual_seed(0)
+    config = make_composite(kind)
+    whole = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    whole.eval().save_pretrained(tmp_path)
+    composite = composite_of(transformers.AutoConfig.from_pretrained(tmp_path))
+    text = transformers.AutoModelForCausalLM.from_config(composite.text_config, dtype=torch.float32).eval()
+    weights = SafetensorsWeights(tmp_path, text, composite)
+    weights.load_buffers(text)
+    for name, parameter in text.named_parameters():
+        parameter.data = weights.read(name, 0, parameter.numel()).reshape(parameter.shape).clone()
+    tokens = torch.arange(3, 15)[None]
+    if kind == "llama4":  # transformers 5.24 cannot run the whole model
+        whole = whole.language_model
+    with torch.no_grad():
+        torch.testing.assert_close(text(input_ids=tokens).logits, whole(input_ids=tokens).logits)
+    files = {region.source for placed in weights._placed.values() for region in placed.regions}
+    assert not any("vis" in name for name in files)
+
+
+def test_a_composite_without_a_text_model_is_refused():
+    with pytest.raises(UserError, match="no causal language model for its text part"):
+        composite_of(transformers.BlipConfig())
+
+
+def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):
+    module = transformers.AutoModelForCausalLM.from_config(make("qwen3_moe"), dtype=torch.float32)
+    module.save_pretrained(tmp_path)
+    weights = models.from_directory(tmp_path).weights
+    counts, plain = [], weights.files._slice
+
+    class Counting:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def get_shape(self):
+            return self.inner.get_shape()
+
+        def __getitem__(self, index):
+            counts.append(self.inner[index].numel())
+            return self.inner[index]
+
+    monkeypatch.setattr(weights.files, "_slice", lambda name: Counting(plain(name)))
+    total = read = 0
+    for rank in range(2):
+        for name, parameter in module.named_parameters():
+            half = parameter.numel() // 2
+            weights.read(name, half * rank, half * (rank + 1))
+            read, total = sum(counts), total + half
+    assert total <= read <= 1.05 * total, "at most a partial row more for each slice"
+
+
+def test_operations_that_compute_are_refused():
+    placed = PlacedTensor.of("a", (4, 6))
+    with pytest.raises(NotImplementedError, match="add computes new values"):
+        placed + placed
