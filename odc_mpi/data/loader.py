@@ -17,6 +17,7 @@ from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan,
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
+from odc_mpi.data.plan.unpacked import one_sequence_per_microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
@@ -257,6 +258,7 @@ class Loader(ShuffledSampler):
         cost: CostModel = CostModel(),  # noqa: B008 - frozen
         context_parallel: bool = False,
         exact: bool = False,
+        packs: bool = True,
     ) -> None:
         """Create the loader, and check the settings against the data.
 
@@ -271,13 +273,13 @@ class Loader(ShuffledSampler):
             cost: Initial value of the attribute `cost`.
             context_parallel: True to allow split sequences. Only with the balance `dynamic`, and without `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
+            packs: False for one sequence in each microbatch. Only without `context_parallel`.
 
         Raises:
             UserError: A setting is out of range, `balance` is unknown, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        strategy = rank_independent_packing(balance, cost) if exact else _find_strategy(balance)
-        self._strategy = split_longest if context_parallel else strategy
+        self._strategy = split_longest if context_parallel else find_strategy(balance, cost, exact=exact, packs=packs)
         for setting, value, minimum in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
@@ -302,8 +304,11 @@ class Loader(ShuffledSampler):
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
 
-def _find_strategy(name: str) -> BalanceStrategy:
+def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
+    """Return a balance strategy by name. For `cost`, `exact`, `packs` and errors, see `Loader`."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
-    return BALANCE_STRATEGIES[name]
+    if not packs:
+        return one_sequence_per_microbatch(name)
+    return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]

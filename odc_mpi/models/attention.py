@@ -4,29 +4,29 @@ A microbatch is one row of concatenated sequences without padding. Hugging Face 
 (`cu_seq_lens_q`) to the attention function, and `packed_attention` attends within each sequence separately.
 
 Some models pass the sliding window to the layer, others only apply it to the attention mask. Therefore
-`_window_as_mask` replaces a mask with a window by a tensor that holds only the size of the window.
+`_local_pattern` replaces a mask with a window by a tensor that holds only the size of the window, and a mask of chunks
+(Llama 4: a token attends to its chunk of the sequence) by the size of the chunks, at which sequences are then split.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 #: Names under which transformers knows this attention (`attn_implementation`), by the implementation for one sequence.
-#: sdpa chooses a kernel for the device; eager computes the scores explicitly and supports soft caps.
+#: sdpa chooses a kernel for the device; eager computes the scores explicitly. Soft caps always need the latter.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
-#: Layer types that carry no state across packed sequences.
-PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 #: Limit on the tokens of sequences of equal length that are batched into one call. Above it, the overhead of a call is
 #: less than its work, and the scores of eager attention would need too much memory.
 _MAX_TOKENS = 4096
 _PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
 #: Attention arguments of some models that change the result and are not supported.
-_UNSUPPORTED = ("s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 class PackingUnsupportedError(ValueError):
@@ -63,6 +63,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     eager: bool = False,
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
@@ -74,11 +75,12 @@ def packed_attention(
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key: Keys, `[batch, key_value_heads, tokens, head_dim]`.
         value: Values, shaped like `key`.
-        attention_mask: None, or the size of the sliding window as a tensor. Inputs have no padding.
+        attention_mask: None, or the local pattern of `_local_pattern`, int64 `[2]`. Inputs have no padding.
         scaling: Factor on the scores. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
-        softcap: Limit on the scores, applied by a tanh. Requires `eager`.
+        softcap: Limit on the scores, applied by a tanh.
+        s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
         chunk: Chunk of a split sequence to which the tokens belong. They also attend to earlier chunks. None: no chunk.
 
@@ -91,29 +93,76 @@ def packed_attention(
     """
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
-        "an attention mask": attention_mask is not None and attention_mask.ndim > 0,
-        "softcap, which requires attn_implementation eager": softcap is not None and not eager,
+        "an attention mask": attention_mask is not None and attention_mask.ndim != 1,
         "no sequence boundaries (cu_seq_lens_q)": cu_seq_lens_q is None,
     }
     _refuse(PackingUnsupportedError, _PACKED_SUPPORT, unsupported)
     assert cu_seq_lens_q is not None, "refused"
-    if attention_mask is not None:
-        sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
+    window, chunk_size = (None, None) if attention_mask is None else (n or None for n in attention_mask.tolist())
+    window = min(filter(None, (window, sliding_window)), default=None)
+    eager = eager or softcap is not None
     if chunk is not None:
         unsupported = {
             "attn_implementation eager": eager,
             "dropout of attention weights": dropout > 0,
-            f"a window of {sliding_window} tokens": sliding_window is not None and sliding_window < chunk.num_tokens,
+            f"a window of {window} tokens": window is not None and window < chunk.num_tokens,
+            f"attention chunks of {chunk_size} tokens": chunk_size is not None and chunk_size < chunk.num_tokens,
+            "attention sinks": s_aux is not None,
+            "attention temperatures by position": getattr(module, "attn_temperature_tuning", False),
             "values and keys of different sizes": key.shape != value.shape,
         }
         _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
         output = chunk.attend(query, key, value, scaling, _layer_index(module))
     else:
         lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
+        query = _restart_temperatures(module, query, lengths)
+        if chunk_size is not None:
+            lengths = [min(chunk_size, n - begin) for n in lengths for begin in range(0, n, chunk_size)]
         kernel = partial(_eager, softcap) if eager else _causal
-        attend = partial(kernel, dropout=dropout, scaling=scaling, window=sliding_window)
+        attend: Callable[..., torch.Tensor] = partial(kernel, dropout=dropout, scaling=scaling, window=window)
+        if s_aux is not None:
+            attend = partial(_with_sinks, attend, s_aux, scaling)
         output = _attend_per_sequence(attend, lengths, query, key, value)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _restart_temperatures(module: torch.nn.Module, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Correct the factors by which Llama 4 scales queries without rotary embedding, by their position in the row.
+
+    The factor of a token must depend on its position in its sequence. All factors are 1 below `floor_scale` tokens.
+    """
+    num_tokens = query.shape[2]
+    if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    if num_tokens < module.floor_scale:
+        return query
+    in_row = torch.arange(num_tokens, device=query.device)
+    in_sequence = torch.cat([in_row[:length] for length in lengths])
+    applied, correct = (
+        torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for positions in (in_row, in_sequence)
+    )
+    return (query * (correct / applied)[:, None]).to(query.dtype)
+
+
+def _with_sinks(
+    attend: Callable[..., torch.Tensor],
+    sinks: torch.Tensor,
+    scaling: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with a sink per head: a first key, visible to all tokens, whose score is the sink and whose value is 0.
+
+    One more dimension of queries and keys holds this score, so any kernel computes it and its gradient.
+    """
+    scaling = q.shape[3] ** -0.5 if scaling is None else scaling
+    scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, scores], 3), (0, 0, 1, 0))
+    sink_key = F.pad(torch.ones_like(k[:, :, :1, :1]), (k.shape[3], 0))
+    k, v = torch.cat([sink_key, F.pad(k, (0, 1))], 2), F.pad(v, (0, 1, 1, 0))
+    return attend(q, k, v, scaling=scaling, sink=True)[:, :, 1:, :-1]
 
 
 def _attend_per_sequence(
@@ -162,10 +211,16 @@ def _layer_index(module: torch.nn.Module) -> int:
 
 
 def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scaling: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    sink: bool = False,
 ) -> torch.Tensor:
     num_tokens = q.shape[2]
-    mask = None if window is None or num_tokens <= window else _causal_mask(num_tokens, window, q.device)
+    mask = None if window is None or num_tokens - sink <= window else _causal_mask(num_tokens, window, q.device, sink)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=grouped)
 
@@ -178,21 +233,28 @@ def _eager(
     dropout: float,
     scaling: float | None,
     window: int | None,
+    sink: bool = False,
 ) -> torch.Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_causal_mask(q.shape[2], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~_causal_mask(q.shape[2], window, q.device, sink), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
     return F.dropout(weights, dropout) @ v
 
 
-def _causal_mask(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool `[num_tokens, num_tokens]`: True where the token of the row attends to that of the column."""
+def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
+    """Return a mask, bool `[num_tokens, num_tokens]`: True where the token of the row attends to that of the column.
+
+    With `sink` the first token is a sink, which is visible to all tokens.
+    """
     tokens = torch.arange(num_tokens, device=device)
     distance = tokens[:, None] - tokens[None, :]
-    return (distance >= 0) & (distance < (num_tokens if window is None else window))
+    mask = (distance >= 0) & (distance < (num_tokens if window is None else window))
+    if sink:
+        mask[:, 0] = True
+    return mask
 
 
 def register() -> None:
@@ -200,15 +262,50 @@ def register() -> None:
     for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
         if IMPLEMENTATIONS[name] not in AttentionInterface():  # `compile_layers` may have replaced the function
             AttentionInterface.register(IMPLEMENTATIONS[name], attend)
-            AttentionMaskInterface.register(IMPLEMENTATIONS[name], _window_as_mask)
+            AttentionMaskInterface.register(IMPLEMENTATIONS[name], _local_pattern)
 
 
-def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
-    """Return the sliding window of a mask, int64 `[]` in host memory, or None for a mask without a window.
+class AttentionCall(NamedTuple):
+    """A recorded call of packed attention: its layer, and whether its scores have a soft cap."""
+
+    layer: torch.nn.Module
+    soft_cap: bool
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[AttentionCall]]:
+    """Record the calls of packed attention in the context."""
+    calls: list[AttentionCall] = []
+    registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
+
+    def record(attend: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(AttentionCall(module, kwargs.get("softcap") is not None))
+        return attend(module, *args, **kwargs)
+
+    try:
+        for name, attend in registered.items():
+            AttentionInterface.register(name, partial(record, attend))
+        yield calls
+    finally:
+        for name, attend in registered.items():
+            AttentionInterface.register(name, attend)
+
+
+def _local_pattern(
+    *args: Any, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
+) -> Any:
+    """Return the sliding window and the chunk size of a mask, int64 `[2]` in host memory, 0 for none; None for neither.
 
     `packed_attention` is causal without a mask; a full mask would cost the square of the number of packed tokens. With
-    `use_vmap` the model adds its own rule to the mask.
+    `use_vmap` the model adds its own rule to the mask. transformers passes windows and chunks as `local_size` alike.
     """
     if use_vmap:
         raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a model-specific mask")
-    return None if local_size is None else torch.tensor(local_size, device="cpu")
+    if local_size is None:
+        return None
+    is_window, is_chunk = (
+        getattr(config, name, None) == local_size for name in ("sliding_window", "attention_chunk_size")
+    )
+    if is_window == is_chunk:
+        raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a local mask of unknown kind")
+    return torch.tensor([local_size, 0] if is_window else [0, local_size], device="cpu")

@@ -8,7 +8,7 @@ the full model. `attn_implementation`, "sdpa" or "eager", is the attention withi
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import flatten_config, override_config
+from odc_mpi.models.families import Packing, build_for_training, packing_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of
 from odc_mpi.models.weights.random_init import RandomInitWeights
@@ -31,8 +32,6 @@ _CONFIG = "config.json"
 #: Most layers of a model, and most experts of a layer. Each is a module, which takes time even without its parameters.
 _MAX_MODULES = 10_000
 _COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
-#: Configurations that have passed `_require_packing`. This trial takes longer than building the model.
-_TRIED: set[str] = set()
 
 
 @dataclass
@@ -49,6 +48,7 @@ class MetaModel:
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the weights of the base model, or None for a model without adapters.
         checkpoint: Adapter checkpoint whose adapters training continues, or None.
+        packing: How the model trains: packed, or one sequence per microbatch.
     """
 
     module: transformers.PreTrainedModel
@@ -60,6 +60,7 @@ class MetaModel:
     adapter: dict[str, Any] | None = None
     base: HashedWeights | None = None
     checkpoint: Checkpoint | None = None
+    packing: Packing = field(default_factory=Packing)
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
@@ -166,9 +167,10 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
     head = module.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = config.num_attention_heads * head_size
-    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size)
+    num_heads = getattr(config, "num_attention_heads", None) or 1  # a state-space model has none
+    size = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    packing = packing_of(module)
+    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size, packing=packing)
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
@@ -199,51 +201,16 @@ def _on_meta(
 ) -> transformers.PreTrainedModel:
     attention.register()
     config.use_cache = False
-    if unpackable := set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES:
-        raise UserError(f"{setting}: {', '.join(sorted(unpackable))} layers carry state across packed sequences")
     for key, value in config.to_dict().items():
         if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
             raise UserError(f"{setting}: expected {key} from 0 to 1, got {value}")  # torch finds it in the first step
-    with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
-        module = transformers.AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
-            trust_remote_code=False,
-            dtype=torch.float32,
-        )
-    if not module._supports_attention_backend:
-        raise UserError(
-            f"{setting}: {type(module).__name__} accepts no attention function, so packed sequences cannot be separated"
-        )
     if getattr(config, "quantization_config", None):
         raise UserError(f"{setting}: the weights are quantized, expected float32, bfloat16 or float16")
-    key = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
-    if key not in _TRIED:
-        _require_packing(module, setting)
-        _TRIED.add(key)
-    return module
 
+    def build(implementation: str | None) -> transformers.PreTrainedModel:
+        with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
+            return transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation, trust_remote_code=False, dtype=torch.float32
+            )
 
-def _require_packing(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
-    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
-    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    try:
-        module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
-    except attention.PackingUnsupportedError as error:
-        raise UserError(f"{setting}: {type(module).__name__} cannot separate packed sequences: {error}") from error
-    except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
-        if not _is_trial_artifact(error):
-            raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
-
-
-def _is_trial_artifact(error: Exception) -> bool:
-    """Return True if a model that failed on the meta device may still work on another device.
-
-    A router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch refuses
-    types on the meta device that it supports on a CPU.
-    """
-    words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
-    return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
+    return build_for_training(build, setting, attn_implementation)

@@ -52,12 +52,15 @@ class RolloutMicrobatch(Microbatch):
     advantages: torch.Tensor
 
 
-def pack_microbatches(groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool) -> Iterator[RolloutMicrobatch]:
+def pack_microbatches(
+    groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
+) -> Iterator[RolloutMicrobatch]:
     """Pack the completions of prompt groups into microbatches. Excluded completions are omitted.
 
     Args:
         max_tokens: Maximum number of tokens in a microbatch. No prompt with one of its completions may be longer.
         with_all: Include completions with an advantage of 0.
+        packs: False for one completion in each microbatch.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0
@@ -66,7 +69,7 @@ def pack_microbatches(groups: Sequence[PromptGroup], max_tokens: int, *, with_al
             if group.excluded[i] or not (with_all or group.advantages[i]):
                 continue
             length = len(group.prompt) + len(completion)
-            if chosen and num_tokens + length > max_tokens:
+            if chosen and (not packs or num_tokens + length > max_tokens):
                 yield _pack_microbatch(chosen)
                 chosen, num_tokens = [], 0
             chosen.append((group, i))

@@ -47,6 +47,8 @@ def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Datase
         return ContextParallelSetup()
     if size == 1:
         return ContextParallelSetup(reason="context parallelism needs at least 2 ranks")
+    if not meta_model.packing.packs:
+        return ContextParallelSetup(reason=f"the model does not pack: {meta_model.packing.unpacked_reason}")
     longest = int(dataset.lengths.max())
     try:
         shape = attention_shape(meta_model.module, longest)

@@ -18,10 +18,8 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Minibatch
-from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
+from odc_mpi.data.loader import Minibatch, find_strategy
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
@@ -76,13 +74,17 @@ class LossEvaluator(PeriodicEvaluator):
     }
 
     def __init__(
-        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost_model: CostModel
+        self,
+        config: Config,
+        world: World,
+        model: ShardedModel,
+        dataset: Dataset,
+        cost_model: CostModel,
+        packs: bool = True,
     ) -> None:
         super().__init__(config.run)
         self._world, self._model = world, model
-        strategy = (
-            rank_independent_packing("dynamic", cost_model) if config.run.exact else BALANCE_STRATEGIES["dynamic"]
-        )
+        strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
         first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
         plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)
         self._dataset, self._placeholders = dataset, PlaceholderDataset(dataset)

@@ -87,6 +87,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         cost=initial_cost_model(config.data, meta_model),
         context_parallel=context_parallel.sizes is not None,
         exact=config.run.exact,
+        packs=meta_model.packing.packs,
     )
     evaluation = None
     if config.data.eval_path is not None:

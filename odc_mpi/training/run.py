@@ -263,7 +263,8 @@ def _build_evaluators(config: Config, world: World, inputs: Inputs, model: Shard
     if not isinstance(inputs.evaluation, Dataset):
         return []
     # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
-    return [LossEvaluator(config, world, model, inputs.evaluation, initial_cost_model(config.data, inputs.model))]
+    cost_model = initial_cost_model(config.data, inputs.model)
+    return [LossEvaluator(config, world, model, inputs.evaluation, cost_model, inputs.model.packing.packs)]
 
 
 def _build_tracker_callback(config: Config, world: World, num_entries: int) -> TrackerCallback:

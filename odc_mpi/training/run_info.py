@@ -48,6 +48,7 @@ def startup_lines(
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
+        **inputs.model.packing.startup_lines(),
         **inputs.context_parallel.startup_lines(),
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),

@@ -174,6 +174,12 @@ def _same(_: Any, tensor: PlacedTensor) -> Iterator[list[Region]]:
 
 #: Functions that return the regions of each result, by the name of the torch function.
 _REARRANGE: dict[str, Callable[..., Iterator[list[Region]]]] = {
-    **{"stack": _stack, "cat": _cat, "chunk": _split, "split": _split, "unbind": _unbind},
-    **{"squeeze": _squeeze, "transpose": _transpose, "contiguous": _same},
+    "stack": _stack,
+    "cat": _cat,
+    "chunk": _split,
+    "split": _split,
+    "unbind": _unbind,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "contiguous": _same,
 }

@@ -43,7 +43,8 @@ def build_grpo(
         )
     model.eval()
     reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None
-    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions)
+    packs = inputs.model.packing.packs
+    source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, reward_functions, packs=packs)
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, reward_functions))

@@ -51,7 +51,11 @@ class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed and appended to completions.jsonl with their rewards.
-    `prompts` is the data set of the loader. `engine` is the function that generates completions.
+
+    Args:
+        prompts: Data set of the loader.
+        engine: Function that generates completions.
+        packs: False for one completion in each microbatch.
     """
 
     columns: ClassVar = (
@@ -79,9 +83,10 @@ class RolloutSource(MinibatchSource):
         loader: PromptLoader,
         reward_functions: list[RewardFunction],
         engine: SampleFn = sample,
+        packs: bool = True,
     ) -> None:
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
-        self._exact = config.run.exact
+        self._exact, self._packs = config.run.exact, packs
         self._max_tokens = config.data.max_tokens_per_microbatch
         self._prompts, self._loader, self._reward_functions, self._engine = prompts, loader, reward_functions, engine
         self._codec = PromptCodec(prompts)
@@ -247,7 +252,9 @@ class RolloutSource(MinibatchSource):
     def _pack(self, groups: list[PromptGroup]) -> Iterator[Microbatch]:
         self._metrics.add("groups_trained", len(groups))
         for groups_of_microbatch in [[group] for group in groups] if self._exact else [groups]:
-            yield from pack_microbatches(groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0)
+            yield from pack_microbatches(
+                groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0, packs=self._packs
+            )
 
     def _claim(self, count: int, state: QueueState) -> list[PromptGroup]:
         """Claim groups until a microbatch is full, but at most this rank's share of the published groups."""

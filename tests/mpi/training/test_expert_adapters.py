@@ -1,7 +1,7 @@
 """Adapters of fused experts and of some layers: losses and weights of peft, exports, and what is fetched."""
 
 import pytest
-from test_adapter_training import assert_trained_alike, configure, packed_reference, reference, run
+from test_adapter_training import assert_trained_alike, configure, reference, run
 
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import build_trainer, decide

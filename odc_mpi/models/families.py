@@ -1,0 +1,176 @@
+"""Decision how a model family trains: packed, with one sequence per microbatch, or not at all.
+
+A model trains packed if nothing but its attention mixes tokens, and each layer of it calls `packed_attention`. This is
+checked with the types of its layers, its modules, and a trial on the meta device. All other causal models train one
+sequence per microbatch, with their own attention. A model is refused if it is not causal, or if its loss is not that of
+transformers for causal models, for example because the labels are not shifted. docs/models.md lists the families.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models import attention
+
+#: Layer types that carry no state across packed sequences, and mix tokens only by attention.
+PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+#: Modules that mix neighboring tokens.
+_MIXING_MODULES = (nn.Conv1d, nn.ZeroPad2d, nn.RNNBase)
+#: Arguments of packed inputs, which a model without packing does not get.
+_PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model trains.
+
+    Attributes:
+        unpacked_reason: Reason why the model trains one sequence per microbatch, or None if it trains packed.
+        soft_caps: True if attention scores have soft caps, so that they are computed explicitly.
+    """
+
+    unpacked_reason: str | None = None
+    soft_caps: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """True if the model trains packed."""
+        return self.unpacked_reason is None
+
+    def startup_lines(self) -> dict[str, str]:
+        """Return the start-up lines as name and text. Empty for a packed model without soft caps."""
+        lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
+        return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
+
+
+#: Decisions by attention implementation and configuration. The trial takes longer than building the model.
+_DECIDED: dict[str, Packing] = {}
+
+
+def build_for_training(
+    build: Callable[[str | None], transformers.PreTrainedModel],
+    setting: str,
+    attn_implementation: str,
+) -> transformers.PreTrainedModel:
+    """Build a model on the meta device, with packed attention if it supports that, else with its own attention.
+
+    Args:
+        build: Function that builds the model with an attention implementation of transformers; None is the default one.
+        setting: Setting that the model is from, for error messages.
+        attn_implementation: One of `attention.IMPLEMENTATIONS`.
+
+    Raises:
+        UserError: The model cannot be trained.
+    """
+    module, reason = _build_packed(build, attention.IMPLEMENTATIONS[attn_implementation])
+    packing = Packing(reason) if reason else _decide(module, setting, attn_implementation)
+    if packing.unpacked_reason is not None:
+        module = build("eager" if attn_implementation == "eager" else None)
+        _refuse_untrainable(module, setting)
+        module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
+    module._odc_packing = packing
+    return module
+
+
+def packing_of(module: transformers.PreTrainedModel) -> Packing:
+    """Return how a model from `build_for_training` trains."""
+    packing: Packing = module._odc_packing
+    return packing
+
+
+def _decide(module: transformers.PreTrainedModel, setting: str, attn_implementation: str) -> Packing:
+    key = f"{attn_implementation} {module.config.to_json_string(use_diff=False)}"
+    if key not in _DECIDED:
+        _DECIDED[key] = _try_packed(module, setting)
+    return _DECIDED[key]
+
+
+def _build_packed(
+    build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
+) -> tuple[Any, str | None]:
+    """Build a model with packed attention. Return it, and the reason if it is known not to train packed."""
+    try:
+        module = build(implementation)
+    except UserError as error:
+        if not isinstance(error.__cause__, KeyError):  # the model has a table of attention classes
+            raise
+        return None, "its attention accepts no attention function"
+    return module, _unpacked_reason(module)
+
+
+def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
+    """Return why a model cannot train packed, from its class, configuration and modules, or None."""
+    config = module.config.get_text_config()
+    mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
+    layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
+    if layer_types:
+        return f"its {', '.join(sorted(layer_types))} layers do not keep packed sequences apart"
+    if mixing:
+        return f"its modules {', '.join(sorted(mixing))} mix the tokens of packed sequences"
+    if not module._supports_attention_backend:
+        return "its attention accepts no attention function"
+    if "position_ids" not in inspect.signature(module.forward).parameters or hasattr(config, "is_decoder"):
+        return "it computes the positions of tokens itself"
+    return None
+
+
+def _try_packed(module: transformers.PreTrainedModel, setting: str) -> Packing:
+    """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    with attention.recorded_calls() as calls:
+        try:
+            module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+        except attention.PackingUnsupportedError as error:
+            return Packing(str(error))
+        except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
+            if not calls:
+                raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
+            if not _is_trial_artifact(error):
+                return Packing(f"its packed attention fails: {one_line_message(error)}")
+        else:
+            num_layers = module.config.get_text_config().num_hidden_layers
+            if len({call.layer for call in calls}) < num_layers:
+                return Packing("not all of its layers call the attention function")
+    return Packing(soft_caps=any(call.soft_cap for call in calls))
+
+
+def _is_trial_artifact(error: Exception) -> bool:
+    """Return True if a model that failed on the meta device may still work on another device.
+
+    A router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch refuses
+    types on the meta device that it supports on a CPU.
+    """
+    words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
+    return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
+
+
+def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> None:
+    """Raise `UserError` if a model is not causal, or if its loss is not that of transformers for causal models."""
+    name = type(module).__name__
+    if not getattr(module.config.get_text_config(), "is_decoder", True):
+        raise UserError(
+            f"{setting}: {name} is not causal, because is_decoder is false: set model.config.is_decoder to true"
+        )
+    if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(module).forward)):
+        raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")
+
+
+def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Remove the arguments of packed inputs from those of a forward. The input must be a single sequence."""
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is None:  # generation
+        return args, kwargs
+    if len(bounds) != 2:
+        raise attention.PackingUnsupportedError(
+            f"{type(module).__name__} trains one sequence per microbatch, got {len(bounds) - 1}"
+        )
+    return args, {name: value for name, value in kwargs.items() if name not in _PACKED_INPUTS}
