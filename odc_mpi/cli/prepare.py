@@ -18,7 +18,8 @@ Each line or row is an example in one of these formats; the first format whose f
   conversations                   list of from and value; loss on assistant messages
   instruction, output (, input)   loss on output
   text                            loss on everything
-Conversations may also have the fields tools (a list, or its JSON text) and system.
+Conversations may also have the fields tools (a list, or its JSON text) and system. Messages with "weight": 0 or
+"train": false have no loss. --columns prompt=question,completion=answer reads fields with other names.
 
 Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the data set. Examples are sampled with
 --seed; --stopping-strategy decides whether one may be used twice. Without weights, all examples are used.
@@ -46,8 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
-        "--overlong", choices=("truncate", "drop", "split"), default="truncate", help="treatment of longer sequences; "
-        "split: plain text only, into consecutive sequences"
+        "--overlong",
+        choices=("truncate", "drop", "split"),
+        default="truncate",
+        help="treatment of longer sequences; split: plain text only, into consecutive sequences",
     )
     parser.add_argument("--bad-lines", choices=("error", "skip"), default="error", help="treatment of invalid lines")
     parser.add_argument(
