@@ -1,8 +1,10 @@
 """Readers of data files, which yield blocks of records in the order of the file, in bounded memory.
 
-blocks       blocks of records, which worker processes parse
-text_files   JSON lines, JSON arrays, CSV and TSV
-parquet      Parquet
-hf_datasets  data sets of the library `datasets`, from a directory or the Hugging Face Hub
-compressed   decompression of gzip and Zstandard
+Modules::
+
+    blocks       blocks of records, which worker processes parse
+    text_files   JSON lines, JSON arrays, CSV and TSV
+    parquet      Parquet
+    hf_datasets  data sets of the library `datasets`, from a directory or the Hugging Face Hub
+    compressed   decompression of gzip and Zstandard
 """

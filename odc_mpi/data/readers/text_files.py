@@ -118,8 +118,13 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
                     position = file.tell()
                 yield number, value, num_chars
             on_bytes_read(file.tell() - position)
-    except (*decompression_errors(), csv.Error, ValueError, RecursionError) as error:
+    except _errors() as error:
         raise _error(path, f"{format_.unit} {number + 1}", error) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that the libraries raise for damaged files."""
+    return (*decompression_errors(), csv.Error, ValueError, RecursionError)
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:
