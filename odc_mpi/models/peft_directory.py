@@ -22,7 +22,8 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Entries of adapter_config.json that may have any value: those of `add_adapters`, and entries without effect after training.
+#: Entries of adapter_config.json that may have any value: those of `add_adapters`, and entries without effect after
+#: training.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),

@@ -16,7 +16,7 @@ from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
 #: Text that models add as special tokens to their tokenizers, in the source of their templates.
 SPECIAL = (
-    r"<[|｜][^<>\s'\"]*?[|｜]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
+    r"<[|\uff5c][^<>\s'\"]*?[|\uff5c]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
     r"|<(?:start|end)_of_turn>"
 )
 #: Templates of models that read images, whose content is not a string.

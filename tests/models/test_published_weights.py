@@ -1,5 +1,6 @@
-"""Published names and layouts: what `save_pretrained` writes is read slice by slice, and written again by the export."""
+"""Published names and layouts: files of `save_pretrained` are read slice by slice, and written again by the export."""
 
+import itertools
 import random
 
 import pytest
@@ -101,7 +102,7 @@ def assert_slices(weights, reference, num_ranks=3):
     for name, wanted in reference.items():
         flat = wanted.detach().reshape(-1)
         bounds = [flat.numel() * rank // num_ranks for rank in range(num_ranks + 1)]
-        slices = [*zip(bounds, bounds[1:], strict=False)]
+        slices = [*itertools.pairwise(bounds)]
         slices += [sorted(random.choices(range(flat.numel() + 1), k=2)) for _ in range(4)]
         for start, stop in slices:
             assert torch.equal(weights.read(name, start, stop).reshape(-1), flat[start:stop]), (name, start, stop)
