@@ -35,7 +35,10 @@ TOKENS = torch.arange(8)[None]
 
 def metadata(module, data_path):
     return {
-        "config": {"model": {"param_dtype": "float32", "path": None, "attn_implementation": "sdpa"}, "data": {"path": str(data_path)}},
+        "config": {
+            "model": {"param_dtype": "float32", "path": None, "attn_implementation": "sdpa"},
+            "data": {"path": str(data_path)},
+        },
         "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
         "architectures": [type(module).__name__],
     }

@@ -1,5 +1,6 @@
-"""Published names and layouts: what `save_pretrained` writes is read slice by slice, and written again by the export."""
+"""Published names and layouts: what `save_pretrained` writes is read slice by slice, and exported again."""
 
+import itertools
 import random
 
 import pytest
@@ -16,22 +17,57 @@ from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
 SIZES = {
-    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_k": 2},
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1},
-    **{"topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8},
-    **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1, "moe_layer_start_index": 1},
-    **{"intermediate_size_mlp": 48, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "intermediate_size_mlp": 48,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 FAMILIES = [
     *("llama", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1", "gpt_oss", "llama4_text", "minimax"),
 ]
 VISION = {
-    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_heads": 2},
-    **{"image_size": 16, "patch_size": 4, "depth": 1, "embed_dim": 32, "out_hidden_size": 32, "num_channels": 3},
-    **{"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "fullatt_block_indexes": [0]},
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 1,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "num_channels": 3,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0],
 }
 COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
@@ -66,7 +102,7 @@ def assert_slices(weights, reference, num_ranks=3):
     for name, wanted in reference.items():
         flat = wanted.detach().reshape(-1)
         bounds = [flat.numel() * rank // num_ranks for rank in range(num_ranks + 1)]
-        slices = [*zip(bounds, bounds[1:], strict=False)]
+        slices = [*itertools.pairwise(bounds)]
         slices += [sorted(random.choices(range(flat.numel() + 1), k=2)) for _ in range(4)]
         for start, stop in slices:
             assert torch.equal(weights.read(name, start, stop).reshape(-1), flat[start:stop]), (name, start, stop)

@@ -123,16 +123,13 @@ class PlacedTensor(torch.Tensor):
 
     def _read_box(self, source: WeightSource, box: Hyperslab) -> torch.Tensor:
         regions = [part for region in self.regions if (part := region.clip(box))]
+        values = [region.read(source) for region in regions]
         if len(regions) == 1:
-            return regions[0].read(source)
-        values = None
-        for region in regions:
-            part = region.read(source)
-            if values is None:
-                values = torch.empty([high - low for low, high in box], dtype=part.dtype)
-            values[tuple(slice(p, p + n) for p, n in zip(region.position, region.size, strict=True))] = part
-        assert values is not None
-        return values
+            return values[0]
+        merged = torch.empty([high - low for low, high in box], dtype=values[0].dtype)
+        for region, elements in zip(regions, values, strict=True):
+            merged[tuple(slice(p, p + n) for p, n in zip(region.position, region.size, strict=True))] = elements
+        return merged
 
 
 def _stack(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
@@ -141,9 +138,7 @@ def _stack(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[li
 
 def _cat(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
     starts = accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
-    yield [
-        region.move(dim, start) for start, tensor in zip(starts, tensors, strict=False) for region in tensor.regions
-    ]
+    yield [region.move(dim, start) for start, tensor in zip(starts, tensors, strict=False) for region in tensor.regions]
 
 
 def _split(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, _: Any, dim: int = 0) -> Iterator[list[Region]]:
@@ -176,6 +171,12 @@ def _same(_: Any, tensor: PlacedTensor) -> Iterator[list[Region]]:
 
 #: Functions that return the regions of each result, by the name of the torch function.
 _REARRANGE: dict[str, Callable[..., Iterator[list[Region]]]] = {
-    **{"stack": _stack, "cat": _cat, "chunk": _split, "split": _split, "unbind": _unbind},
-    **{"squeeze": _squeeze, "transpose": _transpose, "contiguous": _same},
+    "stack": _stack,
+    "cat": _cat,
+    "chunk": _split,
+    "split": _split,
+    "unbind": _unbind,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "contiguous": _same,
 }

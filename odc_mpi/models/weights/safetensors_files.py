@@ -40,9 +40,7 @@ class SafetensorsWeights(HashedWeights):
         UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
     """
 
-    def __init__(
-        self, path: Path, module: transformers.PreTrainedModel, composite: Composite | None = None
-    ) -> None:
+    def __init__(self, path: Path, module: transformers.PreTrainedModel, composite: Composite | None = None) -> None:
         self._path = path
         self.files = _StoredTensors(path)
         names = composite.names(module) if composite else {name: name for name in module.state_dict()}

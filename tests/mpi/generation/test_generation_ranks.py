@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
-from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
 from odc_mpi.generation.run import GenerateArguments, generate_all
 from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import build_trainer, decide, train
