@@ -1,7 +1,6 @@
 """`odc-mpi checkpoint`: inspection and export of checkpoints, in one process."""
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from odc_mpi.cli.options import BASE_HELP, add_out
@@ -63,15 +62,15 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.base is not None:
         arguments.base = Path(resolve_model_path(str(arguments.base), "--base"))
     with open_newest_checkpoint(arguments.directory) as checkpoint:
+        exporter: Exporter
         if "adapter" in checkpoint.manifest.metadata:
-            make = partial(MergedExporter if arguments.merge else AdapterExporter, base=arguments.base)
+            exporter = (MergedExporter if arguments.merge else AdapterExporter)(checkpoint, arguments.base)
         elif arguments.merge:
             raise UserError(f"--merge requires adapters, but {checkpoint.directory} is a full model: remove --merge")
         elif arguments.base:
             raise UserError(f"--base requires adapters, but {checkpoint.directory} is a full model: remove --base")
         else:
-            make = FullModelExporter
-        exporter: Exporter = make(checkpoint)
+            exporter = FullModelExporter(checkpoint)
         names = export(checkpoint, arguments.out, exporter, arguments.dtype, base=arguments.base)
         print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
     return 0

@@ -1,4 +1,4 @@
-"""Published names and layouts: files of `save_pretrained` are read slice by slice, and written again by the export."""
+"""Published names and layouts: what `save_pretrained` writes is read slice by slice, and exported again."""
 
 import itertools
 import random

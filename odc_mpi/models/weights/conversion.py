@@ -6,6 +6,7 @@ prefix of the base model. Only names and shapes are needed here.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
+from typing import Any, cast
 
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -44,7 +45,8 @@ def loaded_tensors(
         if name not in state or name not in wanted:
             continue
         conversion = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(key, name)
-        conversions.setdefault(name, conversion).add_tensor(name, key, pattern or key, stored[key])
+        # The conversion calls a function when it needs the tensor; its annotation names only futures.
+        conversions.setdefault(name, conversion).add_tensor(name, key, pattern or key, cast(Any, stored[key]))
     loaded: dict[str, PlacedTensor] = {}
     for name, conversion in conversions.items():
         for target, tensor in _convert(conversion, name, module).items():
@@ -62,7 +64,9 @@ def published_tensors(
         shapes: Shapes of the module's parameters and persistent buffers, by name. Tied parameters occur once.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
-    state = {name: PlacedTensor.of(name, shape) for name, shape in shapes.items() if name not in ignored}
+    state: dict[str, Any] = {
+        name: PlacedTensor.of(name, shape) for name, shape in shapes.items() if name not in ignored
+    }
     published = revert_weight_conversion(module, state)
     return {name: published[name] for name in sorted(published, key=dot_natural_key)}
 

@@ -123,16 +123,13 @@ class PlacedTensor(torch.Tensor):
 
     def _read_box(self, source: WeightSource, box: Hyperslab) -> torch.Tensor:
         regions = [part for region in self.regions if (part := region.clip(box))]
+        values = [region.read(source) for region in regions]
         if len(regions) == 1:
-            return regions[0].read(source)
-        values = None
-        for region in regions:
-            part = region.read(source)
-            if values is None:
-                values = torch.empty([high - low for low, high in box], dtype=part.dtype)
-            values[tuple(slice(p, p + n) for p, n in zip(region.position, region.size, strict=True))] = part
-        assert values is not None
-        return values
+            return values[0]
+        merged = torch.empty([high - low for low, high in box], dtype=values[0].dtype)
+        for region, elements in zip(regions, values, strict=True):
+            merged[tuple(slice(p, p + n) for p, n in zip(region.position, region.size, strict=True))] = elements
+        return merged
 
 
 def _stack(_: Any, tensors: Sequence[PlacedTensor], dim: int = 0) -> Iterator[list[Region]]:
