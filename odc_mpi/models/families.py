@@ -7,6 +7,7 @@ transformers for causal models, for example because the labels are not shifted. 
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,10 +70,12 @@ def build_for_training(
         UserError: The model cannot be trained.
     """
     module, reason = _build_packed(build, attention.IMPLEMENTATIONS[attn_implementation])
-    packing = Packing(reason) if reason else _decide(module, setting, attn_implementation)
+    packing = Packing(reason) if reason else _decide(module, attn_implementation)
     if packing.unpacked_reason is not None:
         module = build("eager" if attn_implementation == "eager" else None)
         _refuse_untrainable(module, setting)
+        if reason is None:  # the trial failed
+            _refuse_invalid(module, setting)
         module.register_forward_pre_hook(_without_packed_inputs, with_kwargs=True)
     module._odc_packing = packing
     return module
@@ -84,10 +87,10 @@ def packing_of(module: transformers.PreTrainedModel) -> Packing:
     return packing
 
 
-def _decide(module: transformers.PreTrainedModel, setting: str, attn_implementation: str) -> Packing:
+def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> Packing:
     key = f"{attn_implementation} {module.config.to_json_string(use_diff=False)}"
     if key not in _DECIDED:
-        _DECIDED[key] = _try_packed(module, setting)
+        _DECIDED[key] = _try_packed(module)
     return _DECIDED[key]
 
 
@@ -115,12 +118,17 @@ def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
         return f"its modules {', '.join(sorted(mixing))} mix the tokens of packed sequences"
     if not module._supports_attention_backend:
         return "its attention accepts no attention function"
-    if "position_ids" not in inspect.signature(module.forward).parameters or hasattr(config, "is_decoder"):
+    if "position_ids" not in inspect.signature(module.forward).parameters or _reads_is_decoder(module):
         return "it computes the positions of tokens itself"
     return None
 
 
-def _try_packed(module: transformers.PreTrainedModel, setting: str) -> Packing:
+def _reads_is_decoder(module: transformers.PreTrainedModel) -> bool:
+    """Return True for a family of encoders, which is causal only with `is_decoder`."""
+    return "self.is_decoder" in inspect.getsource(sys.modules[type(module).__module__])
+
+
+def _try_packed(module: transformers.PreTrainedModel) -> Packing:
     """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -132,10 +140,8 @@ def _try_packed(module: transformers.PreTrainedModel, setting: str) -> Packing:
         except attention.PackingUnsupportedError as error:
             return Packing(str(error))
         except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
-            if not calls:
-                raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
             if not _is_trial_artifact(error):
-                return Packing(f"its packed attention fails: {one_line_message(error)}")
+                return Packing(f"its attention cannot run packed: {one_line_message(error)}")
         else:
             num_layers = module.config.get_text_config().num_hidden_layers
             if len({call.layer for call in calls}) < num_layers:
@@ -156,12 +162,24 @@ def _is_trial_artifact(error: Exception) -> bool:
 def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> None:
     """Raise `UserError` if a model is not causal, or if its loss is not that of transformers for causal models."""
     name = type(module).__name__
-    if not getattr(module.config.get_text_config(), "is_decoder", True):
+    if _reads_is_decoder(module) and not getattr(module.config, "is_decoder", True):
         raise UserError(
             f"{setting}: {name} is not causal, because is_decoder is false: set model.config.is_decoder to true"
         )
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(module).forward)):
         raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")
+
+
+def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
+    """Run a sequence of two tokens through a model on the meta device, and raise `UserError` if that is impossible."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    # With a mask of the scores transformers makes none, for which it would read values.
+    mask = torch.zeros(1, 1, 2, 2, device="meta")
+    try:
+        module(input_ids=tokens, attention_mask=mask, use_cache=False)
+    except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
+        if not _is_trial_artifact(error):
+            raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
 
 
 def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,10 +1,17 @@
 """Packed attention against the full score matrix, written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from odc_mpi.models import attention
-from odc_mpi.models.attention import PackingUnsupportedError, _window_as_mask, packed_attention
+from odc_mpi.models.attention import (
+    ContextParallelUnsupportedError,
+    PackingUnsupportedError,
+    _local_pattern,
+    packed_attention,
+)
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -84,7 +91,7 @@ def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
     assert sum(computed) == 8 * 8**2
 
 
-@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.ones(HEADS)}, {"is_causal": False}])
+@pytest.mark.parametrize("given", [{"position_bias": torch.ones(HEADS)}, {"is_causal": False}])
 def test_what_would_change_the_result_is_refused(given):
     with pytest.raises(ValueError, match="packed attention supports only plain causal layers"):
         packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
@@ -94,12 +101,59 @@ def test_what_would_change_the_result_is_refused(given):
 def test_a_window_in_the_mask_counts(output):
     inputs, boundaries = draw(12), [0, 1, 12]
     bounds = torch.tensor(boundaries, dtype=torch.int32)
-    mask = _window_as_mask(local_size=3)
+    mask = _local_pattern(local_size=3, config=SimpleNamespace(sliding_window=3))
     actual, _ = packed_attention(None, *inputs, mask, sliding_window=output, cu_seq_lens_q=bounds)
     torch.testing.assert_close(actual, written_out(*inputs, boundaries, 3))
-    assert _window_as_mask() is None
+
+
+def test_chunks_in_the_mask_begin_with_each_sequence():
+    inputs = draw(12)
+    mask = _local_pattern(local_size=4, config=SimpleNamespace(attention_chunk_size=4, sliding_window=None))
+    actual, _ = packed_attention(None, *inputs, mask, cu_seq_lens_q=torch.tensor([0, 1, 12]))
+    torch.testing.assert_close(actual, written_out(*inputs, [0, 1, 5, 9, 12]))
+
+
+def test_patterns_that_are_not_known_are_refused():
+    assert _local_pattern() is None
     with pytest.raises(PackingUnsupportedError, match="a model-specific mask"):
-        _window_as_mask(use_vmap=True)
+        _local_pattern(use_vmap=True)
+    with pytest.raises(PackingUnsupportedError, match="a local mask of unknown kind"):
+        _local_pattern(local_size=3, config=SimpleNamespace(attention_chunk_size=3, sliding_window=3))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("eager", [False, True])
+def test_sinks_take_part_in_the_softmax(window, eager):
+    inputs, bounds = draw(12), torch.tensor([0, 4, 5, 12])
+    sinks = torch.linspace(-1, 2, HEADS).requires_grad_()
+    actual, _ = packed_attention(
+        None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds, s_aux=sinks, eager=eager
+    )
+    query, key, value = inputs
+    scores = query @ key.repeat_interleave(HEADS // GROUPS, 1).transpose(2, 3) * SIZE**-0.5
+    tokens = torch.arange(12)
+    distance, sequence = tokens[:, None] - tokens[None, :], torch.bucketize(tokens, bounds[1:], right=True)
+    seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or 12))
+    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[None, :, None, None].expand(1, -1, 12, 1)], 3)
+    wanted = (scores.softmax(-1)[..., :-1] @ value.repeat_interleave(HEADS // GROUPS, 1)).transpose(1, 2)
+    torch.testing.assert_close(actual, wanted)
+    upstream = torch.randn_like(wanted)
+    got, expected = (torch.autograd.grad(x, [*inputs, sinks], upstream) for x in (actual, wanted))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"s_aux": torch.ones(HEADS)}, "attention sinks"), ({"attention_mask": torch.tensor([0, 4])}, "chunks of 4 tokens")]
+    + [({"softcap": 30.0}, "eager"), ({"attention_mask": torch.tensor([4, 0])}, "a window of 4 tokens")],
+)
+def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
+    with pytest.raises(ContextParallelUnsupportedError, match=words):
+        chunk = SimpleNamespace(num_tokens=9)
+        mask = given.get("attention_mask")
+        given = {name: value for name, value in given.items() if name != "attention_mask"}
+        packed_attention(None, *draw(4), mask, cu_seq_lens_q=torch.tensor([0, 4]), chunk=chunk, **given)
 
 
 def test_a_mask_is_refused():

@@ -1,0 +1,146 @@
+"""Each family of models: its answer, and whatever it can do, against plain transformers. Writes docs/models.md.
+
+A tiny model is saved by transformers and trained for a step on two ranks, with sequences longer than windows and chunks.
+Loss and exported parameters must be those of a plain loop, which computes each sequence alone.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch_reference
+import transformers
+from safetensors.torch import load_file
+from small_training import configure, training, train_to_the_end
+from tiny_configurations import FAMILIES, tiny_config
+
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.checkpoint.export import export
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.context_parallel_check import attention_shape
+from odc_mpi.models.decoding import generation_mode
+from odc_mpi.models.exporters import FullModelExporter
+from odc_mpi.training.inputs import open_inputs
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+HEADER = "| family | trains | splits | LoRA | generates | exports |\n|---|---|---|---|---|---|\n"
+#: Row of the table for each family that has been tried.
+rows = {}
+
+
+def on_first_rank(world, compare):
+    """Compare on rank 0; a failure fails the test on all ranks."""
+    problem = None
+    if world.rank == 0:
+        try:
+            compare()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    problem = world.gather_objects(problem)[0]
+    assert not problem, problem
+
+
+def save_reference(config, path):
+    """Save a model of transformers whose parameters all matter, and return it."""
+    torch.manual_seed(1)
+    kind = transformers.AutoModelForCausalLM
+    reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    reference.config.use_cache = False
+    for parameter in reference.parameters():
+        if parameter.ndim < 2:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    reference.save_pretrained(path)
+    return reference
+
+
+def try_step(world, dataset_path, path, reference):
+    """Take a step on all ranks; loss and export are those of the plain loop. Return the cells "trains" and "splits"."""
+    changes = {"run.steps": 1, "run.checkpoint_every": 1, "run.dir": path / "run", "optim.warmup_steps": 0}
+    config = configure(dataset_path, **{"model.path": path / "model", **changes})
+    inputs = world.run_on_all(lambda: open_inputs(config, 0, 1))
+    packs, indices = inputs.model.packing.packs, next(inputs.loader).indices
+    lines, _ = train_to_the_end(config, world)
+
+    def compare():
+        loss = torch_reference.train(reference.train(), inputs.dataset, [indices], config.optim)
+        assert lines[0]["loss"] == pytest.approx(loss[0], rel=2e-5)
+        with open_newest_checkpoint(path / "run") as checkpoint:
+            export(checkpoint, path / "exported", FullModelExporter(checkpoint))
+        reference.save_pretrained(path / "expected")
+        exported, expected = (load_file(path / name / "model.safetensors") for name in ("exported", "expected"))
+        assert exported.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(exported[name], tensor, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+    on_first_rank(world, compare)
+    inputs.close()
+    return "packed" if packs else "one sequence per microbatch", try_split(inputs.model) if packs else "no"
+
+
+def try_adapters(world, dataset_path, path, reference):
+    """Take a step with adapters, which have no effect yet, and generate. Return the cells of the table for both."""
+    changes = {"lora.r": 2, "run.steps": 1, "optim.learning_rate": 0, "run.resume": "never"}
+    config = configure(dataset_path, **{"model.path": path / "exported", **changes})
+    try:
+        inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
+    except AllRanksUserError:
+        return "no", "no"
+    indices = inputs.loader._order[:7]
+    with training(config, world, inputs) as (trainer, steps):
+        loss = steps()[0]["loss"]
+        prompt = torch.arange(3, 9)[None]
+        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        with generation_mode(trainer.model.module.eval()) as decode:
+            completion = decode(prompt, torch.ones_like(prompt), settings)
+
+    def compare():
+        wanted = torch_reference.compute_loss(reference.eval(), inputs.dataset, indices)
+        assert loss == pytest.approx(wanted.item(), rel=2e-5)
+        reference.config.use_cache = True
+        expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=True, **settings)
+        assert completion.tolist() == expected.tolist()
+
+    on_first_rank(world, compare)
+    return "yes", "yes"
+
+
+def try_split(meta_model):
+    try:
+        attention_shape(meta_model.module, 40)
+    except ContextParallelUnsupportedError:
+        return "no"
+    return "yes"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(world, dataset_path, base, family):
+    config = tiny_config(family)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    reference = save_reference(config, base / "model") if world.rank == 0 else None
+    world.gather_objects(None)
+    try:
+        trains, splits = try_step(world, dataset_path, base, reference)
+    except AllRanksUserError as error:
+        rows[family] = f"| {family} | no: {re.sub('^.*model.path: ', '', str(error))} | | | | |"
+        return
+    adapters, generates = try_adapters(world, dataset_path, base, reference)
+    rows[family] = f"| {family} | {trains} | {splits} | {adapters} | {generates} | yes |"
+
+
+def test_table(world):
+    """Compare docs/models.md with the rows of the families that were tried, if all were."""
+    if len(rows) < sum(tiny_config(family) is not None for family in FAMILIES):
+        pytest.skip("not all families were tried")
+    before, _, table = PAGE.read_text().partition(HEADER)
+    written = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    if os.environ.get("ODC_MPI_WRITE_TABLE") and world.rank == 0:
+        PAGE.write_text(before + HEADER + "".join(f"{(written | rows)[family]}\n" for family in FAMILIES))
+    else:
+        command = "ODC_MPI_WRITE_TABLE=1 mpiexec -n 2 python -m pytest --with-mpi tests/mpi/families"
+        assert {family: written.get(family) for family in rows} == rows, f"write docs/models.md: {command}"

@@ -1,0 +1,61 @@
+"""Tiny configurations of the families in docs/models.md, made by the configuration classes of transformers."""
+
+import transformers
+
+#: Settings of all families, as far as a family has them. Windows and chunks are shorter than most sequences.
+_COMMON = {
+    **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 8},
+    **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "d_model": 64, "n_layers": 2, "n_heads": 4},
+    **{"ffn_dim": 96, "word_embed_proj_dim": 64, "rotary_dim": 8, "attention_chunk_size": 8, "floor_scale": 8},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2},
+    **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size_mlp": 96},
+    **{"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"state_size": 16, "ssm_state_size": 16, "mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 32},
+    **{"n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8, "lru_width": 64, "attention_window_size": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512, "global_head_dim": 16},
+    **{"attention_hidden_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(("attn_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "dropout", "activation_dropout", "layerdrop", "resid_dropout"), 0.0),
+}
+_MLA = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
+_MIXED = ["full_attention", "conv"]
+
+#: Settings of each family that differ from the common ones. None leaves out a common setting.
+FAMILIES = {
+    **dict.fromkeys("llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 phi phi3 olmo olmo2 olmo3".split(), {}),
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    **dict.fromkeys("gemma4_text gpt2 gpt_neox gptj gpt_bigcode starcoder2 cohere cohere2 granite glm glm4".split(), {}),
+    **dict.fromkeys("smollm3 exaone4 helium stablelm nemotron persimmon opt falcon bloom mpt codegen".split(), {}),
+    **dict.fromkeys("seed_oss arcee apertus hunyuan_v1_dense ernie4_5 diffllama nanochat cwm vaultgemma".split(), {}),
+    **dict.fromkeys("modernbert-decoder biogpt xglm".split(), {}),
+    **dict.fromkeys("mixtral qwen2_moe qwen3_moe olmoe glm4_moe phimoe granitemoe ernie4_5_moe dots1".split(), {}),
+    **dict.fromkeys("deepseek_v2 deepseek_v3".split(), _MLA),
+    **dict.fromkeys("gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe".split(), {}),
+    "llama4_text": {"no_rope_layers": [1, 0]},
+    **dict.fromkeys("minimax qwen3_next qwen3_5_text mamba recurrent_gemma rwkv xlstm".split(), {}),
+    "mamba2": {"num_heads": 8, "expand": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "lfm2": {"layer_types": _MIXED},
+    "lfm2_moe": {"layer_types": _MIXED},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "nemotron_h": {"hybrid_override_pattern": "M*E-", "num_hidden_layers": None},
+    "bert": {},
+    "bart": {},
+}
+
+
+def tiny_config(family):
+    """Return a tiny configuration of a family, or None if transformers does not have the family."""
+    if family not in transformers.CONFIG_MAPPING:
+        return None
+    kind = transformers.CONFIG_MAPPING[family]
+    default = kind()
+    settings = {name: value for name, value in _COMMON.items() if name in default.to_dict()}
+    settings |= {name: _COMMON[name] for name, own in default.attribute_map.items() if name in _COMMON and own not in settings}
+    settings |= FAMILIES[family]
+    return kind(**{name: value for name, value in settings.items() if value is not None})
