@@ -11,13 +11,15 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
+#: File name that transformers uses.
+_TOKENIZER = "tokenizer.json"
 #: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
 
@@ -98,7 +100,12 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that a prompt and its completion fit into the model's context and a microbatch."""
+    """Open the prompts, and check that the model can be trained on them and that they fit into a microbatch."""
+    if getattr(meta_model.module.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            "run.objective: grpo has no loss of routers, but the model has output_router_logits: set "
+            "model.config.output_router_logits to false"
+        )
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -156,7 +163,7 @@ def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> Cost
 
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
     path = model.path
-    has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
+    has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / _TOKENIZER).is_file()
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
     if isinstance(dataset, PromptDataset):
         action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
@@ -174,6 +181,10 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
         )
     if path is None or not has_tokenizer:
         return
+    if isinstance(dataset, Dataset):
+        files = [tokenizer_files(Path(each)).get(_TOKENIZER) for each in (path, dataset.path)]
+        if files[0] == files[1]:  # loaded beside config.json, some families have more tokens (Qwen2Tokenizer)
+            return
     if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "
