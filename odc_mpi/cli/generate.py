@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attn-implementation",
         type=attention_name,
         metavar="{sdpa,eager}",
-        help="eager also supports soft caps, as in Gemma 2; default: that of the run, else sdpa",
+        help="default: that of the run, else sdpa",
     )
     parser.add_argument(
         "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"

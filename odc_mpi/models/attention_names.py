@@ -8,8 +8,7 @@ SUPPORTED = ("sdpa", "eager")
 _UNSUPPORTED = {
     "flash_attention": "a library for GPUs that odc_mpi does not call: sdpa uses the FlashAttention kernels of PyTorch "
     "for each packed sequence where possible",
-    "flex_attention": "torch has no backward of it on a CPU, and odc_mpi does not call it on a GPU: use sdpa, or "
-    "eager for soft caps",
+    "flex_attention": "torch has no backward of it on a CPU, and odc_mpi does not call it on a GPU: use sdpa",
     "paged|": "it is for generation with a paged cache, not for packed sequences: use sdpa",
     "kernels-community/": "odc_mpi loads no kernels from the Hub: use sdpa",
 }

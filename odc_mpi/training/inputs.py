@@ -14,7 +14,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import CostModel, flops_cost
 from odc_mpi.data.prompt_dataset import PromptDataset
-from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
@@ -22,6 +22,8 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
+#: File name that transformers uses.
+_TOKENIZER = "tokenizer.json"
 #: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
 
@@ -97,7 +99,12 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that a prompt and its completion fit into the model's context and a microbatch."""
+    """Open the prompts, and check that the model can be trained on them and that they fit into a microbatch."""
+    if getattr(meta_model.module.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            "run.objective: grpo has no loss of routers, but the model has output_router_logits: set "
+            "model.config.output_router_logits to false"
+        )
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -171,6 +178,10 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
             f"{setting}: {dataset.path} contains the token id {dataset.max_token_id}, the model has "
             f"{meta_model.vocab_size} tokens: {remedy}, or raise model.config.vocab_size"
         )
+    if path is not None and isinstance(dataset, Dataset):
+        files = [tokenizer_files(Path(each)).get(_TOKENIZER) for each in (path, dataset.path)]
+        if files[0] is not None and files[0] == files[1]:
+            return  # loaded beside config.json, some families have more tokens (Qwen2Tokenizer)
     if tokenizer is not None and vocabulary_digest(tokenizer.get_vocab()) != dataset.vocabulary:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "
@@ -190,8 +201,8 @@ def _find_tokenizer(path: Path) -> Any:
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
-        return load_files(files, path) if "tokenizer.json" in files else None
-    return load_tokenizer(path) if (path / "tokenizer.json").is_file() else None
+        return load_files(files, path) if _TOKENIZER in files else None
+    return load_tokenizer(path) if (path / _TOKENIZER).is_file() else None
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:

@@ -60,7 +60,7 @@ class ModelConfig:
     reduce_dtype: Annotated[
         Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
-    attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; eager: also with soft caps"] = "sdpa"
+    attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; with soft caps always eager"] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
     compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
 

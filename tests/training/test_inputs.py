@@ -16,7 +16,7 @@ from tokenizers import models as vocabularies
 from odc_mpi.data.dataset.format import DamagedDatasetError, vocabulary_digest
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.plan.cost import CostModel, flops_cost
-from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
@@ -35,8 +35,9 @@ MODEL = {
 }
 
 
-def write(path: Path, largest: int, vocab_size: int, vocabulary: str = "") -> None:
-    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="test", vocabulary=vocabulary) as writer:
+def write(path: Path, largest: int, vocab_size: int, vocabulary: str = "", files: dict | None = None) -> None:
+    names = {"tokenizer": "none", "source": "test", "vocabulary": vocabulary, "tokenizer_files": files}
+    with DatasetWriter(path, vocab_size=vocab_size, **names) as writer:
         writer.append(np.array([1, largest, 2], dtype=np.uint32), np.ones(3, dtype=bool))
 
 
@@ -89,6 +90,18 @@ def test_the_model_s_own_tokenizer_may_list_tokens_that_the_data_does_not_have(t
     refused(tmp_path / "foreign.h5", directory, "with a tokenizer that differs from that in model.path")
     bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(tmp_path / "listed.h5", bare, "was prepared with a tokenizer of 64 tokens")
+
+
+def test_equal_files_are_one_tokenizer_even_if_a_family_adds_tokens_on_loading(tmp_path, directory):
+    files, alone = tokenizer_files(directory), tmp_path / "alone"
+    alone.mkdir()
+    write_files(files, alone)  # without config.json the class of the family is not used
+    vocabulary = vocabulary_digest(load_tokenizer(alone).get_vocab())
+    assert vocabulary != vocabulary_digest(load_tokenizer(directory).get_vocab())
+    write(tmp_path / "same.h5", 59, 64, vocabulary, files)
+    check(tmp_path / "same.h5", directory)
+    write(tmp_path / "other.h5", 59, 64, vocabulary, files | {"tokenizer.json": b"{}"})
+    refused(tmp_path / "other.h5", directory, "with a tokenizer that differs from that in model.path")
 
 
 def test_damaged_data_are_never_replaced_for_code_that_does_not_discard_them(tmp_path):

@@ -35,7 +35,7 @@ FAMILIES = {
     **dict.fromkeys("deepseek_v2 deepseek_v3".split(), _MLA),
     **dict.fromkeys("gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe".split(), {}),
     "llama4_text": {"no_rope_layers": [1, 0]},
-    **dict.fromkeys("minimax qwen3_next qwen3_5_text mamba recurrent_gemma rwkv xlstm".split(), {}),
+    **dict.fromkeys("minimax qwen3_next qwen3_5_text mamba recurrent_gemma rwkv".split(), {}),
     "mamba2": {"num_heads": 8, "expand": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
