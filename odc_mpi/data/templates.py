@@ -258,14 +258,18 @@ def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Render
     """
     text, spans, position = example.text, list(example.spans), 0
     for i in indices:
-        content = chat.messages[i]["content"].strip()
+        content, end = chat.messages[i]["content"].strip(), None
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
-        trained = "".join(text[slice(*span)] for span in spans)
-        if not spans or any(name not in trained for name in _called_names(chat.messages[i])):
+        if end is None or not _contains_all(_called_names(chat.messages[i]), text, spans):
             return i
-        position = end or 0
+        position = end
     return None
+
+
+def _contains_all(names: list[str], text: str, spans: list[CharSpan]) -> bool:
+    trained = "".join(text[begin:end] for begin, end in spans) if names else ""
+    return all(name in trained for name in names)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
@@ -282,7 +286,8 @@ def _find_content(text: str, content: str, position: int, span: CharSpan) -> int
 
 
 def _called_names(message: dict[str, Any]) -> list[str]:
-    calls = message.get("tool_calls")
+    if not (calls := message.get("tool_calls")):
+        return []
     calls = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
 

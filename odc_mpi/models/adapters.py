@@ -159,12 +159,12 @@ def left_out(module: transformers.PreTrainedModel) -> list[str]:
 
     Not included are embeddings, the head, biases, other parameters with one dimension, and modules trained in full.
     """
-    embeddings = {module.get_input_embeddings(), module.get_output_embeddings()}
+    head = module.get_output_embeddings()
     trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
     names = [
         base_name(f"{name}.{key}")
         for name, submodule in module.named_modules()
-        if submodule not in embeddings and ".lora_" not in name
+        if submodule is not head and not isinstance(submodule, nn.Embedding) and ".lora_" not in name
         for key, parameter in submodule.named_parameters(recurse=False)
         if parameter.ndim >= 2 and not key.endswith("bias")
     ]

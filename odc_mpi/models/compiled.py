@@ -36,7 +36,7 @@ def compile_layers(module: nn.Module) -> None:
     a minute or more.
 
     Raises:
-        UserError: The model has no such layers, or no C++ compiler is installed.
+        UserError: The model has no such layers or has adapters of parameters, or no C++ compiler is installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
@@ -44,6 +44,8 @@ def compile_layers(module: nn.Module) -> None:
         raise UserError(
             f"model.compile: expected a model with layers, got {type(module).__name__} without any: set it to false"
         )
+    if any(hasattr(submodule, "parameter_name") for submodule in module.modules()):  # `adapters.add_in_forward`
+        raise UserError("model.compile: layers with adapters of fused experts cannot be compiled: set it to false")
     if BACKEND == "inductor":
         _require_compiler()
     for name in IMPLEMENTATIONS.values():

@@ -3,13 +3,15 @@
 import math
 import sys
 
+import peft
 import pytest
 import torch
 from test_build import QWEN2
+from torch import nn
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.models.adapters import add_adapters, base_name, is_adapter
+from odc_mpi.models.adapters import add_adapters, add_in_forward, base_name, is_adapter
 from odc_mpi.models.weights.base_check import check_base, part_digests
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "modules_to_save": None}
@@ -81,14 +83,76 @@ def test_a_fully_trained_module_begins_as_the_base():
             {"modules_to_save": ["embed_tokens"], "tied": True},
             "lora.modules_to_save: embed_tokens shares its weights between embedding and head",
         ),
+        (
+            {"target_parameters": ["embed_tokens.weight"], "tied": True},
+            "lora.target_parameters: embed_tokens.weight shares its weights between embedding and head",
+        ),
+        ({"target_modules": []}, "lora.target_modules: expected names of linear layers, or lora.target_parameters"),
+        (
+            {"target_parameters": ["experts.up_proj"], "model_type": "granitemoe"},
+            "lora.target_parameters: no parameter of 2 or 3 dimensions is named experts.up_proj, expected some of "
+            "down_proj, gate_up_proj$",
+        ),
+        (
+            {"lora_dropout": 0.1, "model_type": "mixtral"},
+            "peft cannot adapt Mixtral.*: it has no dropout for fused experts: set lora.dropout to 0, got 0.1",
+        ),
+        ({"layers_to_transform": [2]}, "lora.layers_to_transform: expected layers from 0 to 1, got 2"),
+        (
+            {"layers_to_transform": [1]},
+            "lora.layers_to_transform: expected names in lora.target_modules, got all-linear: choose among down_proj, "
+            "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$",
+        ),
+        (
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": ["experts.down_proj"],
+                "layers_to_transform": [1],
+                "model_type": "granitemoe",
+            },
+            "peft does not apply it to lora.target_parameters, and experts.down_proj is also in "
+            "model.layers.0.block_sparse_moe.experts.down_proj: name parameters with their layers",
+        ),
     ],
-    ids=["target", "embedding", "saved", "tied target", "tied saved"],
+    ids=[
+        *("target", "embedding", "saved", "tied target", "tied saved", "tied parameter", "no target", "parameter"),
+        *("dropout", "missing layer", "layers of all", "layers of parameters"),
+    ],
 )
 def test_user_errors(changes, words):
     changes = dict(changes)
     settings = UNTIED | {"tie_word_embeddings": changes.pop("tied", False)}
+    settings["model_type"] = changes.pop("model_type", "qwen2")
     with pytest.raises(UserError, match=words):
         adapted(settings, **changes)
+
+
+class Experts(nn.Module):
+    """Returns its parameter; `[experts, in, out]` if it is transposed."""
+
+    def __init__(self, shape, is_transposed):
+        super().__init__()
+        self.up, self.is_transposed = nn.Parameter(torch.randn(shape)), is_transposed
+
+    def forward(self, factor):
+        return factor * self.up
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_transposed"), [((3, 7, 5), False), ((3, 5, 7), True), ((7, 5), False)], ids=["out", "in", "single"]
+)
+def test_a_parameter_with_its_adapter_is_that_of_peft(shape, is_transposed):
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=["experts.up"])
+    module = nn.ModuleDict({"experts": Experts(shape, is_transposed)})
+    module = peft.inject_adapter_in_model(config, module)
+    nn.init.normal_(module["experts"].lora_B.default.weight)
+    original, factor = module["experts"].get_base_layer().up, torch.ones(())
+    wanted = module["experts"](factor)
+    add_in_forward(module)
+    torch.testing.assert_close(module["experts"](factor), wanted)
+    assert not torch.allclose(wanted, original) and module["experts"].get_base_layer().up is original
+    module["experts"]._disable_adapters = True
+    assert torch.equal(module["experts"](factor), original)
 
 
 def test_peft_is_not_installed(monkeypatch):

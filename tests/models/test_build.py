@@ -126,7 +126,18 @@ class TestFromConfig:
             *((s, "eager") for s in (SLIDING, PHIMOE, GEMMA2)),
             (GEMMA2, "sdpa"),
         ],
-        ids=["qwen2", "llama", "mistral", "tied", "phimoe", "qwen2_moe", "mistral_eager", "phimoe_eager", "gemma2", "caps"],
+        ids=[
+            "qwen2",
+            "llama",
+            "mistral",
+            "tied",
+            "phimoe",
+            "qwen2_moe",
+            "mistral_eager",
+            "phimoe_eager",
+            "gemma2",
+            "caps",
+        ],
     )
     def test_packed_outputs_are_those_of_single_sequences(self, settings, implementation):
         meta_model, reference = models.from_config(settings, 0, implementation), stock(settings).eval()

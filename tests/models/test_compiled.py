@@ -4,6 +4,7 @@ import torch
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models import compiled
+from odc_mpi.models.adapters import add_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
 
@@ -126,6 +127,14 @@ def test_missing_parts_of_a_machine(monkeypatch, tmp_path):
 def test_a_model_without_layers(backend):
     with pytest.raises(UserError, match="expected a model with layers, got Linear without any"):
         compiled.compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_adapters_of_experts(backend):
+    settings = {"r": 2, "lora_alpha": 2, "lora_dropout": 0, "target_modules": "all-linear", "modules_to_save": None}
+    mixtral = models.from_config(SETTINGS | {"model_type": "mixtral", "num_local_experts": 4}, 0)
+    adapted = add_adapters(mixtral, settings, 0, torch.float32).module
+    with pytest.raises(UserError, match="adapters of fused experts cannot be compiled: set it to false"):
+        compiled.compile_layers(adapted)
 
 
 @pytest.mark.slow

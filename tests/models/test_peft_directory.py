@@ -50,9 +50,28 @@ def change(adapters, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of peft itself
+def test_logits_with_adapters_of_experts(tmp_path):
+    """As peft chooses them in Mixtral, with a rank and an alpha of their own."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**QWEN2 | {"model_type": "mixtral", "num_local_experts": 4})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapters")
+    tokens = torch.arange(9)[None]
+    assert_logits(tmp_path / "adapters", tokens, model.eval()(tokens).logits)
+
+
 def test_logits_are_those_of_peft(saved):
-    directory, tokens, wanted = saved
-    meta_model = load_model(directory / "adapters")
+    assert_logits(saved[0] / "adapters", *saved[1:])
+
+
+def assert_logits(adapters, tokens, wanted):
+    meta_model = load_model(adapters)
     for name, parameter in list(meta_model.module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         value = meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape)

@@ -20,7 +20,7 @@ def test_each_sequence_is_a_microbatch(name, size):
         assert len(plan.microbatches) == size
         assert bool(plan.pool) == (name == "dynamic" and n > 0)
         for microbatches in (*plan.microbatches, plan.pool):
-            costs = [float(COST.sequence(lengths[i])) for i, in filter(None, microbatches)]
+            costs = [float(COST.sequence(lengths[i])) for (i,) in filter(None, microbatches)]
             assert costs == sorted(costs, reverse=True)
         if name == "lb_micro":
             assert len({len(microbatches) for microbatches in plan.microbatches}) == 1

@@ -12,7 +12,7 @@ import torch
 import torch_reference
 import transformers
 from safetensors.torch import load_file
-from small_training import configure, training, train_to_the_end
+from small_training import configure, train_to_the_end, training
 from tiny_configurations import FAMILIES, tiny_config
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint

@@ -1,10 +1,20 @@
 """Adapters of fused experts and of some layers: losses and weights of peft, exports, and what is fetched."""
 
+import peft
 import pytest
-from test_adapter_training import assert_trained_alike, configure, reference, run
+import small_training
+import torch
+import transformers
+from test_adapter_training import assert_trained_alike, configure, losses_in, reference, run
 
+from odc_mpi.api import shard_model
+from odc_mpi.cli.main import main
+from odc_mpi.generation.generate import SamplingParams, generate
+from odc_mpi.models.decoding import Prompt, unsharded_if_fits
+from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
-from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.run import build_trainer, decide, train
+from odc_mpi.training.run_info import startup_lines
 
 pytestmark = [
     pytest.mark.mpi,
@@ -33,10 +43,11 @@ EXPERTS = "[mlp.experts.gate_up_proj,mlp.experts.down_proj,mlp.gate.weight]"
         (MIXTRAL, {}, 3 * (4 + 3)),  # peft adds experts and the router itself
         (QWEN3, {"lora.target_modules": "[q_proj]", "lora.target_parameters": EXPERTS} | NO_CACHE, 3 + 2 * 3),
         (GRANITE, {"lora.target_modules": "[]", "lora.target_parameters": "[experts.gate_up_proj]"} | RECOMPUTED, 3),
+        ({}, {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": "[2]"}, 2),
     ],
-    ids=["mixtral, all linear", "qwen3 with router", "granite, recomputed"],
+    ids=["mixtral, all linear", "qwen3 with router", "granite, recomputed", "one layer"],
 )
-def test_experts_train_as_in_peft(world, dataset_path, model, changes, num_adapters):
+def test_losses_and_weights_are_those_of_peft(world, dataset_path, model, changes, num_adapters):
     config = configure(dataset_path, **model, **changes, **{"data.balance": "lb_mini"})
     inputs, losses, first, state = run(config, world)
     wanted, trained = reference(config, inputs, first)
@@ -48,25 +59,85 @@ def test_experts_train_as_in_peft(world, dataset_path, model, changes, num_adapt
 
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_layers_before_the_first_adapter_have_no_backward(world, dataset_path, prefetch, checkpointing):
-    """Adapters in the last of 8 layers: 10 of 16 fetches; the last layer stays from its forward to its backward."""
-    counts = {}
-    for layers in (None, "[6,7]"):
-        changes = {"model.config.num_hidden_layers": 8, "comm.prefetch": prefetch, "run.steps": 2} | NO_CACHE
-        changes |= {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": layers}
-        changes |= {"model.gradient_checkpointing": checkpointing}
-        config = configure(dataset_path, **changes)
+def test_layers_before_the_first_adapter_are_not_fetched_again(world, dataset_path, checkpointing):
+    """Adapters in the last quarter of 8 layers; the last two layers stay from their forward to their backward."""
+    fetched = {}
+    for layers in ("[0]", "[6,7]"):
+        changes = {"model.config.num_hidden_layers": 8, "model.gradient_checkpointing": checkpointing}
+        changes |= {"lora.target_modules": "[q_proj,v_proj]", "lora.layers_to_transform": layers, "comm.prefetch": 0}
+        config = configure(dataset_path, **changes, **NO_CACHE)
         inputs = open_inputs(config, world.rank, world.size)
-        trainer = build_trainer(config, world, inputs, decide(config, world))
-        calls = []
-        trainer.model.traffic.add_fetch = calls.append
-        for _ in range(2):
-            calls.clear()
-            trainer.step()
-        names = [trainer.model.layouts[i].name for i in calls]
-        counts[layers] = names
-        if world.rank == 0:
-            print(layers, [n.replace("model.layers.", "") for n in names])
+        trainer, fetched[layers] = build_trainer(config, world, inputs, decide(config, world)), []
+        trainer.model.traffic.add_fetch = fetched[layers].append
+        trainer.step()
+        of_layers = [unit.indices[-1] for unit in trainer.model.units if not unit.is_root]  # their base parameters
+        fetched[layers] = [of_layers.index(index) for index in fetched[layers] if index in of_layers]
         world.gather_objects(None)
         trainer.model.close()
+    num_microbatches = fetched["[0]"].count(5) // 2
+    assert num_microbatches >= 2
+    assert fetched["[6,7]"] == [*range(8)] * num_microbatches
+    assert len(fetched["[6,7]"]) <= 0.63 * len(fetched["[0]"])
+
+
+@pytest.mark.sizes(1)
+def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
+    config = configure(dataset_path, **GRANITE)
+    inputs, decision = open_inputs(config, 0, 1), decide(config, world)
+    trainer = build_trainer(config, world, inputs, decision)
+    experts = "block_sparse_moe.experts"
+    line = f"all-linear left out: block_sparse_moe.router.weight, {experts}.gate_up_proj, {experts}.down_proj"
+    assert f"lora    {line} (set lora.target_parameters)" in startup_lines(
+        config, world, inputs, trainer.model, decision, None
+    )
+    trainer.model.close()
+
+
+@pytest.fixture(scope="module")
+def saved(world, shared_dir, dataset_path):
+    """A run over a mixture of experts on disk, stopped after two of four steps; its directory and that of the base."""
+    base, run_dir = shared_dir / "experts", shared_dir / "expert_adapters"
+    model = {key.removeprefix("model.config."): value for key, value in QWEN3.items()} | {"mlp_only_layers": [0]}
+    if world.rank == 0:
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(**(small_training.QWEN2 | model))
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    world.gather_objects(None)
+    settings = {"model.path": base, "run.dir": run_dir, "run.resume": "auto", "optim.lr_scheduler_type": "constant"}
+    settings |= {"lora.target_parameters": EXPERTS, "data.balance": "lb_mini", "run.checkpoint_every": 2}
+    train(configure(dataset_path, **(settings | {"run.steps": 2})), world)
+    train(configure(dataset_path, **(settings | {"run.steps": 4})), world)
+    whole = settings | {"run.steps": 4, "run.dir": shared_dir / "whole_expert_adapters"}
+    train(configure(dataset_path, **whole), world)
+    world.gather_objects(None)
+    assert losses_in(run_dir) == pytest.approx(losses_in(whole["run.dir"]), rel=1e-5)
+    return run_dir, base
+
+
+@pytest.mark.sizes(2)
+def test_peft_loads_adapters_of_experts_and_merging_gives_the_same(world, saved):
+    """The logits and completions of the exported adapters in peft, of the merged model, and of the run itself."""
+    run_dir, base = saved
+    out, merged = run_dir / "out", run_dir / "merged"
+    tokens = torch.arange(12)[None]
+    if world.rank == 0:
+        assert main(["checkpoint", "export", str(run_dir), "--out", str(out)]) == 0
+        assert main(["checkpoint", "export", str(run_dir), "--out", str(merged), "--merge"]) == 0
+    world.gather_objects(None)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    before = plain(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(plain, out).eval()
+    wanted = adapted(tokens).logits
+    assert (wanted - before).abs().max() > 1e-2, "the adapters do something"
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+    torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-5)
+    completion = adapted.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)[0, 12:].tolist()
+    for path in (run_dir, out):
+        meta_model = load_model(path, world.rank, world.size)
+        model = shard_model(meta_model.module, world, weights=meta_model.weights).eval()
+        prompt = Prompt(0, tuple(range(12)), ())
+        assert generate(model.module, prompt, SamplingParams(max_new_tokens=8)).tokens == completion
+        with unsharded_if_fits(model):
+            assert generate(model.module, prompt, SamplingParams(max_new_tokens=8)).tokens == completion
+        world.gather_objects(None)
+        model.close()
