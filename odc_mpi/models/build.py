@@ -18,7 +18,7 @@ import transformers
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
-from odc_mpi.models.configuration import flatten_config
+from odc_mpi.models.configuration import decode_floats, flatten_config
 from odc_mpi.models.families import Packing, build_for_training, packing_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of
@@ -75,7 +75,9 @@ def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sd
     Raises:
         UserError: The installed version of transformers cannot use the configuration.
     """
-    settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
+    settings = {
+        key: decode_floats(value) for key, value in content.items() if not key.startswith("_") and key != "model_type"
+    }
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation), seed=0)
