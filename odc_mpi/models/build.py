@@ -19,7 +19,7 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
-from odc_mpi.models.configuration import flatten_config, override_config
+from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training, packing_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of
@@ -82,7 +82,9 @@ def from_saved_config(
     Raises:
         UserError: The installed version of transformers cannot use the configuration.
     """
-    settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
+    settings = {
+        key: decode_floats(value) for key, value in content.items() if not key.startswith("_") and key != "model_type"
+    }
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     config = _override(config, settings, overrides)

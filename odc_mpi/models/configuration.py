@@ -98,6 +98,15 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return next(((key, theirs.get(key), ours.get(key)) for key in differing), None)
 
 
+def decode_floats(content: Any) -> Any:
+    """Return a JSON value with the infinite numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(content, dict):
+        if content.keys() == {"__float__"}:
+            return float(content["__float__"])
+        return {key: decode_floats(value) for key, value in content.items()}
+    return [decode_floats(value) for value in content] if isinstance(content, list) else content
+
+
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings to one mapping by dotted name. Each name begins with `prefix`."""
     flat: dict[str, Any] = {}

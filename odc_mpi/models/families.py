@@ -166,6 +166,11 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         raise UserError(
             f"{setting}: {name} is not causal, because is_decoder is false: set model.config.is_decoder to true"
         )
+    if getattr(module.config, "rescale_every", 0):
+        raise UserError(
+            f"{setting}: {name} changes its weights in evaluations, which shards do not allow: set "
+            "model.config.rescale_every to 0"
+        )
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(module).forward)):
         raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")
 

@@ -29,7 +29,7 @@ def conversation(i: int, answers: int = 2) -> dict[str, Any]:
         [{"role": "user", "content": f"Is {i} {j}?"}, {"role": "assistant", "content": f"No, {i}."}]
         for j in range(answers)
     ]
-    return {"messages": sum(turns, [])}
+    return {"messages": [message for turn in turns for message in turn]}
 
 
 def write_lines(path: Path, *records: Any) -> str:

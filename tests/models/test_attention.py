@@ -148,8 +148,9 @@ def test_sinks_take_part_in_the_softmax(window, eager):
     [
         ({"s_aux": torch.ones(HEADS)}, "attention sinks"),
         ({"attention_mask": torch.tensor([0, 4])}, "chunks of 4 tokens"),
-    ]
-    + [({"softcap": 30.0}, "eager"), ({"attention_mask": torch.tensor([4, 0])}, "a window of 4 tokens")],
+        ({"softcap": 30.0}, "eager"),
+        ({"attention_mask": torch.tensor([4, 0])}, "a window of 4 tokens"),
+    ],
 )
 def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
     with pytest.raises(ContextParallelUnsupportedError, match=words):

@@ -1,6 +1,6 @@
 """Each family of models: its answer, and whatever it can do, against plain transformers. Writes docs/models.md.
 
-A tiny model is saved by transformers and trained for a step on two ranks, with sequences longer than windows and chunks.
+A tiny model is saved by transformers, and takes a step on two ranks with sequences longer than windows and chunks.
 Loss and exported parameters must be those of a plain loop, which computes each sequence alone.
 """
 

@@ -68,74 +68,28 @@ _COMMON = {
     **dict.fromkeys(("attn_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout", "dropout", "activation_dropout", "layerdrop", "resid_dropout"), 0.0),
 }
-_MLA = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
+_LATENT = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
 _MIXED = ["full_attention", "conv"]
-
-#: Settings of each family that differ from the common ones. None leaves out a common setting.
-FAMILIES = {
-    **dict.fromkeys(
-        [
-            "llama",
-            "mistral",
-            "ministral",
-            "ministral3",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "gemma2",
-            "phi",
-            "phi3",
-            "olmo",
-            "olmo2",
-            "olmo3",
-        ],
-        {},
-    ),
+_NAMES = """
+llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text phi phi3 olmo olmo2 olmo3 gpt2
+gpt_neox gptj gpt_bigcode starcoder2 cohere cohere2 granite glm glm4 smollm3 exaone4 helium stablelm nemotron persimmon
+opt falcon bloom mpt codegen seed_oss arcee apertus hunyuan_v1_dense ernie4_5 diffllama nanochat cwm vaultgemma
+modernbert-decoder biogpt xglm mixtral qwen2_moe qwen3_moe olmoe glm4_moe phimoe granitemoe ernie4_5_moe dots1
+deepseek_v2 deepseek_v3 gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe llama4_text minimax qwen3_next qwen3_5_text
+mamba mamba2 recurrent_gemma rwkv jamba granitemoehybrid bamba lfm2 lfm2_moe falcon_h1 nemotron_h bert bart
+"""
+#: Values of `model_type`, in the order of the table.
+FAMILIES = _NAMES.split()
+#: Settings of a family that differ from the common ones. None leaves out a common setting.
+_OWN = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    **dict.fromkeys(
-        [
-            "gemma4_text",
-            "gpt2",
-            "gpt_neox",
-            "gptj",
-            "gpt_bigcode",
-            "starcoder2",
-            "cohere",
-            "cohere2",
-            "granite",
-            "glm",
-            "glm4",
-        ],
-        {},
-    ),
-    **dict.fromkeys(
-        [
-            "smollm3",
-            "exaone4",
-            "helium",
-            "stablelm",
-            "nemotron",
-            "persimmon",
-            "opt",
-            "falcon",
-            "bloom",
-            "mpt",
-            "codegen",
-        ],
-        {},
-    ),
-    **dict.fromkeys(
-        ["seed_oss", "arcee", "apertus", "hunyuan_v1_dense", "ernie4_5", "diffllama", "nanochat", "cwm", "vaultgemma"],
-        {},
-    ),
-    **dict.fromkeys(["modernbert-decoder", "biogpt", "xglm"], {}),
-    **dict.fromkeys(
-        ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1"], {}
-    ),
-    **dict.fromkeys(["deepseek_v2", "deepseek_v3"], _MLA),
-    **dict.fromkeys(["gpt_oss", "hunyuan_v1_moe", "minimax_m2", "flex_olmo", "afmoe"], {}),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
     "llama4_text": {"no_rope_layers": [1, 0]},
-    **dict.fromkeys(["minimax", "qwen3_next", "qwen3_5_text", "mamba", "recurrent_gemma", "rwkv"], {}),
+    "qwen3_next": {"num_hidden_layers": 4},
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "recurrent_gemma": {"num_hidden_layers": 4},
+    "rwkv": {"rescale_every": 0},
     "mamba2": {"num_heads": 8, "expand": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -144,8 +98,6 @@ FAMILIES = {
     "lfm2_moe": {"layer_types": _MIXED},
     "falcon_h1": {"mamba_d_ssm": 128},
     "nemotron_h": {"hybrid_override_pattern": "M*E-", "num_hidden_layers": None},
-    "bert": {},
-    "bart": {},
 }
 
 
@@ -156,8 +108,7 @@ def tiny_config(family):
     kind = transformers.CONFIG_MAPPING[family]
     default = kind()
     settings = {name: value for name, value in _COMMON.items() if name in default.to_dict()}
-    settings |= {
-        name: _COMMON[name] for name, own in default.attribute_map.items() if name in _COMMON and own not in settings
-    }
-    settings |= FAMILIES[family]
+    aliases = [name for name, own in default.attribute_map.items() if own not in settings]
+    settings |= {name: _COMMON[name] for name in aliases if name in _COMMON}
+    settings |= _OWN.get(family, {})
     return kind(**{name: value for name, value in settings.items() if value is not None})
