@@ -227,6 +227,8 @@ def _apply(tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *,
 def _apply_marked(tokenizer: Any, conversations: list[Any], tools: list[Any] | None) -> list[Rendered]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    texts: list[str]
+    marks: list[list[CharSpan]]
     texts, marks = render_jinja_template(
         conversations,
         tools,
@@ -236,7 +238,7 @@ def _apply_marked(tokenizer: Any, conversations: list[Any], tools: list[Any] | N
     )
     for text in texts:
         text.encode("utf-8")
-    return [Rendered(text, [tuple(span) for span in spans]) for text, spans in zip(texts, marks, strict=True)]
+    return [Rendered(text, [(begin, end) for begin, end in spans]) for text, spans in zip(texts, marks, strict=True)]
 
 
 @functools.lru_cache

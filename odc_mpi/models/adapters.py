@@ -98,6 +98,8 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     _check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
+    if settings["target_modules"] == "all-linear":
+        _refuse_routers(module)
     given = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **given)
@@ -247,6 +249,16 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
                         f"lora.{setting}: {requested} shares its weights between embedding and head, which cannot be "
                         "adapted separately: remove it"
                     )
+
+
+def _refuse_routers(module: transformers.PreTrainedModel) -> None:
+    """Refuse layers whose output is more than the product, such as the routers of Llama 4: peft adds to the output."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Linear) and type(each).forward is not nn.Linear.forward:
+            raise UserError(
+                f"lora.target_modules: all-linear contains {name}, a {type(each).__name__}, which peft cannot adapt: "
+                "name the layers to adapt"
+            )
 
 
 def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:

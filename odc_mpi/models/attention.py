@@ -126,7 +126,7 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _restart_temperatures(module: torch.nn.Module, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Correct the factors by which Llama 4 scales queries without rotary embedding, by their position in the row.
 
     The factor of a token must depend on its position in its sequence. All factors are 1 below `floor_scale` tokens.

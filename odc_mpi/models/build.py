@@ -67,9 +67,11 @@ def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str
     """Build a model with random weights, which depend on the seed but not on the number of ranks.
 
     Raises:
-        UserError: `settings` has an unknown `model_type` or key, or the model does not support packed sequences.
+        UserError: `settings` has an unknown `model_type` or key, or the model cannot be trained.
     """
-    return _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
+    model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
+    _require_buffers(model.module, "model.config")
+    return model
 
 
 def from_saved_config(
@@ -122,6 +124,7 @@ def from_directory(
     weights = SafetensorsWeights(path, module, composite)
     _init_buffers(RandomInitWeights(module, seed=0))
     weights.load_buffers(module)
+    _require_buffers(module, "model.path")
     return _to_meta_model(module, weights)
 
 
@@ -157,6 +160,12 @@ def _init_buffers(weights: RandomInitWeights) -> None:
         weights.init_buffers()
 
 
+def _require_buffers(module: transformers.PreTrainedModel, setting: str) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise UserError(f"{setting}: {type(module).__name__} is not supported, it does not initialize {name} alone")
+
+
 def _check_counts(settings: Mapping[str, Any], prefix: str) -> None:
     for key, value in flatten_config(settings, prefix).items():
         if _COUNTS.search(key) and isinstance(value, int) and value > _MAX_MODULES:
@@ -169,8 +178,9 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
     head = module.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
-    num_heads = getattr(config, "num_attention_heads", None) or 1  # a state-space model has none
-    size = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    settings = config.to_dict()  # Gemma 4 refuses attributes that differ between layers
+    num_heads = settings.get("num_attention_heads") or 1  # a state-space model has none
+    size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
     packing = packing_of(module)
     return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size, packing=packing)
 

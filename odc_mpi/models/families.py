@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -29,7 +29,7 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model trains.
+    """Decision how a model trains.
 
     Attributes:
         unpacked_reason: Reason why the model trains one sequence per microbatch, or None if it trains packed.
@@ -82,9 +82,8 @@ def build_for_training(
 
 
 def packing_of(module: transformers.PreTrainedModel) -> Packing:
-    """Return how a model from `build_for_training` trains."""
-    packing: Packing = module._odc_packing
-    return packing
+    """Return the decision for a model from `build_for_training`."""
+    return cast(Packing, module._odc_packing)
 
 
 def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> Packing:
@@ -108,7 +107,7 @@ def _build_packed(
 
 
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
-    """Return why a model cannot train packed, from its class, configuration and modules, or None."""
+    """Return the reason why the class, configuration or modules of a model rule out packing, or None."""
     config = module.config.get_text_config()
     mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
     layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES

@@ -82,4 +82,7 @@ def _nan_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
 
 
 def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else buffer
+    if buffer is None or not buffer.is_meta:
+        return buffer
+    # NaN remains where `_init_weights` does not initialize a buffer.
+    return torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device="cpu")

@@ -65,8 +65,20 @@ _COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "router_jitter_noise"), 0.0),
     **dict.fromkeys(("attn_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout", "dropout", "activation_dropout", "layerdrop", "resid_dropout"), 0.0),
+    **dict.fromkeys(
+        (
+            "hidden_dropout",
+            "dropout",
+            "activation_dropout",
+            "layerdrop",
+            "resid_dropout",
+            "residual_dropout",
+            "input_jitter_noise",
+        ),
+        0.0,
+    ),
 }
 _LATENT = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
 _MIXED = ["full_attention", "conv"]
