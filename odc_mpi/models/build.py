@@ -115,7 +115,8 @@ def from_directory(
         )
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         content = transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
-        _check_counts(content, "")
+    _check_counts(content, "", f"model.path: {path / _CONFIG} is not usable: ")
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     config = _override(config, content, overrides)
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
@@ -166,10 +167,10 @@ def _require_buffers(module: transformers.PreTrainedModel, setting: str) -> None
             raise UserError(f"{setting}: {type(module).__name__} is not supported, it does not initialize {name} alone")
 
 
-def _check_counts(settings: Mapping[str, Any], prefix: str) -> None:
+def _check_counts(settings: Mapping[str, Any], prefix: str, source: str = "") -> None:
     for key, value in flatten_config(settings, prefix).items():
         if _COUNTS.search(key) and isinstance(value, int) and value > _MAX_MODULES:
-            raise UserError(f"{key}: expected at most {_MAX_MODULES}, got {value}")
+            raise UserError(f"{source}{key}: expected at most {_MAX_MODULES}, got {value}")
 
 
 def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) -> MetaModel:

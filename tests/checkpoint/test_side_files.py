@@ -17,6 +17,7 @@ from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.tokenizer import PAD, TURN_END, serialize_tokenizer, train_tokenizer, write_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.shard.model import ShardedModel
 
 SIZE = 264
@@ -112,7 +113,7 @@ def test_generate_of_transformers_ends_at_the_end_of_a_turn(tokenizer, end, tmp_
 
     run_ranks(1, save, torch.float32, torch.float32)
     with Checkpoint(tmp_path / "step_00000001") as checkpoint:
-        export(checkpoint, tmp_path / "out")
+        export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert model.config.eos_token_id == model.generation_config.eos_token_id == end

@@ -56,7 +56,7 @@ def config(tmp_path):
         (["--model.config.max_position_embeddings", "16"], ["max_position_embeddings", "16", "30"]),
         (["--model.config.hiden_size", "8"], ["model.config.hiden_size", "hidden_size"]),
         (["--model.config.hidden_size", "wide"], ["model.config", "hidden_size"]),
-        (["--model.config.num_key_value_heads", "3"], ["model.config", "Number of heads"]),
+        (["--model.config.num_key_value_heads", "3"], ["model.config", "cannot run", "3"]),
         (["--model.config.model_type", "qwen22"], ["model_type", "qwen22", "qwen2"]),
         (["--model.config.model_type", "mamba"], ["model.config"]),
         (["--model.path", "/nowhere"], ["model.path", "model.config"]),

@@ -183,8 +183,8 @@ def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:
     found.add_special_tokens({"bos_token": "59"})
     found.backend_tokenizer.post_processor = processors.TemplateProcessing(single="59 $A", special_tokens=[("59", 59)])
     texts = ("1 2", "59 1 2", "1 2 60", "59 1 2 60\n", "1 60 2")
-    encoded = encode(found, [PromptCompletion("", "", text) for text in texts])
+    encoded = [each for [each] in encode(found, [PromptCompletion("", "", text) for text in texts])]
     assert [each.tokens.tolist() for each in encoded] == [[59, 1, 2, 60]] * 4 + [[59, 1, 60, 2, 60]]
     assert [each.has_own_special for each in encoded] == [False, True, True, True, False]
-    [pair] = encode(found, [PromptCompletion("", "59 1", "2 60")])
+    [[pair]] = encode(found, [PromptCompletion("", "59 1", "2 60")])
     assert (pair.tokens.tolist(), pair.loss_mask.tolist()) == ([59, 1, 2, 60], [False, False, True, True])

@@ -340,10 +340,6 @@ SIZE = "expected auto or a size such as 512M or 0"
             "data: {path: d}\nmodel: {path: m}\nlora: {target_modules: q_proj}",
             "job.yaml: lora.target_modules requires lora.r",
         ),
-        (
-            "data: {path: d}\nmodel: {path: m}\nlora: {r: 4, target_modules: []}",
-            "job.yaml: lora.target_modules: expected a list of names or all-linear, not empty, got []",
-        ),
         ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha requires lora.r"),
     ],
 )
