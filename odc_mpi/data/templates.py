@@ -227,15 +227,14 @@ def _apply(tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *,
 def _apply_marked(tokenizer: Any, conversations: list[Any], tools: list[Any] | None) -> list[Rendered]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts: list[str]
-    marks: list[list[CharSpan]]
-    texts, marks = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations,
         tools,
         chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
+    texts, marks = rendered
     for text in texts:
         text.encode("utf-8")
     return [Rendered(text, [(begin, end) for begin, end in spans]) for text, spans in zip(texts, marks, strict=True)]
