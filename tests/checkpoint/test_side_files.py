@@ -43,7 +43,10 @@ def write_data(path, files):
 
 
 def settings(data, base=None):
-    return {"model": {"param_dtype": "float32", "attn_implementation": "sdpa", "path": base and str(base)}, "data": {"path": str(data)}}
+    return {
+        "model": {"param_dtype": "float32", "attn_implementation": "sdpa", "path": base and str(base)},
+        "data": {"path": str(data)},
+    }
 
 
 def test_a_model_from_a_configuration_has_the_tokenizer_s_tokens(tokenizer, end, tmp_path):
