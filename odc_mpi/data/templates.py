@@ -81,25 +81,23 @@ class ChatRenderer:
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained = [i for i in answers if chat.message_has_loss(i)]
-        if self._is_marked(chat) and trained == answers and self._split_turns != "always":
+        is_marked = self._is_marked(chat)
+        if is_marked and trained == answers and self._split_turns != "always":
             [marked] = self._render_marked(chat, [len(chat.messages)])
             if _find_incomplete(chat, trained, marked) is None:
                 return [marked]
         found, text = self._find_answers(chat, trained)
-        shared = None if self._split_turns == "always" else self._share(text, found)
-        if shared is None and self._split_turns == "never":
-            raise InvalidRecordError(
-                f"{chat.location}: the chat template changes earlier answers when messages are added, so they cannot "
-                f"share a sequence: use --split-turns auto, or {_REPLACE}"
-            )
-        alone = [Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found]
-        examples = alone if shared is None else [shared]
-        if self._is_marked(chat):
-            counts = [each.index + 1 for each in found] if shared is None else [len(chat.messages)]
+        if (shared := self._share(chat, text, found)) is not None:
+            groups, examples, counts = [trained], [shared], [len(chat.messages)]
+        else:
+            groups = [[each.index] for each in found]
+            examples = [Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found]
+            counts = [each.index + 1 for each in found]
+        if is_marked:
             pairs = zip(examples, self._render_marked(chat, counts), strict=True)
             examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
-        for i, example in zip([[i] for i in trained] if shared is None else [trained], examples, strict=True):
-            if (incomplete := _find_incomplete(chat, i, example)) is not None:
+        for group, example in zip(groups, examples, strict=True):
+            if (incomplete := _find_incomplete(chat, group, example)) is not None:
                 raise InvalidRecordError(
                     f"{chat.location}: the chat template leaves out a part of message {incomplete + 1}, which is an "
                     f"answer to train on: {_REPLACE}"
@@ -135,21 +133,28 @@ class ChatRenderer:
             found.append(_Answer(i, turn, begin, prompt[begin:] if i else ""))
         return found, turns[-1]
 
-    def _share(self, text: str, answers: list[_Answer]) -> Rendered | None:
-        """Return an example of all answers in the text of all messages, or None if the text changes an answer.
+    def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
+        """Return one example of all answers, or None if each answer needs its own. `text` contains all messages.
 
         Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
         end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
         with <|return|>, which stops the generation, and others with <|end|>, which does not.
         """
+        if self._split_turns == "always":
+            return None
         spans = []
         for answer in answers:
-            end = len(answer.text)
-            if not text.startswith(answer.text):
-                end = self._num_common(answer.text, text)
-                if not self._is_special(answer.text[end:]) or not text[:end].rstrip().endswith(self._special):
-                    return None
-            spans.append((answer.begin, self.end_of_turn(text[:end])))
+            turn = answer.text
+            if not text.startswith(turn):
+                turn = text[: self._num_common(turn, text)]
+                if not self._is_special(answer.text[len(turn) :]) or not turn.rstrip().endswith(self._special):
+                    if self._split_turns == "auto":
+                        return None
+                    raise InvalidRecordError(
+                        f"{chat.location}: the chat template changes message {answer.index + 1} when messages are added, "
+                        f"so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
+                    )
+            spans.append((answer.begin, self.end_of_turn(turn)))
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
@@ -258,14 +263,18 @@ def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Render
     """
     text, spans, position = example.text, list(example.spans), 0
     for i in indices:
-        content = chat.messages[i]["content"].strip()
+        content, end = chat.messages[i]["content"].strip(), None
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
-        trained = "".join(text[slice(*span)] for span in spans)
-        if not spans or any(name not in trained for name in _called_names(chat.messages[i])):
+        if end is None or not _contains_all(_called_names(chat.messages[i]), text, spans):
             return i
-        position = end or 0
+        position = end
     return None
+
+
+def _contains_all(names: list[str], text: str, spans: list[CharSpan]) -> bool:
+    trained = "".join(text[begin:end] for begin, end in spans) if names else ""
+    return all(name in trained for name in names)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
@@ -282,7 +291,8 @@ def _find_content(text: str, content: str, position: int, span: CharSpan) -> int
 
 
 def _called_names(message: dict[str, Any]) -> list[str]:
-    calls = message.get("tool_calls")
+    if not (calls := message.get("tool_calls")):
+        return []
     calls = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
 

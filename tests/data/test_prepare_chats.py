@@ -1,0 +1,130 @@
+"""`prepare` with chat templates: another template, one sequence per answer, bad lines, and the display of sequences."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from odc_mpi.cli import main as cli
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.encode import encode_prompts
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
+from odc_mpi.data.show import show_sequences
+from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.errors import UserError
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+    "{{ '<think>\n\n' }}{% endif %}{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def conversation(i: int, answers: int = 2) -> dict[str, Any]:
+    turns = [
+        [{"role": "user", "content": f"Is {i} {j}?"}, {"role": "assistant", "content": f"No, {i}."}]
+        for j in range(answers)
+    ]
+    return {"messages": sum(turns, [])}
+
+
+def write_lines(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    bad = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Hm.</think>No."}]}
+    return write_lines(tmp_path / "a.jsonl", *(conversation(i) for i in range(40)), bad, conversation(40, 1))
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "thinking.jinja"
+    path.write_text(THINKING)
+    return path
+
+
+def texts(path: Path) -> list[str]:
+    tokenizer = load_tokenizer(path)
+    with Dataset(path) as dataset:
+        return [tokenizer.decode(dataset[i][0]) for i in range(len(dataset))]
+
+
+def test_another_template_is_stored_and_splits_conversations(source: str, template: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    options = PrepareOptions(vocab_size=300, chat_template=template, bad_lines="skip", eval_fraction=0.3)
+    report = prepare([source], out, options)
+    assert (report.num_sequences + report.num_eval_sequences, report.num_split_turns) == (81, 40)
+    assert (report.num_bad_lines, report.num_omitted, report.omitted) == (1, 0, "")
+    lines = report.describe().splitlines()
+    assert "40 conversations split into one sequence per answer (--split-turns)" in lines
+    assert any(f"trained on {source}, with {template}, stored in" in line for line in lines)
+    assert "line 41: the chat template leaves out a part of message 2" in lines[-1] and "--chat-template" in lines[-1]
+    # Both sequences of a conversation are on the same side.
+    sides = [{text.split("Is ")[1].split()[0] for text in texts(path)} for path in (out, eval_output_path(out))]
+    assert sides[0].isdisjoint(sides[1]) and len(sides[0]) + len(sides[1]) == 41
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.chat_template == THINKING
+    prompt = tokenizer.decode(encode_prompts(tokenizer, [Conversation("", conversation(1)["messages"][:1])])[0])
+    assert prompt == "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+@pytest.mark.slow
+def test_worker_processes_use_the_other_template(source: str, template: Path, tmp_path: Path) -> None:
+    plain = prepare([source], tmp_path / "plain.h5", PrepareOptions(vocab_size=300)).path
+    found = []
+    for num_proc in (1, 2):
+        out = tmp_path / f"{num_proc}.h5"
+        options = PrepareOptions(tokenizer=plain, chat_template=template, bad_lines="skip", num_proc=num_proc)
+        assert prepare([source], out, options).num_split_turns == 40
+        assert load_tokenizer(out).chat_template == THINKING
+        found.append(out.read_bytes())
+    assert found[0] == found[1]
+    template.write_text(THINKING + " ")
+    assert prepare([source], out, options).elapsed_s is not None, "another template"
+
+
+def test_the_report_names_a_generation_prompt_that_answers_lack(source: str, template: Path, tmp_path: Path) -> None:
+    template.write_text(THINKING.replace("'<think>\n\n'", "''").replace(".split('</think>')[-1]", ""))
+    for split_turns, number in (("auto", 42), ("always", 82), ("never", 42)):
+        options = PrepareOptions(vocab_size=300, chat_template=template, split_turns=split_turns)
+        report = prepare([source], tmp_path / "a.h5", options)
+        assert (report.num_sequences, report.num_omitted, report.omitted) == (number, 42, "<think>\n")
+        assert "42 conversations whose loss begins before the end of the generation prompt: " in report.describe()
+        assert r"leaves '<think>\n' out of answers" in report.describe()
+
+
+def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    for path in (tmp_path / "none.jinja", tmp_path, binary):
+        with pytest.raises(UserError, match=f"expected a Jinja template in UTF-8 as --chat-template, got '{path}'"):
+            prepare([source], tmp_path / "a.h5", PrepareOptions(chat_template=path))
+
+
+def test_show_marks_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [conversation(1), {"prompt": "Say ä\x1b", "completion": " [b]ä[/b]"}, {"text": "Only 🙂"}, conversation(2)]
+    source = write_lines(tmp_path / "a.jsonl", *records)
+    command = ["prepare", source, "--out", str(tmp_path / "a.h5"), "--vocab-size", "280", "--show", "3"]
+    outputs = []
+    for _ in range(2):  # the second finds the data set
+        assert cli.main(command) == 0
+        outputs.append(capsys.readouterr().out.partition("\nsequence 0: "))
+    assert outputs[0][2] == outputs[1][2] and "up to date" in outputs[1][0]
+    chat, pair, text = outputs[0][2].split("\nsequence ")
+    assert chat.partition("\n")[2] == (
+        "<|im_start|>user\nIs 1 0?<|im_end|>\n<|im_start|>assistant\n[[No, 1.<|im_end|>]]\n"
+        "<|im_start|>user\nIs 1 1?<|im_end|>\n<|im_start|>assistant\n[[No, 1.<|im_end|>]]\n\n"
+    )
+    assert pair.partition("\n")[2] == "Say ä\\x1b[[ [b]ä[/b]<|endoftext|>]]\n"
+    assert text.partition("\n")[2].replace("[[", "") == "Only 🙂<|endoftext|>]]\n" and "[[" in text
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    show_sequences(tmp_path / "a.h5", 1, terminal)
+    shown = terminal.file.getvalue()
+    assert "assistant\n\x1b[1;32mNo, 1.<|im_end|>\x1b[0m\n" in shown and "[[" not in shown
