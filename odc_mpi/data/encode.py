@@ -68,7 +68,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
     for pair, prompt, completion in zip(pairs, ids[: len(pairs)], ids[len(pairs) :], strict=True):
         # Texts that a chat template rendered contain both tokens already; white space may follow the second.
         has_start = bool(start) and (prompt or completion)[:1] == start
-        has_end = pair.completion.rstrip().endswith(tokenizer.eos_token)
+        has_end = pair.completion.rstrip().endswith(tokenizer.eos_token) and tokenizer.eos_token_id in completion
         begin, end = [] if has_start else start, [] if has_end else [tokenizer.eos_token_id]
         tokens = np.array([*begin, *prompt, *completion, *end], dtype=np.uint32)
         mask = np.arange(len(tokens)) >= len(begin) + len(prompt)

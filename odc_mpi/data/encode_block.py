@@ -159,10 +159,8 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
     of the sequence before.
     """
     parts = [
-        np.concatenate(
-            [tokens[:1] if starts_with_bos else tokens[begin - 1 : begin], tokens[begin : begin + limit - 1]]
-        )
-        for begin in range(1, len(tokens), limit - 1)
+        np.concatenate([tokens[:1] if starts_with_bos else tokens[i - 1 : i], tokens[i : i + limit - 1]])
+        for i in range(1, len(tokens), limit - 1)
     ]
     return [Encoded(part, np.arange(len(part)) > 0) for part in parts]
 

@@ -228,9 +228,9 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     Raises:
         InvalidRecordError: The record has no prompt, or a field has an invalid value.
     """
-    for field in ("messages", "prompt"):
-        if (field == "messages" and field in record) or isinstance(record.get(field), list):
-            messages = _messages(record[field], field, location)
+    for name in ("messages", "prompt"):
+        if (name == "messages" and name in record) or isinstance(record.get(name), list):
+            messages = _messages(record[name], name, location)
             while len(messages) > 1 and messages[-1]["role"] == "assistant":
                 messages.pop()
             return _conversation(record, messages, location)

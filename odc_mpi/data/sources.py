@@ -175,9 +175,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
     """Return the files in a folder whose suffix is supported, sorted by path. Of .json, only arrays are data."""
     files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
     data = tuple(
-        file
-        for file in files
-        if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
+        file for file in files if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
     )
     if not data:
         raise UserError(

@@ -115,22 +115,19 @@ class ChatRenderer:
 
     def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
         """Find each trained answer in the messages up to it. Also return the text of all messages."""
-        prompts = self._render(chat, [i for i in trained if i], for_generation=True)
-        if trained[:1] == [0]:  # no messages before the answer: compare it with an empty one
-            empty = Conversation(chat.location, [{"role": "assistant", "content": ""}], chat.tools)
-            prompts.insert(0, self.render_prompt(empty, for_generation=False))
+        prompts = self._render(chat, trained, for_generation=True)
         turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
         found = []
         for i, prompt, turn in zip(trained, prompts, turns, strict=False):
             begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
-            if i and begin < len(prompt):
+            if begin < len(prompt):
                 [context] = self._render(chat, [i], for_generation=False)
                 if begin < self._num_common(prompt, context):
                     raise InvalidRecordError(
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
-            found.append(_Answer(i, turn, begin, prompt[begin:] if i else ""))
+            found.append(_Answer(i, turn, begin, prompt[begin:]))
         return found, turns[-1]
 
     def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:

@@ -2,6 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from number_words import number_words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode
@@ -175,3 +176,15 @@ def test_tools_reach_the_template(tokenizer: Any) -> None:
 def test_context_is_not_trained(tokenizer: Any) -> None:
     [[encoded]] = encode(tokenizer, [Conversation("", CHAT[:5], context=frozenset(range(4)))])
     assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]
+
+
+def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:
+    found = number_words(end=60)
+    found.add_special_tokens({"bos_token": "59"})
+    found.backend_tokenizer.post_processor = processors.TemplateProcessing(single="59 $A", special_tokens=[("59", 59)])
+    texts = ("1 2", "59 1 2", "1 2 60", "59 1 2 60\n", "1 60 2")
+    encoded = encode(found, [PromptCompletion("", "", text) for text in texts])
+    assert [each.tokens.tolist() for each in encoded] == [[59, 1, 2, 60]] * 4 + [[59, 1, 60, 2, 60]]
+    assert [each.has_own_special for each in encoded] == [False, True, True, True, False]
+    [pair] = encode(found, [PromptCompletion("", "59 1", "2 60")])
+    assert (pair.tokens.tolist(), pair.loss_mask.tolist()) == ([59, 1, 2, 60], [False, False, True, True])

@@ -42,14 +42,17 @@ def tokenizer_path(chats: Path) -> Path:
 
 
 def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
-    more = tmp_path / "more.jsonl.gz"
-    more.write_bytes(gzip.compress(b"".join(b'{"text": "It is %d."}\n' % i for i in range(5000))))
+    """Also of a JSON array, whose texts are split."""
+    more = tmp_path / "more.json.gz"
+    texts = [{"text": f"It is {i}." * (1 + i % 50)} for i in range(5000)]
+    more.write_bytes(gzip.compress(json.dumps(texts, indent=1).encode()))
     words = [f"{chats}:2", f"{more}:1"]
     written = []
     for num_proc in (1, 2):
         out = tmp_path / str(num_proc) / "out.h5"
-        options = PrepareOptions(tokenizer=tokenizer_path, max_length=300, bad_lines="skip", eval_fraction=0.1)
-        report = prepare(words, out, replace(options, num_proc=num_proc))
+        options = PrepareOptions(tokenizer=tokenizer_path, max_length=300, bad_lines="skip")
+        report = prepare(words, out, replace(options, num_proc=num_proc, eval_fraction=0.1, overlong="split"))
+        assert report.num_split
         assert report.num_proc == num_proc and report.num_bad_lines == 6
         written.append((out.read_bytes(), eval_output_path(out).read_bytes()))
     assert written[0] == written[1]

@@ -57,7 +57,8 @@ def test_only_the_completion_of_two_lists_of_messages_is_trained() -> None:
 
 def test_flags_keep_answers_out_of_the_loss_and_from_the_template() -> None:
     user, answer = CHAT
-    messages = [user, answer | {"weight": 0}, user, answer | {"weight": 1, "train": True}, user, answer | {"train": False}]
+    flags = ({"weight": 0}, {"weight": 1, "train": True}, {"train": False})
+    messages = [message for each in flags for message in (user, answer | each)]
     chat = parse_chat({"messages": messages, "system": "Be brief."})
     assert chat.messages == [SYSTEM, *CHAT * 3]
     assert [i for i in range(7) if chat.message_has_loss(i)] == [4]
@@ -68,7 +69,7 @@ def test_flags_keep_answers_out_of_the_loss_and_from_the_template() -> None:
 def test_roles() -> None:
     """Those of other data sets are translated, unknown ones are not; an answer to nothing is context."""
     call = {"name": "f", "arguments": {"a": 1}}
-    turns = [("gpt", "Welcome"), ("human", "x"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "y")]
+    turns = [("gpt", "Hi"), ("human", "x"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "y")]
     chat = parse_chat({"conversations": [{"from": role, "value": text} for role, text in turns]})
     assert [message["role"] for message in chat.messages] == ["assistant", "user", "assistant", "tool", "assistant"]
     assert chat.messages[2]["tool_calls"] == [{"type": "function", "function": call}]

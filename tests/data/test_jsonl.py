@@ -81,7 +81,8 @@ def test_renamed_fields_are_the_only_ones() -> None:
     assert read_bytes(line({"messages": CHAT, "body": "x"}), columns=Columns({"text": "body"})) == [
         PromptCompletion("a.jsonl, line 1", "", "x")
     ]
-    [chat] = read_bytes(line({"dialog": CHAT, "sys": "S", "prompt": "no"}), columns=Columns({"messages": "dialog", "system": "sys"}))
+    columns = Columns({"messages": "dialog", "system": "sys"})
+    [chat] = read_bytes(line({"dialog": CHAT, "sys": "S", "prompt": "no"}), columns=columns)
     assert isinstance(chat, Conversation) and chat.messages == [{"role": "system", "content": "S"}, *CHAT]
     for names, words in (
         ({"prompt": "q", "text": "t"}, "fields of one format"),

@@ -80,7 +80,7 @@ def test_files_without_prompts(tmp_path, tokenizer):
         (tmp_path, "which is not a file"),
         (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
         (lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
-        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines or Parquet, .*which is HDF5"),
+        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, such as JSON lines .*which is HDF5"),
     ):
         with pytest.raises(UserError, match=words) as raised:
             PromptDataset(path, tokenizer, "data.eval_path")

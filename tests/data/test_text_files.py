@@ -78,7 +78,7 @@ def test_damaged_arrays(content: str, words: str) -> None:
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
 def test_tables(name: str, delimiter: str, tmp_path: Path) -> None:
     """As the module csv writes them, with line breaks, quotes and delimiters in cells."""
-    rows = [{"prompt": f"{i},\t\"x\"\nnext \u00e4", "completion": "a\r\nb" * i} for i in range(30)]
+    rows = [{"prompt": f'{i},\t"x"\nnext \u00e4', "completion": "a\r\nb" * i} for i in range(30)]
     with (tmp_path / "written").open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
         writer.writeheader()

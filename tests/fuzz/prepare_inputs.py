@@ -55,6 +55,9 @@ FILES = {
     "a JSON list": json.dumps([{"text": "a"}] * 3).encode(),
     "JSON over several lines": json.dumps([{"text": "a"}] * 3, indent=1).encode(),
     "CSV": b"prompt,completion\na,b\n",
+    "a truncated JSON list": json.dumps([{"text": "a"}] * 3).encode()[:-9],
+    "a deep JSON list": b"[" * 100_000,
+    "CSV with an open quote": b'prompt,completion\na,"b\n',
     "HTML": b"<html></html>\n",
     "one record": b'{"text": "a b c"}\n',
 }
@@ -63,10 +66,11 @@ OPTIONS = {
     **dict.fromkeys(("--vocab-size", "--max-length", "--seed", "--eval-fraction"), _NUMBERS),
     "--num-proc": ("", "x", "nan", "-1", "0", "0.5"),
     "--tokenizer": ("", ".", "missing", "notes.txt", "a.jsonl", "data.h5", "run", "model", "/dev/null", "full"),
-    "--overlong": ("", "x", "drop"),
+    "--overlong": ("", "x", "drop", "split"),
     "--bad-lines": ("", "x", "skip"),
-    "--prompt-field": ("", "\udcff", "missing", "completion"),
-    "--completion-field": ("", "\n", "missing"),
+    "--columns": ("", "\udcff", "prompt=missing", "prompt=completion", "text", "text=\n", "text=a,messages=b", "a=b"),
+    "--prompt-field": ("completion",),
+    "--split": ("", "train"),
     "--stopping-strategy": ("", "x", "all_exhausted"),
     "--nothing": ("", "1"),
 }
@@ -88,6 +92,7 @@ def cases(rng):
             yield Case(FAMILY, name, prepare("a.jsonl", options=options), damage, RIGHT)
     for name, content in FILES.items():
         yield Case(FAMILY, f"source: {name}", prepare("a.jsonl"), write("a.jsonl", content), RIGHT)
+        yield Case(FAMILY, f"as a table: {name}", prepare("a.csv"), write("a.csv", content), RIGHT)
         yield Case(FAMILY, f"gzip of {name}", prepare("c.jsonl.gz"), write("c.jsonl.gz", gzip.compress(content)), RIGHT)
     for source, count in {"a.jsonl": 30, "c.jsonl.gz": 15, "d.parquet": 25}.items():
         for _ in range(count):

@@ -1,5 +1,7 @@
 """Readers of data files, which yield blocks of records in the order of the file, in bounded memory.
 
+Modules::
+
     blocks       blocks of records, which worker processes parse
     text_files   JSON lines, JSON arrays, CSV and TSV
     parquet      Parquet

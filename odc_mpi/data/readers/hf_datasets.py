@@ -40,10 +40,11 @@ def load(name: str, split: str | None) -> Any:
         UserError: The library is missing, or the data set or its split cannot be loaded.
     """
     try:
-        import datasets
+        import datasets  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise UserError(
-            f"reading the data set {name!r} requires the package datasets: pip install 'odc_mpi[datasets]'"
+            f"{name!r} is not a file or folder of files; reading it as a data set of Hugging Face requires the package "
+            "datasets: pip install 'odc_mpi[datasets]'"
         ) from error
     datasets.disable_progress_bars()
     try:

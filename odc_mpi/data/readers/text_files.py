@@ -104,9 +104,7 @@ def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, It
     return format_, _read_items(path, format_, on_bytes_read)
 
 
-def _read_items(
-    path: Path, format_: _Format, on_bytes_read: Callable[[int], None]
-) -> Iterator[tuple[int, Any, int]]:
+def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Any, int]]:
     number = position = 0
     try:
         with path.open("rb") as file:
@@ -120,8 +118,13 @@ def _read_items(
                     position = file.tell()
                 yield number, value, num_chars
             on_bytes_read(file.tell() - position)
-    except (*decompression_errors(), csv.Error, ValueError, RecursionError) as error:
+    except _errors() as error:
         raise _error(path, f"{format_.unit} {number + 1}", error) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that the libraries raise for damaged files."""
+    return (*decompression_errors(), csv.Error, ValueError, RecursionError)
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:

@@ -1,0 +1,69 @@
+"""Data sets of the library `datasets`. Without it, only the message about it is tested."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odc_mpi.data.examples import Conversation, parse_example
+from odc_mpi.data.readers.hf_datasets import is_hub_name
+from odc_mpi.data.sources import find_sources
+from odc_mpi.errors import UserError
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": 0}], "id": 1},
+    {"messages": [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [CALL]}]},
+] * 200
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(*words: str, split: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        find_sources(words, split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    Path("saved").mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        Path("saved", name).write_text("{}")
+    for source in ("saved", "openai/gsm8k/main", "owner/name:0.5"):
+        assert "pip install 'odc_mpi[datasets]'" in refused(source)
+    assert "expected a directory of save_to_disk" in refused("stdlib", split="test")
+    assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c")))
+    assert "is not a file or folder" in refused("data/missing.jsonl")
+
+
+def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk("saved")
+    datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk("splits")
+    wanted = [parse_example(json.loads(json.dumps(row)), "") for row in ROWS]
+    for name, split, expected in (("saved", None, wanted), ("splits", None, wanted), ("splits", "test", wanted[1:2])):
+        [source] = find_sources([name], split)
+        assert source.count() == len(expected) and source.stamps() and not source.is_folder
+        done: list[int] = []
+        blocks = list(source.read(lambda: 1, done.append))
+        examples = [parse_example(record(), where) for block in blocks for where, record in block.records()]
+        for example, other in zip(examples, expected, strict=True):
+            assert isinstance(example, Conversation) and isinstance(other, Conversation)
+            assert (example.messages, example.context) == (other.messages, other.context)
+        assert examples[-1].location == f"{name}, row {len(expected)}"
+        assert 0 < sum(done) <= source.num_bytes
+    assert "--split: expected one of train, test for 'splits', got 'dev'" in refused("splits", split="dev")
+    Path("saved/data-00000-of-00001.arrow").write_bytes(b"ARROW")
+    assert "the data set 'saved' cannot be loaded" in refused("saved")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, split: data.select([0]) if split == "train" else None)
+    [source] = find_sources(["owner/name/main"])
+    assert (source.origin, source.count()) == ("owner/name/main", 1)
