@@ -81,25 +81,25 @@ class ChatRenderer:
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained = [i for i in answers if chat.message_has_loss(i)]
-        if self._is_marked(chat) and trained == answers and self._split_turns != "always":
+        is_marked = self._is_marked(chat)
+        if is_marked and trained == answers and self._split_turns != "always":
             [marked] = self._render_marked(chat, [len(chat.messages)])
             if _find_incomplete(chat, trained, marked) is None:
                 return [marked]
         found, text = self._find_answers(chat, trained)
-        shared = None if self._split_turns == "always" else self._share(text, found)
-        if shared is None and self._split_turns == "never":
-            raise InvalidRecordError(
-                f"{chat.location}: the chat template changes earlier answers when messages are added, so they cannot "
-                f"share a sequence: use --split-turns auto, or {_REPLACE}"
-            )
-        alone = [Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found]
-        examples = alone if shared is None else [shared]
-        if self._is_marked(chat):
-            counts = [each.index + 1 for each in found] if shared is None else [len(chat.messages)]
+        if (shared := self._share(chat, text, found)) is not None:
+            groups, examples, counts = [trained], [shared], [len(chat.messages)]
+        else:
+            groups = [[each.index] for each in found]
+            examples = [
+                Rendered(each.text, [(each.begin, self.end_of_turn(each.text))], each.omitted) for each in found
+            ]
+            counts = [each.index + 1 for each in found]
+        if is_marked:
             pairs = zip(examples, self._render_marked(chat, counts), strict=True)
             examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
-        for i, example in zip([[i] for i in trained] if shared is None else [trained], examples, strict=True):
-            if (incomplete := _find_incomplete(chat, i, example)) is not None:
+        for group, example in zip(groups, examples, strict=True):
+            if (incomplete := _find_incomplete(chat, group, example)) is not None:
                 raise InvalidRecordError(
                     f"{chat.location}: the chat template leaves out a part of message {incomplete + 1}, which is an "
                     f"answer to train on: {_REPLACE}"
@@ -117,39 +117,43 @@ class ChatRenderer:
 
     def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
         """Find each trained answer in the messages up to it. Also return the text of all messages."""
-        prompts = self._render(chat, [i for i in trained if i], for_generation=True)
-        if trained[:1] == [0]:  # no messages before the answer: compare it with an empty one
-            empty = Conversation(chat.location, [{"role": "assistant", "content": ""}], chat.tools)
-            prompts.insert(0, self.render_prompt(empty, for_generation=False))
+        prompts = self._render(chat, trained, for_generation=True)
         turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
         found = []
         for i, prompt, turn in zip(trained, prompts, turns, strict=False):
             begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
-            if i and begin < len(prompt):
+            if begin < len(prompt):
                 [context] = self._render(chat, [i], for_generation=False)
                 if begin < self._num_common(prompt, context):
                     raise InvalidRecordError(
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
-            found.append(_Answer(i, turn, begin, prompt[begin:] if i else ""))
+            found.append(_Answer(i, turn, begin, prompt[begin:]))
         return found, turns[-1]
 
-    def _share(self, text: str, answers: list[_Answer]) -> Rendered | None:
-        """Return an example of all answers in the text of all messages, or None if the text changes an answer.
+    def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
+        """Return one example of all answers, or None if each answer needs its own. `text` contains all messages.
 
         Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
         end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
         with <|return|>, which stops the generation, and others with <|end|>, which does not.
         """
+        if self._split_turns == "always":
+            return None
         spans = []
         for answer in answers:
-            end = len(answer.text)
-            if not text.startswith(answer.text):
-                end = self._num_common(answer.text, text)
-                if not self._is_special(answer.text[end:]) or not text[:end].rstrip().endswith(self._special):
-                    return None
-            spans.append((answer.begin, self.end_of_turn(text[:end])))
+            turn = answer.text
+            if not text.startswith(turn):
+                turn = text[: self._num_common(turn, text)]
+                if not self._is_special(answer.text[len(turn) :]) or not turn.rstrip().endswith(self._special):
+                    if self._split_turns == "auto":
+                        return None
+                    raise InvalidRecordError(
+                        f"{chat.location}: the chat template changes message {answer.index + 1} when messages are added, "
+                        f"so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
+                    )
+            spans.append((answer.begin, self.end_of_turn(turn)))
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:

@@ -244,7 +244,7 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
             ("target_parameters", owners),
         ):
             for requested, names in matches.items():
-                if any(modules[name] in (embedding, head) for name in names):
+                if any(modules.get(name) in (embedding, head) for name in names):
                     raise UserError(
                         f"lora.{setting}: {requested} shares its weights between embedding and head, which cannot be "
                         "adapted separately: remove it"
