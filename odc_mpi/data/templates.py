@@ -150,8 +150,8 @@ class ChatRenderer:
                     if self._split_turns == "auto":
                         return None
                     raise InvalidRecordError(
-                        f"{chat.location}: the chat template changes message {answer.index + 1} when messages are added, "
-                        f"so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
+                        f"{chat.location}: the chat template changes message {answer.index + 1} when messages are "
+                        f"added, so answers cannot share a sequence: use --split-turns auto, or {_REPLACE}"
                     )
             spans.append((answer.begin, self.end_of_turn(turn)))
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
