@@ -24,7 +24,7 @@ from odc_mpi.models.decoding import generation_mode
 from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.training.inputs import open_inputs
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 HEADER = "| trains | splits | LoRA | generates | exports | families |\n|---|---|---|---|---|---|\n"
