@@ -9,7 +9,7 @@ import transformers
 from small_training import QWEN2, STEPS, assert_close, configure, run
 
 from odc_mpi.data.loader import Loader
-from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
+from odc_mpi.models.weights.safetensors_files import SafetensorsWeights, _StoredTensors
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -42,7 +42,7 @@ class NotingSlice:
 
 
 def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, directory, monkeypatch):
-    plain_slice, numels = SafetensorsWeights._slice, []
+    plain_slice, numels = _StoredTensors._slice, []
     plain_read, wanted = SafetensorsWeights.read, []
 
     def noting(self, name, start, stop):
@@ -50,7 +50,7 @@ def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, dire
         return plain_read(self, name, start, stop)
 
     monkeypatch.setattr(SafetensorsWeights, "read", noting)
-    monkeypatch.setattr(SafetensorsWeights, "_slice", lambda self, name: NotingSlice(plain_slice(self, name), numels))
+    monkeypatch.setattr(_StoredTensors, "_slice", lambda self, name: NotingSlice(plain_slice(self, name), numels))
     config = configure(dataset_path, **{"model.path": directory})
     dataset, metrics, state = run(config, world)
 
