@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from odc_mpi.cli.mpiexec import signals_handled
@@ -71,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns", type=_columns, default={}, metavar="FIELD=NAME,...", help="names of the fields in SOURCE"
     )
-    for removed in ("--prompt-field", "--completion-field"):
-        parser.add_argument(removed, dest="removed", help=argparse.SUPPRESS)
-    parser.add_argument("--split", metavar="NAME", help="split of a data set of Hugging Face datasets; default: train")
+    parser.add_argument(
+        "--split", metavar="NAME", help="split of a Hugging Face data set; default: train, or its only split"
+    )
     parser.add_argument("--vocab-size", type=int, default=4096, help="vocabulary size of a trained tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling from sources with weights")
     parser.add_argument(
@@ -90,10 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _columns(text: str) -> dict[str, str]:
     """Convert "prompt=question,completion=answer" to a dictionary."""
     pairs = [pair.partition("=") for pair in text.split(",")]
@@ -107,10 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
             "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
             "prompts, and rl.tokenizer if model.path has no tokenizer"
         )
-    if arguments.removed is not None:
-        raise UserError(
-            "--prompt-field and --completion-field: give --columns prompt=NAME,completion=NAME in their place"
-        )
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
@@ -119,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokenizer is not None:
         from odc_mpi.hub import resolve_model_path
 
-        name = resolve_model_path(str(arguments.tokenizer), "--tokenizer", weights=False, report=_print_error)
+        report_line = partial(print, file=sys.stderr, flush=True)
+        name = resolve_model_path(str(arguments.tokenizer), "--tokenizer", weights=False, report=report_line)
         arguments.tokenizer = Path(name)
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
     # Exit by an exception, so that temporary files are removed.

@@ -92,7 +92,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     start = start_tokens(tokenizer)
     prompts = [
-        encoded if isinstance(each, Conversation) else [*start, *encoded]
+        encoded if isinstance(each, Conversation) or encoded[: len(start)] == start else [*start, *encoded]
         for each, encoded in zip(examples, ids, strict=True)
     ]
     if [] in prompts:

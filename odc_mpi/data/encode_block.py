@@ -44,7 +44,7 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of texts and of the tokens that they lost. `PrepareReport` explains the attributes."""
+    """Counts of filtered sequences and of their tokens. `PrepareReport` explains the attributes."""
 
     num_truncated: int = 0
     num_truncated_tokens: int = 0
@@ -105,7 +105,7 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
     for parts in _encode_all(tokenizer, examples, invalid, sequence_filter.split_turns):
         counts.count(parts)
-        # The last part contains the complete conversation.
+        # The last part ends with the last trained answer.
         held_out = is_held_out(parts[-1].tokens[: sequence_filter.max_length], sequence_filter.eval_fraction)
         for sequence in parts:
             sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
@@ -144,7 +144,7 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
     elif length > limit:
         is_kept = bool(fitting[0].loss_mask[1:].any())
         counts.num_truncated += is_kept
-        counts.num_truncated_tokens += length - limit * is_kept
+        counts.num_truncated_tokens += (length - limit) * is_kept
     for each in fitting:
         if each.loss_mask[1:].any():
             yield each

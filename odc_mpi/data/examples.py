@@ -40,7 +40,7 @@ class InvalidRecords:
 
     Attributes:
         num_skipped: Number of records skipped so far.
-        first: Error messages of the first three skipped records.
+        first: Error messages of up to three skipped records, the first ones.
     """
 
     def __init__(self, skip: bool = False) -> None:
@@ -104,7 +104,7 @@ class Conversation:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return True for a message of the assistant that contains text or tool calls."""
+    """Return True if the loss covers a message: an assistant message with text or tool calls."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -185,7 +185,7 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def check_object(value: Any, location: str) -> dict[str, Any]:
-    """Return a value of a JSON file that is an object. Raises an InvalidRecordError for other values."""
+    """Return the value if it is a JSON object. Otherwise raise an InvalidRecordError that names `location`."""
     if not isinstance(value, dict):
         raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(value)}")
     return value

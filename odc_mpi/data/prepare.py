@@ -64,12 +64,12 @@ class PrepareOptions:
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.
-        split: Split of data sets of the library `datasets`; None for "train".
+        split: Split of data sets of the library `datasets`; None for "train", or the only one of a directory.
         vocab_size: Maximum number of tokens of a tokenizer that is trained.
         bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
-        eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. Whether a
-            sequence is held out depends on its tokens only, not on the other sequences. All sequences of one example
-            are held out together.
+        eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. All
+            sequences of an example are held out together. Whether they are depends on their tokens only, not on other
+            examples.
         seed: Seed for the random selection of examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
         num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
@@ -113,7 +113,7 @@ def prepare(
     is not written again.
 
     Args:
-        source_specs: Sources: paths of files or folders, or "stdlib", each optionally followed by a colon and a weight.
+        source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
         out: File to write. It must not exist, or be a data set of the same sources (see `PrepareOptions.force`). It
             remains unchanged if an error occurs.
         options: Options; None for the defaults.

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,15 +55,18 @@ class ChatRenderer:
 
     Args:
         tokenizer: Fast tokenizer of transformers.
-        split_turns: "never" to render a conversation as one example. "always" to render one example for each trained
-            answer, which ends with this answer. "auto" for one example if the text up to each answer does not change
-            when messages are added, otherwise as "always".
+        split_turns: "never" for one example per conversation. "always" for one example per answer to train on, each
+            ending with that answer. "auto" for one example if appending later messages never changes the text rendered
+            before them, and otherwise one example per answer.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
         self._tokenizer = tokenizer
         self._split_turns = split_turns
-        self._special = tuple(tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
+
+    @functools.cached_property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
         """Render messages for the assistant to continue.
@@ -101,8 +105,8 @@ class ChatRenderer:
         for group, example in zip(groups, examples, strict=True):
             if (incomplete := _find_incomplete(chat, group, example)) is not None:
                 raise InvalidRecordError(
-                    f"{chat.location}: the chat template leaves out a part of message {incomplete + 1}, which is an "
-                    f"answer to train on: {_REPLACE}"
+                    f"{chat.location}: the chat template drops a part of message {incomplete + 1}, an answer to train "
+                    f"on: {_REPLACE}"
                 )
         return examples
 
@@ -182,8 +186,9 @@ class ChatRenderer:
 
     def _is_marked(self, chat: Conversation) -> bool:
         """Return True if the chat template marks the answers."""
-        template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(tools=chat.tools)
-        return bool(template) and _has_marks(template)
+        with suppress(ValueError):  # without a template, or a default among named ones, which `_render` reports
+            return _has_marks(self._tokenizer.get_chat_template(tools=chat.tools))
+        return False
 
     def _render_marked(self, chat: Conversation, counts: Sequence[int]) -> list[Rendered]:
         """Render the first `count` messages for each count. The spans are the marks of the chat template."""
@@ -205,8 +210,14 @@ class ChatRenderer:
                 f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer, "
                 "or --chat-template FILE of odc-mpi prepare"
             )
+        try:
+            forms = _argument_forms(chat.messages)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRecordError(
+                f"{chat.location}: expected arguments of tool calls in JSON, got {one_line_message(error)}"
+            ) from error
         first_error: Exception | None = None
-        for messages in _argument_forms(chat.messages):
+        for messages in forms:
             try:
                 if 0 in counts:
                     raise ValueError("expected a message, got none")

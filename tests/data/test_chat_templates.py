@@ -207,7 +207,7 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
         tokenizer, chat
     )
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
-    with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
+    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
         spans(nothing, chat)
 
 
@@ -230,15 +230,15 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
         tokenizer, tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
     )
     thinking = Conversation("here", [turn(1)[0], {"role": "assistant", "content": "<think>Well.</think>Yes."}])
-    with pytest.raises(InvalidRecordError, match=r"^here: .*leaves out a part of message 2, .*--chat-template FILE$"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .*drops a part of message 2, .*--chat-template FILE$"):
         encode(dropping, [thinking])
     # So are calls of functions, which the plain template does not know; the user's words do not replace the answer's.
-    with pytest.raises(InvalidRecordError, match="leaves out a part of message 4"):
+    with pytest.raises(InvalidRecordError, match="drops a part of message 4"):
         encode(tokenizer, [CONVERSATIONS["tools"]])
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )
-    with pytest.raises(InvalidRecordError, match="leaves out a part of message 2"):
+    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
         encode(silent, [Conversation("", [{"role": role, "content": "I agree."} for role in ("user", "assistant")])])
 
 

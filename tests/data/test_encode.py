@@ -5,7 +5,7 @@ import pytest
 from number_words import number_words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.encode import Encoded, encode, encode_prompts
 from odc_mpi.data.examples import Conversation, InvalidRecordError, PromptCompletion
 from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
@@ -59,6 +59,19 @@ def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
         encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
 
 
+def test_arguments_that_json_does_not_have(tokenizer: Any) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": b""}}}]}
+    with pytest.raises(InvalidRecordError, match=r"^here: expected arguments of tool calls in JSON, got .*bytes"):
+        encode(tokenizer, [Conversation("here", [CHAT[1], call])])
+
+
+def test_named_templates_without_a_default_are_refused(tokenizer: Any) -> None:
+    named = with_template(tokenizer, "")
+    named.chat_template = {"rag": "{{ messages[0].content }}"}
+    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages"):
+        encode(named, [Conversation("here", CHAT)])
+
+
 def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
     with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
         ChatRenderer(tokenizer).render_prompt(Conversation("here", []))
@@ -107,7 +120,7 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
         ("{{ raise_exception('roles must\nalternate') }}", "rejects the messages (roles must alternate)"),
         ("{{ messages[99].content }}", "rejects the messages"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "changes earlier text"),
-        ("{% for m in messages %}{{ m.content.split('Well')[-1] }}{% endfor %}", "leaves out a part of message 3"),
+        ("{% for m in messages %}{{ m.content.split('Well')[-1] }}{% endfor %}", "drops a part of message 3"),
     ],
 )
 def test_templates_that_do_not_serve(tokenizer: Any, template: str | None, expected: str) -> None:
@@ -186,5 +199,7 @@ def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:
     encoded = [each for [each] in encode(found, [PromptCompletion("", "", text) for text in texts])]
     assert [each.tokens.tolist() for each in encoded] == [[59, 1, 2, 60]] * 4 + [[59, 1, 60, 2, 60]]
     assert [each.has_own_special for each in encoded] == [False, True, True, True, False]
+    prompts = encode_prompts(found, [PromptCompletion("", text, "") for text in ("1 2", "59 1 2")])
+    assert prompts == [[59, 1, 2]] * 2, "as in training"
     [[pair]] = encode(found, [PromptCompletion("", "59 1", "2 60")])
     assert (pair.tokens.tolist(), pair.loss_mask.tolist()) == ([59, 1, 2, 60], [False, False, True, True])

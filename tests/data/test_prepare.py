@@ -156,7 +156,7 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
         whole, cut = dataset[1], dataset[3]
         assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
         assert cut[1].tolist() == [False] * 2 + [True] * 8
-    assert "2 truncated to --max-length (28 tokens lost)\n1 dropped: no loss" in report.describe()
+    assert "2 truncated to --max-length (11 tokens lost)\n1 dropped: no loss" in report.describe()
 
 
 def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:

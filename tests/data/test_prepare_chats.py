@@ -65,7 +65,7 @@ def test_another_template_is_stored_and_splits_conversations(source: str, templa
     lines = report.describe().splitlines()
     assert "40 conversations split into one sequence per answer (--split-turns)" in lines
     assert any(f"trained on {source}, with {template}, stored in" in line for line in lines)
-    assert "line 41: the chat template leaves out a part of message 2" in lines[-1] and "--chat-template" in lines[-1]
+    assert "line 41: the chat template drops a part of message 2" in lines[-1] and "--chat-template" in lines[-1]
     # Both sequences of a conversation are on the same side.
     sides = [{text.split("Is ")[1].split()[0] for text in texts(path)} for path in (out, eval_output_path(out))]
     assert sides[0].isdisjoint(sides[1]) and len(sides[0]) + len(sides[1]) == 41

@@ -69,7 +69,6 @@ OPTIONS = {
     "--overlong": ("", "x", "drop", "split"),
     "--bad-lines": ("", "x", "skip"),
     "--columns": ("", "\udcff", "prompt=missing", "prompt=completion", "text", "text=\n", "text=a,messages=b", "a=b"),
-    "--prompt-field": ("completion",),
     "--split": ("", "train"),
     "--stopping-strategy": ("", "x", "all_exhausted"),
     "--nothing": ("", "1"),

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Block(Protocol):
-    """Some records of a source, in the order of the file. Blocks are pickled and sent to worker processes."""
+    """Consecutive records of one file or data set. Blocks are pickled to be sent to worker processes."""
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield, for each record, its location for error messages and a function that returns the record.

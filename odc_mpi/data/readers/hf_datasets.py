@@ -56,7 +56,7 @@ def load(name: str, split: str | None) -> Any:
         raise UserError(
             f"the data set {name!r} cannot be loaded ({one_line_message(error)}): change SOURCE or --split"
         ) from error
-    splits = dict(found) if isinstance(found, dict) else {str(found.split or split): found}
+    splits = dict(found) if isinstance(found, dict) else {str(found.split or _DEFAULT_SPLIT): found}
     chosen = split or (next(iter(splits)) if len(splits) == 1 else _DEFAULT_SPLIT)
     if chosen not in splits:
         raise UserError(f"--split: expected one of {', '.join(splits)} for {name!r}, got {chosen!r}")

@@ -28,7 +28,7 @@ _READ_CHARS = 1 << 20  # of an array at a time
 #: A value whose decoding fails so few characters before the end of the buffer may be incomplete, such as `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
-_MAX_CELL_CHARS = 1 << 27  # of CSV: a quote that is never closed must not load the complete file
+_MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,10 @@ class LineBlock:
 
 
 class _Format(NamedTuple):
-    """A format: what its numbers count, a function that yields number, value and size of each item, and its input."""
+    """A format: what its numbers count, and a function that yields number, value and size of each item of a stream."""
 
     unit: str
     find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
-    is_text: bool = True
 
 
 def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
@@ -106,10 +105,11 @@ def _open(path: Path, on_bytes_read: Callable[[int], None]) -> tuple[_Format, It
 
 def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Any, int]]:
     number = position = 0
+    errors: tuple[type[Exception], ...] = (*decompression_errors(), csv.Error, ValueError, RecursionError)
     try:
         with path.open("rb") as file:
             stream = decompressed(file, path)
-            if format_.is_text:
+            if format_ is not _LINES:
                 # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
                 stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
             for index, (number, value, num_chars) in enumerate(format_.find_items(stream), start=1):
@@ -118,18 +118,15 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
                     position = file.tell()
                 yield number, value, num_chars
             on_bytes_read(file.tell() - position)
-    except _errors() as error:
+    except UserError:  # is a ValueError
+        raise
+    except errors as error:
         raise _error(path, f"{format_.unit} {number + 1}", error) from error
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the libraries raise for damaged files."""
-    return (*decompression_errors(), csv.Error, ValueError, RecursionError)
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:
     reason = error.msg if isinstance(error, json.JSONDecodeError) else error  # its line is one of the buffer
-    return UserError(f"{path}, {place}: cannot be read ({reason}); the file may be truncated")
+    return UserError(f"{path}, {place}: cannot be read ({reason}); the file may be damaged, or in another format")
 
 
 def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
@@ -144,7 +141,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
 
 def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
     """Yield each row of a table by the number of its first line. The first row contains the names of the columns."""
-    csv.field_size_limit(_MAX_CELL_CHARS)
+    csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
     names = next(reader, [])
     if len(set(names)) < len(names):
@@ -181,7 +178,7 @@ class _JsonBuffer:
         self._raw_decode = json.JSONDecoder().raw_decode
 
     def _extend(self) -> bool:
-        """Read more text, at least as much as is left: a value is decoded a few times only. False at the end."""
+        """Read more text, at least as much as remains, so that few values are decoded repeatedly. False at the end."""
         rest = self._text[self._position :]
         more = self._stream.read(max(_READ_CHARS, len(rest)))
         self._text, self._position = rest + more, 0
@@ -214,7 +211,7 @@ class _JsonBuffer:
                 value, end = self._raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 near_end = error.pos + _INCOMPLETE_CHARS > len(self._text) or error.msg.startswith("Unterminated")
-                if near_end and self._extend():
+                if near_end and len(self._text) - self._position < _MAX_VALUE_CHARS and self._extend():
                     continue
                 raise
             if end < len(self._text) or not self._extend():  # more digits of a number may follow
@@ -223,5 +220,5 @@ class _JsonBuffer:
                 return value, num_chars
 
 
-_LINES = _Format("line", _lines, is_text=False)
+_LINES = _Format("line", _lines)
 _ARRAY = _Format("element", _elements)

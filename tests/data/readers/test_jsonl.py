@@ -203,7 +203,7 @@ def test_a_huge_line() -> None:
 def test_damaged_gzip_files() -> None:
     records = b"".join(line({"text": str(i) * 50}) for i in range(1000))
     whole = gzip.compress(records)
-    assert "the file may be truncated" in refused(whole[:-20], "a.gz")
+    assert "the file may be damaged" in refused(whole[:-20], "a.gz")
     assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
     assert "CRC" in refused(wrong_checksum, "a.gz")
