@@ -279,7 +279,9 @@ class Loader(ShuffledSampler):
             UserError: A setting is out of range, `balance` is unknown, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        self._strategy = split_longest if context_parallel else find_strategy(balance, cost, exact=exact, packs=packs)
+        assert packs or not context_parallel, "split sequences are packed"
+        strategy = find_strategy(balance, cost, exact=exact, packs=packs)
+        self._strategy = split_longest if context_parallel else strategy
         for setting, value, minimum in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
@@ -310,5 +312,5 @@ def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> Ba
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
     if not packs:
-        return one_sequence_per_microbatch(name)
+        return one_sequence_per_microbatch(name, cost)
     return rank_independent_packing(name, cost) if exact else BALANCE_STRATEGIES[name]

@@ -80,7 +80,7 @@ class LossEvaluator(PeriodicEvaluator):
         model: ShardedModel,
         dataset: Dataset,
         cost_model: CostModel,
-        packs: bool = True,
+        packs: bool,
     ) -> None:
         super().__init__(config.run)
         self._world, self._model = world, model

@@ -6,6 +6,7 @@ ranks, for which the cost may change, such as a fitted cost. This module does no
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,29 +16,40 @@ from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, partition
 from odc_mpi.errors import UserError
 
+#: Function that forms microbatches from lengths, the largest number of tokens and a cost.
+Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
 #: Number of sequences per assumed rank. A minibatch is packed as `dynamic` does it for this assumed number of ranks.
 SEQUENCES_PER_RANK = 4
 
 
-def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
+def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    if not len(lengths):
+        return ()
+    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+
+
+def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
     """Return a balance strategy whose microbatches are equal for any number of ranks.
 
     Args:
         name: Name of one of `BALANCE_STRATEGIES`.
         packing_cost: Cost for packing. The cost passed to the strategy is used for the assignment to ranks only.
+        pack: Function that forms the microbatches from lengths, the token limit and `packing_cost`.
 
     Raises:
         UserError: The microbatches of the strategy depend on the number of ranks.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = _pack(lengths, max_tokens, packing_cost)
+        microbatches = pack(lengths, max_tokens, packing_cost)
         costs = _costs(microbatches, lengths, cost)
         parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
         return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
 
     def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-        microbatches = _pack(lengths, max_tokens, packing_cost)
+        microbatches = pack(lengths, max_tokens, packing_cost)
         order = argsort_descending(_costs(microbatches, lengths, cost))
         return Plan(((),) * size, tuple(microbatches[i] for i in order))
 
@@ -49,14 +61,6 @@ def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrat
             "to lb_mini or dynamic, or run.exact to false"
         )
     return strategies[name]
-
-
-def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
-    check_fit(lengths, max_tokens)
-    if not len(lengths):
-        return ()
-    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
-    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
 
 
 def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:

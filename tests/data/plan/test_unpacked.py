@@ -14,7 +14,7 @@ from odc_mpi.errors import UserError
 def test_each_sequence_is_a_microbatch(name, size):
     for n in (0, 1, 3, 40):
         lengths = lognormal_lengths(np.random.default_rng(n), n)
-        plan = one_sequence_per_microbatch(name)(lengths, size, 4096, COST)
+        plan = one_sequence_per_microbatch(name, COST)(lengths, size, 4096, COST)
         packs = [*(pack for microbatches in plan.microbatches for pack in microbatches if pack), *plan.pool]
         assert sorted(packs) == [(i,) for i in range(n)]
         assert len(plan.microbatches) == size
@@ -27,10 +27,10 @@ def test_each_sequence_is_a_microbatch(name, size):
 
 
 def test_ranks_are_balanced_by_cost():
-    plan = one_sequence_per_microbatch("lb_mini")(np.array([8, 1, 4, 3]), 2, 10, COST)
+    plan = one_sequence_per_microbatch("lb_mini", COST)(np.array([8, 1, 4, 3]), 2, 10, COST)
     assert plan.microbatches == (((0,),), ((2,), (3,), (1,)))
 
 
 def test_a_sequence_that_is_too_long_is_refused():
     with pytest.raises(UserError, match="max_tokens_per_microbatch"):
-        one_sequence_per_microbatch("dynamic")(np.array([11]), 2, 10, COST)
+        one_sequence_per_microbatch("dynamic", COST)(np.array([11]), 2, 10, COST)

@@ -13,6 +13,7 @@ from small_training import configure, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.models import families
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
 from odc_mpi.rollout.sample import RolloutSamplingParams, sample
@@ -54,6 +55,15 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     assert lines[0]["reward"] == pytest.approx(np.mean(scored)) and lines[0]["num_input_tokens"] == sum(lengths)
     assert lines[0]["entropy"] == pytest.approx(sum(found.entropy for found in made.values()) / sum(lengths))
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-6
+
+
+def test_one_completion_per_microbatch_gives_the_same_losses(run, monkeypatch):
+    """The model refuses a microbatch of more than one sequence."""
+    packed, _ = run("packed", rl__beta=0.1)
+    monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
+    alone, _ = run("alone", rl__beta=0.1)
+    for name in ("reward", "loss", "kl", "entropy"):
+        assert [line[name] for line in alone] == pytest.approx([line[name] for line in packed], rel=1e-4, abs=1e-6)
 
 
 def slow_down(monkeypatch, world, slow_rank):
