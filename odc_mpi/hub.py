@@ -6,11 +6,13 @@ are neither downloaded nor used. This module does not use MPI; `resolve_model_pa
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,20 @@ from odc_mpi.files import parse_json
 #: OWNER/NAME, or NAME for the oldest models.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 #: Directory of a snapshot in a cache, maybe of another machine: name of the repository, and commit.
-_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
 #: End a download after this many seconds without a new byte.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
+#: The child ends with this process, also if that is killed. The working directory is no place to import from.
 _PROGRAM = """
-import json, sys
+import sys
 sys.path[:] = [path for path in sys.path if path]
+import ctypes, json, signal
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 from huggingface_hub import snapshot_download
 try:
     snapshot_download(**json.loads(sys.argv[1]))
@@ -44,7 +51,7 @@ def hub_name(path: str) -> str | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message about a missing model: the command that downloads it, or an empty text."""
+    """Return the end of an error message about a missing model: how to download it, or "" if `path` is no Hub name."""
     return f", or run hf download {name}" if (name := hub_name(path)) else ""
 
 
@@ -91,7 +98,8 @@ def resolve_model_path(
     finally:
         problem = download.close() if download else None
     found = _find(path, weights)
-    problem = problem or ("HF_HUB_OFFLINE is set" if _is_offline() else "files are missing in the cache")
+    missing = f"the repository lacks {'safetensors of all weights' if weights else 'a tokenizer'}"
+    problem = problem or ("HF_HUB_OFFLINE is set" if _is_offline() else missing)
     problems = [each for each in gather(None if found else problem) if each]
     if problems:
         raise AllRanksUserError(
@@ -126,7 +134,9 @@ class _Download:
 
     def has_ended(self) -> bool:
         """Return True if the download is complete or has failed."""
-        num_bytes = sum(file.stat().st_size for file in self._folder.glob("blobs/*") if file.exists())
+        if self._process.poll() is not None:
+            return True
+        num_bytes = sum(map(_size, self._folder.glob("blobs/*")))
         now = time.monotonic()
         if num_bytes != self._num_bytes:
             self._num_bytes, self._grew = num_bytes, now
@@ -136,18 +146,25 @@ class _Download:
         if now - self._reported > _REPORT_S:
             self._reported = now
             self._report(f"{self._what}: {num_bytes / 1e6:,.0f} MB")
-        return self._process.poll() is not None
+        return False
 
     def close(self) -> str | None:
         """End the process if it is still running. Return the reason if the download has failed, or None."""
         self._process.kill()
         output, _ = self._process.communicate()
-        return self._problem or output.strip() or None
+        code = self._process.returncode
+        return self._problem or output.strip() or (f"the download ended with exit code {code}" if code else None)
+
+
+def _size(file: Path) -> int:
+    with suppress(OSError):  # an incomplete file is renamed when it is complete
+        return file.stat().st_size
+    return 0
 
 
 def _parse(path: str) -> tuple[str, str | None] | None:
     """Return name and revision of the model that a path that does not exist refers to, or None."""
-    if match := _SNAPSHOT.search(path):
+    if match := _SNAPSHOT.fullmatch(path):
         return match[1].replace("--", "/"), match[2]
     is_name = _NAME.fullmatch(path) and not path.endswith((".h5", ".hdf5"))
     return (path, None) if is_name else None
@@ -156,7 +173,7 @@ def _parse(path: str) -> tuple[str, str | None] | None:
 def _find(path: str, weights: bool) -> str | None:
     """Return `path` if it exists or cannot be a name, otherwise the complete snapshot in the cache, or None."""
     parsed = _parse(path)
-    if parsed is None or Path(path).exists():
+    if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
     # Imported late: only needed for names.
     from huggingface_hub import snapshot_download
@@ -172,13 +189,14 @@ def _find(path: str, weights: bool) -> str | None:
 def _is_complete(directory: Path, weights: bool) -> bool:
     """Return True unless a download was interrupted, or fetched other files than those needed."""
     if not weights:
-        return any(file.exists() for file in directory.glob("tokenizer*"))
+        patterns = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+        return any(file.exists() for pattern in patterns for file in directory.glob(pattern))
     index = directory / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.exists():
         try:
-            files = set(parse_json(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError):
+            files = {str(file) for file in parse_json(index.read_bytes())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return True  # reading the model reports what is wrong
     elif (directory / "adapter_config.json").exists():
         return (directory / "adapter_model.safetensors").exists()
@@ -186,9 +204,9 @@ def _is_complete(directory: Path, weights: bool) -> bool:
 
 
 def _is_offline() -> bool:
-    from huggingface_hub import constants
+    from huggingface_hub import is_offline_mode
 
-    return bool(constants.HF_HUB_OFFLINE)
+    return is_offline_mode()
 
 
 def _cache() -> str:

@@ -143,3 +143,32 @@ for name in {FILES!r}:
 """
     monkeypatch.setattr(hub, "_PROGRAM", program)
     assert hub.resolve_model_path("Owner/Name", "model.path") == str(snapshot)
+
+
+def test_a_download_ends_with_its_process(tmp_path):
+    child = hub._PROGRAM.partition("from huggingface_hub")[0]
+    child += "import os, pathlib, time\npathlib.Path(json.loads(sys.argv[1])['repo_id']).write_text(str(os.getpid()))\n"
+    program = f"""
+from odc_mpi import hub
+hub._PROGRAM = {child + "time.sleep(60)"!r}
+hub._find = lambda path, weights: None
+hub._is_offline = lambda: False
+hub.resolve_model_path("pid", "model.path")
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment)
+    pid = wait_for(lambda: int((tmp_path / "pid").read_text()))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: "gone" if not Path(f"/proc/{pid}/exe").exists() else int(""))
+
+
+def wait_for(get, timeout_s=30):
+    """Return the value of a function as soon as it raises no error."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return get()
+        except (OSError, ValueError):
+            assert time.monotonic() < until
+            time.sleep(0.1)

@@ -30,7 +30,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.exact.required_settings import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
-from odc_mpi.training.resolved_settings import with_device
+from odc_mpi.training.resolved_settings import resolve_settings, with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.settings import (
     CommConfig,
@@ -108,7 +108,7 @@ def configuration(
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
-    config = with_device(config, "cpu")
+    config, _ = resolve_settings(with_device(config, "cpu"), world)
     if caches:
         return config
     none = Size(0)

@@ -13,7 +13,12 @@ HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = "Complete prompts with a model. Under mpiexec its parameters are sharded over the ranks."
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="run, checkpoint, Hugging Face or peft directory")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="run, checkpoint, Hugging Face or peft directory, or name on the hub",
+    )
     parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
     parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="text to complete")
     parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
@@ -22,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus threshold in (0, 1]; default: 1")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="sampling seed; default: 0")
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="JSONL file to write; default: print the text")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="directory or data set; default: that of SOURCE")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="directory, data set, or name on the hub; default: that of SOURCE"
+    )
     parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks; default: cpu")
     parser.add_argument(

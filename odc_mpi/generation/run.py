@@ -74,7 +74,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
             args.source, args.step, args.tokenizer, rank, size, args.attn_implementation, args.base
         )
     )
-    world.require_same(source.name, "SOURCE")
+    world.require_same(Path(source.name).name, "SOURCE")
     requests = world.run_on_all(lambda: _requests(source, examples))
     world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
     module = source.meta_model.module
@@ -135,6 +135,8 @@ def _resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArgume
                     report=report,
                 )
             )
+    for field, path in paths.items():
+        world.require_same(path.name, field)  # the commit, of a snapshot in a cache
     return replace(arguments, **paths)
 
 

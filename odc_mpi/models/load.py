@@ -125,7 +125,7 @@ def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy:
             f"{checkpoint.directory}: the tokenizer in {config['data']['path']}, on which it was trained, no longer "
             f"exists: pass one with {remedy}"
         )
-    return load_files(files, Path(config["data"]["path"]))
+    return load_files(files, Path(config["data"]["path"]), remedy)
 
 
 def load_base(

@@ -201,8 +201,8 @@ def _find_tokenizer(path: Path) -> Any:
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
-        return load_files(files, path) if _TOKENIZER in files else None
-    return load_tokenizer(path) if (path / _TOKENIZER).is_file() else None
+        return load_files(files, path, "model.path") if _TOKENIZER in files else None
+    return load_tokenizer(path, "model.path") if (path / _TOKENIZER).is_file() else None
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:

@@ -3,13 +3,14 @@
 Each is replaced once, at the start of a run. So config.yaml and checkpoints contain directories and types, not names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from odc_mpi.api import choose_device
+from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
@@ -17,8 +18,12 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.settings import Config, LoraConfig
 
 
-def resolve_settings(config: Config, world: World) -> tuple[Config, dict[str, str]]:
+def resolve_settings(
+    config: Config, world: World, check_stop: Callable[[], None] = lambda: None
+) -> tuple[Config, dict[str, str]]:
     """Replace the settings that depend on the machine or on another run. Collective.
+
+    While a model is downloaded, `check_stop` is called every half second on all ranks. It may be collective and raise.
 
     Returns:
         Configuration, equal on all ranks except for the directories of nodes with different caches; and by setting, a
@@ -29,11 +34,12 @@ def resolve_settings(config: Config, world: World) -> tuple[Config, dict[str, st
     """
     notes = {}
     given = config.model.path
-    config = _resolve_paths(config, world)
+    config = _resolve_paths(config, world, check_stop)
     path = config.model.path
     if path is not None:
         world.require_same(Path(path).name, "model.path")
-        checkpoint = world.gather_objects(world.run_on_all(lambda: _newest_checkpoint(path)))[0]
+        newest = world.run_on_all(lambda: _newest_checkpoint(path) if world.rank == 0 else None)
+        checkpoint = world.gather_objects(newest)[0]
         if checkpoint is not None:
             config = replace(config, model=replace(config.model, path=checkpoint))
             config = world.run_on_all(partial(_continue_run, config))
@@ -41,7 +47,8 @@ def resolve_settings(config: Config, world: World) -> tuple[Config, dict[str, st
             notes["model.path"] = str(config.model.path)
     device: str = config.run.device
     if device == "auto":
-        device, reason = choose_device(world)
+        needed_by = _needs_cpu(config)
+        device, reason = ("cpu", f"{needed_by} requires it") if needed_by else choose_device(world)
         notes["run.device"] = f" (auto: {reason})"
     if config.model.param_dtype == "auto":
         notes["model.param_dtype"] = " (auto)"
@@ -58,8 +65,19 @@ def with_device(config: Config, device: str) -> Config:
     return config
 
 
-def _resolve_paths(config: Config, world: World) -> Config:
-    options: dict[str, Any] = {"gather": world.gather_objects, "downloads": world.local_rank == 0}
+def _needs_cpu(config: Config) -> str | None:
+    """Return the setting that does not support cuda, or None."""
+    if config.data.context_parallel != "off":
+        return "data.context_parallel"
+    return "run.exact" if config.run.exact and config.run.objective == "grpo" else None
+
+
+def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None]) -> Config:
+    def gather(value: Any) -> list[Any]:
+        check_stop()
+        return world.gather_objects(value)
+
+    options: dict[str, Any] = {"gather": gather, "downloads": world.local_rank == 0}
     if world.rank == 0:
         options["report"] = partial(print, flush=True)
     if config.model.path is not None:
@@ -79,9 +97,7 @@ def _newest_checkpoint(path: str) -> str | None:
 def _continue_run(config: Config) -> Config:
     """Take the settings of adapters from the checkpoint in `model.path`, and refuse others."""
     path = cast(str, config.model.path)
-    checkpoint = find_checkpoint(Path(path))
-    assert checkpoint is not None
-    with checkpoint:
+    with Checkpoint(Path(path)) as checkpoint:
         metadata: Mapping[str, Any] = checkpoint.manifest.metadata
     if "adapter" not in metadata:
         if config.lora.r is not None:

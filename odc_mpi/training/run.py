@@ -88,7 +88,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         stop = stop or stack.enter_context(StopRequest())
         world.timeout_s = config.comm.timeout_s
         world.require_same(dump(config), "the configuration")
-        config, notes = resolve_settings(config, world)
+        config, notes = resolve_settings(config, world, partial(_check_stop, stop, world))
         config = world.run_on_all(partial(apply_exact_settings, config))
         stack.enter_context(deterministic_algorithms(config))
         _set_threads(config, world)

@@ -54,7 +54,7 @@ def build_grpo(
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
     """Return a function that computes log-probabilities under the reference policy. Collective.
 
-    The returned function is one-sided. The reference policy is the model at the start of the run. If the model has
+    The returned function is one-sided. The reference policy is the model in `model.path`. If the model has
     adapters, it is the model without them. Otherwise it is a frozen copy, which needs the memory of a second model.
     """
     has_adapters = config.lora.r is not None

@@ -21,13 +21,13 @@ class GRPOConfig:
         list[str] | None, "package.module:name, file.py:name or a built-in; docs/rewards.md", NON_EMPTY_NAMES
     ] = None
     reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
-    tokenizer: Annotated[str | None, "tokenizer of the prompts: directory or data set; null: model.path"] = None
+    tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
     num_generations: Annotated[int, "completions per prompt", _TWO_OR_MORE] = 8
     max_completion_length: Annotated[int, "most tokens of a completion", ONE_OR_MORE] = 512
     temperature: Annotated[float, "temperature of the softmax, in sampling and in training", POSITIVE] = 1.0
     top_p: Annotated[float, "nucleus sampling threshold; 1: off", _PROBABILITY] = 1.0
     top_k: Annotated[int, "sample from the k most likely tokens; 0: off", NOT_NEGATIVE] = 0
-    beta: Annotated[float, "weight of the KL divergence from the initial policy; 0: none", NOT_NEGATIVE] = 0.0
+    beta: Annotated[float, "weight of the KL divergence from model.path; 0: none", NOT_NEGATIVE] = 0.0
     loss_type: Annotated[
         Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
     ] = "dapo"

@@ -219,6 +219,12 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"run.seed: expected {metadata['config']['run']['seed']}, the order of the data in the checkpoint "
             f"{checkpoint.directory}, got {config.run.seed}: change run.seed; or {_START_OVER_HINT}"
         )
+    reference = metadata["config"]["model"]["path"]
+    if config.rl.beta and config.lora.r is None and Path(reference or "").name != Path(config.model.path or "").name:
+        raise UserError(
+            f"model.path: expected {reference}, the reference policy of the checkpoint {checkpoint.directory}, got "
+            f"{config.model.path}: change model.path; or {_START_OVER_HINT}"
+        )
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
         raise UserError(
             f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "

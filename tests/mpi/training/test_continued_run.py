@@ -99,6 +99,12 @@ def test_device_and_dtype_are_chosen_alike_on_all_ranks(world, dataset_path, mon
         dtype = "bfloat16" if device == "cuda" else "float32"
         assert (config.run.device, config.model.param_dtype) == (device, dtype)
         assert notes == {"run.device": f" (auto: {reason})", "model.param_dtype": " (auto)"}
+    monkeypatch.setattr(api, "gpu_uuid", lambda host_rank: str(world.rank))
+    split = configure(
+        dataset_path, **{"run.device": "auto", "data.context_parallel": "auto", "data.balance": "dynamic"}
+    )
+    config, notes = resolve_settings(split, world)
+    assert config.run.device == "cpu" and notes["run.device"] == " (auto: data.context_parallel requires it)"
     config, notes = resolve_settings(configure(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
     assert (config.run.device, config.model.param_dtype, notes) == ("cpu", "bfloat16", {})
 
