@@ -39,18 +39,22 @@ _WRAPPERS = {"base_layer", "original_module", "modules_to_save", ADAPTER}
 _PREFIX = "base_model.model."
 #: Supported settings of `LoraConfig` of peft, and those that an adapter_config.json may lack.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
-OPTIONAL_SETTINGS = ("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern")
+OPTIONAL_SETTINGS = (
+    *("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    "exclude_modules",
+)
 #: The number of the layer in a dotted name, found as peft does.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 class AdaptedParameter(NamedTuple):
-    """Adapter of a base parameter.
+    """LoRA adapter of one base parameter.
 
     Attributes:
-        layer: Dotted name of the layer of peft that has the matrices.
+        layer: Dotted name of the peft layer that holds the matrices A and B.
         scale: alpha / r of this layer.
-        is_transposed: True for fused experts `[experts, in, out]`, False for `[experts, out, in]` and `[out, in]`.
+        is_transposed: True if the base parameter has the layout `[experts, in, out]`. False for `[experts, out, in]`
+            and, in layers without experts, `[out, in]`.
     """
 
     layer: str
@@ -98,9 +102,9 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     _check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    if settings["target_modules"] == "all-linear":
-        _refuse_routers(module)
     given = {name: settings[name] for name in (*SETTINGS, *OPTIONAL_SETTINGS) if settings.get(name) is not None}
+    if settings["target_modules"] == "all-linear" and (routers := _find_routers(module)):
+        given["exclude_modules"] = routers
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **given)
         with warnings.catch_warnings():
@@ -220,7 +224,8 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
     """Refuse names that match nothing, targets that peft cannot adapt, and tied embeddings."""
     modules = {name: m for name, m in module.named_modules() if name}
     parameters = {name: p for name, p in module.named_parameters() if p.ndim in (2, 3)}
-    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+    routers = set(_find_routers(module)).difference(settings.get("exclude_modules") or ())
+    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear) and name not in routers]
     with_parameters = [name for name, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
     targets = settings["target_modules"] or ()
     target_modules = {} if isinstance(targets, str) else _match("target_modules", modules, targets, linear)
@@ -251,14 +256,13 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
                     )
 
 
-def _refuse_routers(module: transformers.PreTrainedModel) -> None:
-    """Refuse layers whose output is more than the product, such as the routers of Llama 4: peft adds to the output."""
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Linear) and type(each).forward is not nn.Linear.forward:
-            raise UserError(
-                f"lora.target_modules: all-linear contains {name}, a {type(each).__name__}, which peft cannot adapt: "
-                "name the layers to adapt"
-            )
+def _find_routers(module: nn.Module) -> list[str]:
+    """Return the names of linear layers with a forward of their own, such as the routers of Llama 4.
+
+    Their output is not only the product, to which peft adds that of the adapter.
+    """
+    linear = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
+    return [name for name, m in linear if type(m).forward is not nn.Linear.forward]
 
 
 def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:

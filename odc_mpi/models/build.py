@@ -23,7 +23,7 @@ from odc_mpi.models.configuration import decode_floats, flatten_config, override
 from odc_mpi.models.families import Packing, build_for_training, packing_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of
-from odc_mpi.models.weights.random_init import RandomInitWeights
+from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -162,9 +162,11 @@ def _init_buffers(weights: RandomInitWeights) -> None:
 
 
 def _require_buffers(module: transformers.PreTrainedModel, setting: str) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and buffer.isnan().any():
-            raise UserError(f"{setting}: {type(module).__name__} is not supported, it does not initialize {name} alone")
+    if names := uninitialized_buffers(module):
+        raise UserError(
+            f"{setting}: {type(module).__name__} is not supported: its buffer {names[0]} is neither stored nor "
+            "initialized by the modules of the model"
+        )
 
 
 def _check_counts(settings: Mapping[str, Any], prefix: str, source: str = "") -> None:

@@ -18,12 +18,14 @@ _INCIDENTAL = {
 
 
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return a configuration of transformers with other values of some settings.
+    """Return a new transformers configuration with some settings changed.
+
+    Settings that the configuration class derives from the changed ones are derived again.
 
     Args:
         config: Configuration that transformers has made from `content`.
-        content: Content of config.json. Settings that the class derives from others are derived again.
-        overrides: Values by name. Those of a nested mapping replace single entries of it.
+        content: Content of config.json.
+        overrides: New values by setting. A nested mapping changes only the entries that it has.
 
     Raises:
         UserError: A setting is unknown, or the class ignores the value.

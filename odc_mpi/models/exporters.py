@@ -59,14 +59,15 @@ class AdapterExporter(Exporter):
 
 
 class PublishedExporter(Exporter, WeightSource):
-    """Exporter of a full model, which writes the names and tensors that `save_pretrained` of transformers writes.
+    """Exporter of a full model, with the published names and shapes: those that `save_pretrained` writes.
 
-    Subclasses read ranges of the module's tensors, of which a published tensor may be a part, such as one expert.
+    A published tensor may be a part of a tensor of the module, such as one of the fused experts. Therefore subclasses
+    implement `read` for ranges of the module's tensors.
 
     Args:
         module: Model on the meta device.
-        shapes: Shapes of the tensors by the module's names. Tied parameters occur once.
-        kept: Types of the tensors that are not converted to the exported type, such as buffers.
+        shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur once.
+        kept: Dtypes of the tensors that keep their dtype in the export, such as buffers, keyed by the same names.
     """
 
     def __init__(

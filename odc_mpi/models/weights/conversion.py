@@ -25,12 +25,13 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 def loaded_tensors(
     module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
 ) -> dict[str, PlacedTensor]:
-    """Return the tensors of a module as regions of stored tensors, by the module's names.
+    """Return, for each wanted name in a module, the regions of stored tensors from which its tensor is read.
 
     Args:
         module: Model on the meta device.
-        stored: Function that describes a stored tensor, by its stored name. It is called only if the tensor is used.
-        wanted: Names of the parameters and buffers to return. Others, and those that are not stored, are omitted.
+        stored: Functions that return the descriptions of the tensors in the files, keyed by the names in the files.
+            A function is called only if its tensor is used.
+        wanted: Names of parameters and buffers in the module. Those that the files do not have are not in the result.
     """
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]

@@ -61,6 +61,12 @@ class RandomInitWeights(HashedWeights):
                 submodule.__dict__.update(
                     {k: v for k, v in initialized.__dict__.items() if isinstance(v, torch.Tensor)}
                 )
+        if uninitialized_buffers(self._model):
+            # Some models initialize the buffers of their layers from above. Parameters remain on the meta device.
+            with torch.random.fork_rng(devices=[]):
+                for submodule in self._model.modules():
+                    if not submodule._parameters and not submodule._buffers:
+                        self._model._init_weights(submodule)
 
     @torch.no_grad()
     def _init_module(self, name: str) -> nn.Module:
@@ -73,6 +79,12 @@ class RandomInitWeights(HashedWeights):
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             self._model._init_weights(module)
         return module
+
+
+def uninitialized_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the floating-point buffers in host memory that `init_buffers` did not initialize."""
+    buffers = ((name, b) for name, b in module.named_buffers() if b.is_floating_point() and not b.is_meta)
+    return [name for name, buffer in buffers if buffer.isnan().any()]
 
 
 def _nan_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
