@@ -88,7 +88,7 @@ def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
     experts = "block_sparse_moe.experts"
     line = f"all-linear left out: block_sparse_moe.router.weight, {experts}.gate_up_proj, {experts}.down_proj"
     assert f"lora    {line} (set lora.target_parameters)" in startup_lines(
-        config, world, inputs, trainer.model, decision, None
+        config, world, inputs, trainer.model, decision, None, {}
     )
     trainer.model.close()
 
