@@ -124,6 +124,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         summary = logger.summarize(fields | trainer.finish())
         checkpointing.raise_outcome(trainer.completed_steps)
+        trainer.model.close()  # not after an error, since the other ranks may not take part
         return summary
 
 
