@@ -35,7 +35,7 @@ MAY_SEE = {
         ),
     },
     "rollout": {"data", "models"},
-    "generation": {"api", "comm.tickets", "runtime", "data", "models", "checkpoint"},
+    "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},
