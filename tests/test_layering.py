@@ -35,6 +35,7 @@ MAY_SEE = {
         ),
     },
     "rollout": {"data", "models"},
+    "scripting": {"runtime", "data", "observe", "training"},
     "generation": {"api", "comm.tickets", "runtime", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
