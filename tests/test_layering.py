@@ -36,6 +36,7 @@ MAY_SEE = {
     },
     "rollout": {"data", "models"},
     "generation": {"api", "comm.tickets", "shard.model", "runtime", "data", "models", "checkpoint"},
+    "scripting": {"runtime", "data", "observe", "training"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},

@@ -176,8 +176,23 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: The configuration is invalid. The message is one line with source and setting.
     """
-    values, _ = Reader(all_settings(), _REASONS).read(path, overrides)
-    _check_together(values, str(path) if path else COMMAND_LINE)
+    source = str(path) if path else COMMAND_LINE
+    return _build(read_values(path, overrides)[0], source)
+
+
+def load_mapping(document: dict[str, Any], source: str) -> Config:
+    """Check a configuration with the content of a YAML file. `source` is its name in errors. For these, see `load`."""
+    return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
+
+
+def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that `load` would check together, and their sources, by name of the setting."""
+    document = dialect.read_file(path) if path else None
+    return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
+
+
+def _build(values: dict[str, Any], source: str) -> Config:
+    _check_together(values, source)
     return Config(**{name: _build_section(name, section, values) for name, section in _sections().items()})
 
 

@@ -6,7 +6,6 @@ in one error.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from odc_mpi import yaml_dialect as dialect
@@ -47,13 +46,18 @@ class Reader:
         #: Settings by name without section.
         self._by_leaf = own | aliases.ALIASES
 
-    def read(self, path: Path | None, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the values and their sources by name of the setting.
+
+        Args:
+            document: Content of a YAML file.
+            source: Name of the file in errors.
+            arguments: Words of the command line.
 
         Raises:
             UserError: The file or the command line is invalid.
         """
-        given = [*(self._flatten(path) if path else ()), *split_arguments(arguments)]
+        given = [*self._flatten(document, source), *split_arguments(arguments)]
         names = self._resolve_all(given)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -65,17 +69,16 @@ class Reader:
                 values.pop(other, None)
         return values, sources
 
-    def _flatten(self, path: Path) -> Iterator[_Given]:
-        document = dialect.read_file(path)
+    def _flatten(self, document: Any, source: str) -> Iterator[_Given]:
         if document is not None and not isinstance(document, dict):
             raise UserError(
-                f"{path}: expected a mapping of the sections {', '.join(self._sections)}, got {format_value(document)}"
+                f"{source}: expected a mapping of the sections {', '.join(self._sections)}, got {format_value(document)}"
             )
         for section, content in (document or {}).items():
             if isinstance(content, dict) and content:
-                yield from (_Given(str(path), f"{section}.{name}", value) for name, value in content.items())
+                yield from (_Given(source, f"{section}.{name}", value) for name, value in content.items())
             elif section not in self._sections or content not in (None, {}):  # a section may be left empty
-                yield _Given(str(path), str(section), content)
+                yield _Given(source, str(section), content)
 
     def _resolve_all(self, given: Sequence[_Given]) -> list[str]:
         names, problems, source = [], [], ""
