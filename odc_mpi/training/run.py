@@ -129,10 +129,10 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration with `run.num_train_epochs`, if it is set, converted to `run.steps`."""
-    epochs = config.run.num_train_epochs
-    if epochs is None:
+    """Return the configuration with `run.num_train_epochs`, by default 1, converted to `run.steps`, if that is 0."""
+    if config.run.steps:
         return config
+    epochs = config.run.num_train_epochs or 1.0
     steps = math.ceil(epochs * math.ceil(len(dataset) / samples_per_step(config)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 

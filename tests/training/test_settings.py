@@ -215,7 +215,7 @@ SIZE = "expected auto or a size such as 512M or 0"
     ("text", "expected"),
     [
         ("data: {path: d, balanse: x}", "job.yaml: unknown setting data.balanse: did you mean data.balance?"),
-        ("learning_rate: 1", "job.yaml: unknown setting learning_rate: did you mean optim.learning_rate?"),
+        ("learning_rat: 1", "job.yaml: unknown setting learning_rat: did you mean optim.learning_rate?"),
         ("optimizer: {learning_rate: 1}", "job.yaml: unknown setting optimizer.learning_rate: did you mean optim."),
         ("zzz: {}", "job.yaml: unknown setting zzz: odc-mpi train --help lists all"),
         ("1: {}", "job.yaml: unknown setting 1: "),
@@ -229,7 +229,7 @@ SIZE = "expected auto or a size such as 512M or 0"
             for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
         ),
         ("run: {steps: [1]}", "job.yaml: run.steps: expected an integer, got [1]"),
-        ("run: {steps: 0}", "job.yaml: run.steps: expected an integer, 1 or more, got 0"),
+        ("run: {steps: -1}", "job.yaml: run.steps: expected an integer, 0 or more, got -1"),
         ("run: {dir: 3}", "job.yaml: run.dir: expected text, got 3 (put it in quotes)"),
         ("run: {dir: ''}", 'job.yaml: run.dir: expected text, not empty, got ""'),
         ("run: {dir: {a: 1}}", 'job.yaml: run.dir: expected text, got {"a": 1}'),
@@ -316,8 +316,9 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("model: {path: m}", "job.yaml: data.path is missing: expected "),
         ("data: {path: d}", "job.yaml: expected model.path or model.config, got neither"),
         (
-            "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
-            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: remove one",
+            "data: {path: a b.jsonl.gz}\nmodel: {path: m}",
+            "job.yaml: data.path: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare 'a b.jsonl.gz' "
+            "--out 'a b.h5' --tokenizer m, and set data.path to 'a b.h5'",
         ),
         ("run: {num_train_epochs: 0}", "job.yaml: run.num_train_epochs: expected a finite number or null, above 0"),
         (
@@ -352,8 +353,10 @@ def test_user_errors_in_a_file(write, text, expected):
     [
         (["--data.balanse", "x"], "command line: unknown setting data.balanse: did you mean data.balance?"),
         (
-            ["--optim.learning-rate=1"],
-            "command line: unknown setting optim.learning-rate: did you mean optim.learning_",
+            ["--run.stepz", "3", "--per-device-train-batch-size", "2", "--save_step", "2"],
+            "command line: unknown setting run.stepz: did you mean run.steps?; per-device-train-batch-size: set data."
+            "minibatch_sequences, the sequences per step on all ranks together; unknown setting save_step: did you "
+            "mean run.checkpoint_every?",
         ),
         (["--data", "x"], "command line: data is a section: expected a setting of it"),
         (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
