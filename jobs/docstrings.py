@@ -37,7 +37,7 @@ def mean(values):
 
 def question(function: str) -> list[dict[str, str]]:
     """Return the messages that ask for a description."""
-    return [{"role": "user", "content": f"{REQUEST}\n\n```python\n{function.rstrip()}\n```"}]
+    return [{"role": "user", "content": f"{REQUEST}\n\n{function.rstrip()}"}]
 
 
 def examples() -> Iterator[tuple[str, str]]:

@@ -78,7 +78,9 @@ def convert(folder: Path, gguf_file: str, out: Path) -> None:
             # llama.cpp rotates pairs of neighbors, transformers pairs of a head's two halves.
             tensor = tensor.view(-1, HEAD_DIM // 2, 2, HIDDEN_SIZE).transpose(1, 2).reshape(-1, HIDDEN_SIZE)
         state[".".join(["model", *(f"layers.{number}" for number in layer), MODULES[module], "weight"])] = tensor
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"}
+    )
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     transformers.GenerationConfig(**tokens).save_pretrained(out)
     transformers.LlamaConfig(
