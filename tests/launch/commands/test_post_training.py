@@ -104,7 +104,7 @@ def test_the_way_that_readme_shows(tmp_path):
     shell, runs = Shell(tmp_path), tmp_path / "runs"
     assert (
         main(["prepare", "stdlib", "--out", str(runs / "data" / "stdlib.h5"), "--max-length", "1024"]) == 0
-    )  # as make run
+    )  # as make run-scratch
     train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = commands()
     for command in (train_base, export_base, prepare):
         shell.run(command)
