@@ -115,13 +115,14 @@ class Trainer(AbstractContextManager["Trainer"]):
     def start(self) -> None:
         """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if callbacks share a gathered name."""
         callback_by_name: dict[str, Callback] = {}
+        metrics: dict[str, Any] = {"step": self.completed_steps}
         for callback in self.callbacks:
             for name in callback.gathered_names:
                 if (other := callback_by_name.setdefault(name, callback)) is not callback:
                     both = f"{type(other).__name__} and {type(callback).__name__}"
                     raise ValueError(f"expected different gathered_names in all callbacks, got {name!r} of {both}")
         for callback in self.callbacks:
-            callback.on_train_begin(self.completed_steps)
+            callback.on_train_begin(self.completed_steps, metrics)
 
     def finish(self) -> dict[str, Any]:
         """Call `on_train_end` of all callbacks, the last one first, and return their summary entries. Collective."""
