@@ -77,12 +77,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._file.close()
 
 
-def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
+def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines.
 
     The line of step 0, if there is one, has the evaluation before the first step.
     """
-    lines: dict[int, dict[str, object]] = {}
+    lines: dict[int, dict[str, Any]] = {}
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
