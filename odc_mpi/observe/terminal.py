@@ -13,13 +13,13 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +35,7 @@ _LEFT = ProgressColumn("left", 8, lambda line: format_duration(line["left"]))
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints a line per step and, on a terminal, a progress bar with elapsed and remaining time.
+    """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
     Without a terminal, the output has no cursor control. Every line is flushed. Use the reporter as a context manager
     to remove the bar before an error is printed.
@@ -51,25 +51,26 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._total_steps = total_steps
         self._columns = [*columns, _LEFT]
         self._bar = _start_bar(self.console, total_steps) if self.console.is_terminal else None
-        self._began, self._num_steps = perf_counter(), 0
+        self._began_s, self._first_step = 0.0, 0
         self._print(self._line("step", [column.title for column in self._columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Print the line of a completed step, or of step 0, and advance the bar."""
         step = f"{metrics['step']}/{self._total_steps}"
-        if not metrics["step"]:
-            self._began = perf_counter()  # the evaluation before the first step does not repeat
-        else:
-            self._num_steps += 1
-            left_s = (perf_counter() - self._began) / self._num_steps * (self._total_steps - metrics["step"])
-            metrics = {**metrics, _LEFT.title: left_s}
+        if "time" in metrics and metrics["step"]:
+            now_s = datetime.fromisoformat(metrics["time"]).timestamp()
+            if not self._first_step:
+                self._began_s, self._first_step = now_s - metrics["step_s"], metrics["step"]
+            step_s = (now_s - self._began_s) / (metrics["step"] - self._first_step + 1)
+            metrics = {**metrics, _LEFT.title: step_s * (self._total_steps - metrics["step"])}
         cells = [_format_cell(column, metrics) for column in self._columns]
         if metrics.get("skipped"):
             self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
             self._print(self._line(step, cells))
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
+            left = _format_cell(_LEFT, metrics)
+            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], left=left, refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Remove the bar and print the closing table."""
@@ -113,10 +114,10 @@ def _format_cell(column: ProgressColumn, metrics: Mapping[str, Any]) -> str:
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
     """Start a bar that is drawn once per step: a thread that redraws it would slow down the training."""
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[left]} left"))
     gap = TextColumn("")  # before output of other processes after the bar
-    bar = Progress(*columns, gap, console=console, auto_refresh=False, speed_estimate_period=3600)
-    bar.add_task("steps", total=total_steps)
+    bar = Progress(*columns, gap, console=console, auto_refresh=False)
+    bar.add_task("steps", total=total_steps, left="-")
     bar.start()
     console.show_cursor(True)  # rich hides it, and a killed rank could not restore it
     return bar
