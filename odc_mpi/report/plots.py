@@ -63,9 +63,10 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
         if width > 3:
             axes.drawing.add("rect", x=left, y=y, width=1.0, height=height, fill=PAPER)
         if width > CHARACTER * (len(text) + 1):
-            box = {"width": CHARACTER * len(text) + 2, "height": 12, "fill": color}
-            axes.drawing.add("rect", x=left + width / 2 - box["width"] / 2, y=y + height / 2 - 6, **box)
-            place = {"text_anchor": "middle", "font_size": 11, "pointer_events": "none"}
+            wide = CHARACTER * len(text) + 2
+            box: dict[str, Any] = {"x": left + (width - wide) / 2, "y": y + height / 2 - 6, "width": wide}
+            axes.drawing.add("rect", fill=color, height=12, **box)
+            place: dict[str, Any] = {"text_anchor": "middle", "font_size": 11, "pointer_events": "none"}
             axes.drawing.text(left + width / 2, y + height / 2 + 4, text, _ON_COLOR, **place)
 
 

@@ -51,7 +51,7 @@ class Drawing:
 
     def bar(self, x: float, y: float, width: float, height: float, style: Style, hover: str = "") -> None:
         """Add a filled rectangle, and its hatch over it."""
-        box = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
+        box: dict[str, Any] = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
         if style.color != "none":
             self.add("rect", hover, fill=style.color, **box)
         if style.hatch:
@@ -183,7 +183,7 @@ class Axes:
         edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
         edges.append(self.left + self.width)
         for begin, end, text in zip(edges, edges[1:], texts, strict=False):
-            box = {"x": begin, "y": self.top, "width": max(0.0, end - begin), "height": self.height}
+            box: dict[str, Any] = {"x": begin, "y": self.top, "width": max(0.0, end - begin), "height": self.height}
             self.drawing.add("rect", text, fill=INK, fill_opacity=0, **{"class": "hover"}, **box)
 
     def _rule(self, x1: float, y1: float, x2: float, y2: float) -> None:

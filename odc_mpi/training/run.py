@@ -13,7 +13,7 @@ The hooks of the training loop are called on the callbacks in this order:
     LossEvaluator                                       adds the evaluation to the metrics of the step
     ThroughputMetrics                                   adds time, epoch, speed per rank and peak memory
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
-    NonFiniteStepLimit                                  can end the run after the step is logged, before it is saved
+    NonFiniteReport, NonFiniteStepLimit                 can end the run after the step is logged, before it is saved
     StopRequest, CheckpointCallback                     save checkpoints, also before the run stops on request
 """
 
@@ -46,6 +46,7 @@ from odc_mpi.observe.trackers import require_tracker_packages
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.evaluation import LossEvaluator
@@ -117,9 +118,12 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         stack.enter_context(logger)
         checkpointing = CheckpointCallback(config, world, trainer, metadata, stop, directory_lock, resume_point)
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
+        report = NonFiniteReport(
+            world, trainer.model, trainer.objective, run_dir, detect_anomaly=config.run.detect_anomaly
+        )
         max_tokens = config.data.max_tokens_per_microbatch
         trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
-        trainer.callbacks += [trace, logger, tracker_callback, limit, stop, checkpointing]
+        trainer.callbacks += [trace, logger, tracker_callback, report, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
