@@ -76,7 +76,6 @@ KEPT_IN = {
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
     "rich": {"cli", "probe.doctor", "observe.terminal", "data.prepare", "data.show", "report.terminal"},
     "yaml": {"yaml_dialect"},
-    "matplotlib": {"report.plots"},
     **{name: {"observe.trackers", "observe.tracker_callback"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.

@@ -179,7 +179,7 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
 def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir):
     usual, _ = run("usual", **ADAM)
     settings = ADAM | {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5, "run__eval_every": 2}
-    found, summary = run("evaluated", **settings, run__eval_on_start="true")
+    (start, *found), summary = run("evaluated", **settings, run__eval_on_start="true")
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
     config = make_settings(grpo_dir)
@@ -207,8 +207,8 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
         }
         wanted.append(compute_rewards(rewards, given, 0, 0, timeout_s=9.0, skip=False).rewards[0])
         lengths.append(len(tokens))
-    assert found[0]["eval_reward_start"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
-    assert found[0]["eval_mean_length_start"] == np.mean(lengths) and found[0]["eval_exact_match_start"] == 0
+    assert start["eval_reward"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
+    assert start["eval_mean_length"] == np.mean(lengths) and start["eval_exact_match"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]
 
 
