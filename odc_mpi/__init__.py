@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 #: Public names and the modules that define them. A module is imported when its name is first used, so that commands
 #: without MPI, such as `odc-mpi prepare`, do not start it.
 _PUBLIC = {
+    "train": "odc_mpi.scripting",
+    "prepare": "odc_mpi.scripting",
     "World": "odc_mpi.runtime.world",
     "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
@@ -18,7 +20,18 @@ _PUBLIC = {
     "Loader": "odc_mpi.data.loader",
     "UserError": "odc_mpi.errors",
 }
-__all__ = ["Dataset", "Loader", "ShardedModel", "Tickets", "UserError", "World", "__version__", "shard_model"]
+__all__ = [
+    "Dataset",
+    "Loader",
+    "ShardedModel",
+    "Tickets",
+    "UserError",
+    "World",
+    "__version__",
+    "prepare",
+    "shard_model",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,9 +76,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._file.close()
 
 
-def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
+def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines."""
-    lines: dict[int, dict[str, object]] = {}
+    lines: dict[int, dict[str, Any]] = {}
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
             try:

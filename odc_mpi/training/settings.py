@@ -144,7 +144,7 @@ class RunConfig:
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
-    checkpoint_every: Annotated[int, "steps between checkpoints, and one at the end; 0: none", NOT_NEGATIVE] = 0
+    checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
@@ -186,10 +186,20 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: The configuration is invalid. The message is one line with source and setting.
     """
-    values = _read_file(path) if path else {}
+    source = str(path) if path else _COMMAND_LINE
+    values = _read_document(dialect.read_file(path), source) if path else {}
     for key, text in _split_arguments(overrides):
         _override(values, key, text)
-    _check_together(values, str(path) if path else _COMMAND_LINE)
+    return _build(values, source)
+
+
+def load_mapping(document: dict[str, Any], source: str) -> Config:
+    """Check a configuration with the content of a YAML file. `source` is its name in errors. For these, see `load`."""
+    return _build(_read_document(document, source), source)
+
+
+def _build(values: dict[str, Any], source: str) -> Config:
+    _check_together(values, source)
     return Config(**{name: _build_section(name, section, values) for name, section in _sections().items()})
 
 
@@ -233,13 +243,12 @@ def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
     return section(**{item.name: values[key] for item in fields(section) if (key := f"{name}.{item.name}") in values})
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    document = dialect.read_file(path)
+def _read_document(document: Any, source: str) -> dict[str, Any]:
     if document is not None and not isinstance(document, dict):
         raise UserError(
-            f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {format_value(document)}"
+            f"{source}: expected a mapping of the sections {', '.join(_sections())}, got {format_value(document)}"
         )
-    return {key: _validate(str(path), key, value) for key, value in _flatten(document or {})}
+    return {key: _validate(source, key, value) for key, value in _flatten(document or {})}
 
 
 def _flatten(document: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,144 @@
+"""`train` and `prepare` as functions, for scripts: what `odc-mpi train` and `odc-mpi prepare` do.
+
+Run a script that calls them on one process, or on several ranks with `mpiexec -n N python SCRIPT`. All ranks make the
+same calls with the same arguments. Errors that the user can correct are raised as `UserError` on every rank.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odc_mpi.data.prepare import PrepareOptions, PrepareReport
+from odc_mpi.data.prepare import prepare as write_dataset
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
+from odc_mpi.hub import resolve_model_path
+from odc_mpi.observe.metrics import read_metrics
+from odc_mpi.observe.rank_log import RankLog
+from odc_mpi.runtime.ranks import mpi_startup
+from odc_mpi.runtime.start.launch import is_launched, launched_rank
+from odc_mpi.training import settings as configuration
+
+if TYPE_CHECKING:
+    from odc_mpi.runtime.world import World
+
+_SOURCE = "odc_mpi.train"
+#: Options of `prepare` that are files or directories.
+_PATHS = ("tokenizer", "chat_template")
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a training, the same on all ranks except for times.
+
+    Attributes:
+        run_dir: Directory with the files of the run. `odc-mpi export` and `model=` of another training accept it.
+        losses: Training loss of each step.
+        summary: Content of summary.json; only `steps` if the run was already complete.
+    """
+
+    run_dir: Path
+    losses: list[float]
+    summary: Mapping[str, Any]
+
+
+def train(
+    *,
+    model: str | Path | Mapping[str, Any],
+    data: str | Path | Mapping[str, Any],
+    world: "World | None" = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a model, as `odc-mpi train` does with the same settings in a YAML file. Collective.
+
+        odc_mpi.train(model="MODEL_DIR", data="chats.h5", run={"steps": 10}, optim={"learning_rate": 1e-5})
+
+    Args:
+        model: Hugging Face directory, name on the hub, or run; or the section `model` of the settings as a mapping.
+        data: Data set of `prepare`, or prompts for GRPO; or the section `data` as a mapping.
+        world: Ranks that train. By default, all ranks of the job; their world is closed at the end.
+        settings: Other sections as mappings, such as `run={"steps": 10}`, and whatever else is accepted at the top of
+            the YAML file.
+
+    Raises:
+        UserError: A setting is invalid, or settings, data and model do not match. No file was written.
+        TrainingError: Training cannot continue, for example because of non-finite gradients.
+        StoppedError: A signal requested a stop. If training had begun, a checkpoint was saved.
+    """
+    paths = {"model": model, "data": data}
+    sections = {name: value if isinstance(value, Mapping) else {"path": value} for name, value in paths.items()}
+    with nullcontext(world) if world else _new_world() as ranks, RankLog(launched_rank()) as log:
+        config = ranks.run_on_all(lambda: configuration.load_mapping(_plain({**sections, **settings}), _SOURCE))
+        # Imported late: invalid settings are reported before torch and transformers are imported.
+        from odc_mpi.training import run
+
+        ranks.run_on_all(lambda: log.open(config.run.log_dir, ranks))
+        summary = run.train(config, ranks)
+        run_dir = Path(config.run.dir)
+        lines = read_metrics(run_dir, summary["steps"]) if ranks.rank == 0 else []
+        losses = [line["loss"] for line in lines if "loss" in line]
+        return TrainResult(run_dir, ranks.gather_objects(losses)[0], summary)
+
+
+def prepare(
+    sources: str | Path | Sequence[str | Path], out: str | Path, *, world: "World | None" = None, **options: Any
+) -> PrepareReport:
+    """Tokenize text into a data set, as `odc-mpi prepare` does. Collective; rank 0 does it, the others wait.
+
+        odc_mpi.prepare("chats.jsonl", "chats.h5", tokenizer="MODEL_DIR", eval_fraction=0.02)
+
+    Args:
+        sources: Files, folders or data sets of Hugging Face, each optionally followed by a colon and a weight.
+        out: Data set to write. All nodes must see it.
+        world: Ranks that call this function. By default, all ranks of the job.
+        options: Fields of `PrepareOptions`, such as `tokenizer`, `max_length` and `eval_fraction`. `num_proc` is 1 by
+            default: with more processes, Python requires that the script begins with `if __name__ == "__main__":`.
+
+    Returns:
+        Counts of the data set, on all ranks. Its `describe` returns them as text.
+
+    Raises:
+        UserError: An option or a source is invalid. No file was written.
+    """
+    specs = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
+    files = {name: Path(options[name]) for name in _PATHS if options.get(name) is not None}
+
+    def write() -> PrepareReport:
+        if "tokenizer" in files:
+            files["tokenizer"] = Path(resolve_model_path(str(files["tokenizer"]), "tokenizer", weights=False))
+        return write_dataset(specs, Path(out), PrepareOptions(**{"num_proc": 1, **options, **files}))
+
+    if world is None and not is_launched():
+        return write()
+    with nullcontext(world) if world else _new_world() as ranks:
+        limit_s, ranks.timeout_s = ranks.timeout_s, _DAY_S  # the others wait for rank 0
+        try:
+            report = ranks.run_on_all(lambda: write() if ranks.rank == 0 else None)
+        finally:
+            ranks.timeout_s = limit_s
+        return ranks.gather_objects(report)[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def _new_world() -> Iterator["World"]:
+    """Context manager for a world of all ranks, closed also after an error that every rank raises."""
+    with mpi_startup():
+        from odc_mpi.runtime.world import World
+    world = World()
+    try:
+        yield world
+    except (AllRanksUserError, TrainingError, StoppedError):
+        world.close()
+        raise
+    world.close()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the types of a YAML file: paths as text, and tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
