@@ -70,7 +70,12 @@ def settings() -> Iterator[str]:
             required = item.default is dataclasses.MISSING
             default = "required" if required else f"`{format_value(item.default).strip(chr(34))}`"
             rows.append(
-                (f"`{name}.{item.name}`", f"`{type_signature(hint)}`".replace(" | ", "` or `"), default, meaning)
+                (
+                    f"`{name}.{item.name}`",
+                    f"`{type_signature(hint)}`".replace(" | ", "` or `"),
+                    default,
+                    _with_links(meaning),
+                )
             )
         yield from _table(("setting", "type", "default", "meaning"), rows)
 
@@ -109,11 +114,25 @@ def _options(command: argparse.ArgumentParser) -> Iterable[str]:
 
 def python() -> Iterator[str]:
     """Yield the page of the Python interface, which mkdocstrings fills from the docstrings."""
-    public = [f"{module}.{name}" for name, module in odc_mpi._PUBLIC.items()]
-    yield from ("# Python", "", _paragraph(odc_mpi.__doc__ or ""))
-    yield from ("", "`import odc_mpi` has these names:", "", *(line for name in public for line in (f"::: {name}", "")))
+    yield from (
+        "# Python",
+        "",
+        _paragraph(odc_mpi.__doc__ or ""),
+        "",
+        "`import odc_mpi` has the names of this section.",
+        "",
+    )
+    for name, module in odc_mpi._PUBLIC.items():
+        yield from (f"::: {module}.{name}", "")
     for title, names in PYTHON.items():
-        yield from (f"## {title}", "", *(line for name in names for line in (f"::: {name}", "")))
+        yield from (f"## {title}", "")
+        for name in names:
+            module, _, last = name.rpartition(".")
+            yield from (f"::: {name}", "", f"*`from {module} import {last}`*", "")
+
+
+def _with_links(text: str) -> str:
+    return re.sub(r"docs/(\w+\.md)", r"[\1](../\1)", text)
 
 
 def _sentence(text: str) -> str:
