@@ -1,12 +1,14 @@
 """README and docs: links, the shell's and the command line's grammar, and the pages' total length."""
 
 import re
+import runpy
 import shlex
 import subprocess
 
 import pytest
 from doc_blocks import PAGES, ROOT, blocks, commands
 
+import odc_mpi
 from odc_mpi.cli import main as cli
 from odc_mpi.training import settings
 
@@ -67,6 +69,22 @@ def anchors(page):
     """Return the names of a page's headings as GitHub and the site derive them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_the_reference_is_complete(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "stage.py"))["stage"](tmp_path)
+    pages = {page.stem: page.read_text() for page in (tmp_path / "docs" / "reference").glob("*.md")}
+    assert [key for key in settings.defaults() if f"`{key}`" not in pages["settings"]] == []
+    assert [name for name in cli.COMMANDS if f"## odc-mpi {name}\n" not in pages["commands"]] == []
+    assert [name for name in odc_mpi.__all__ if name != "__version__" and f".{name}\n" not in pages["python"]] == []
+    assert "](../" not in "".join(page.read_text() for page in (tmp_path / "docs").glob("*.md"))
+
+
+def test_every_page_and_variable_is_listed():
+    nav, environment = ((ROOT / "docs" / name).read_text() for name in ("mkdocs.yml", "environment.md"))
+    assert [page.name for page in PAGES[1:] if f": {page.relative_to(ROOT / 'docs')}\n" not in nav] == []
+    package = "".join(path.read_text() for path in (ROOT / "odc_mpi").rglob("*.py"))
+    assert [name for name in sorted(set(re.findall(r"ODC_MPI_[A-Z_]+", package))) if name not in environment] == []
 
 
 def test_pages_are_short():
