@@ -26,7 +26,7 @@ from odc_mpi.data.tokenizer import tokenizer_files, write_files
 ELSEWHERE = ("start_to_end.md",)
 RUN = [page for page in PAGES if any(block.kind in EXECUTED for block in blocks(page)) and page.name not in ELSEWHERE]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def run_commands(block, folder):
         env=environment(PATH=path),
         start_new_session=True,
     )
-    check(block, finish(process, timeout_s=150))
+    check(block, finish(process, timeout_s=400))
 
 
 def check(block, finished):
