@@ -6,17 +6,13 @@ commands after it; others are run.
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import transformers
 from doc_blocks import EXECUTED, PAGES, ROOT, blocks, commands
-from mpi_launch import environment, finish, start
+from mpi_launch import finish, start, start_shell
 from small_run import MODEL
 
 from odc_mpi.cli.main import main
@@ -79,19 +75,8 @@ def run_program(block, folder):
 
 
 def run_commands(block, folder):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     script = "set -euo pipefail\n" + "\n".join(commands(block))
-    process = subprocess.Popen(
-        ["bash", "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=folder,
-        env=environment(PATH=path),
-        start_new_session=True,
-    )
-    check(block, finish(process, timeout_s=400))
+    check(block, finish(start_shell(script, folder), timeout_s=400))
 
 
 def check(block, finished):

@@ -5,22 +5,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from doc_blocks import blocks
-from mpi_launch import ROOT, environment, finish
+from mpi_launch import ROOT, finish, start_shell
 from processes import descendants, is_python
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.data.dataset.reader import Dataset
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
 ]
 
@@ -46,20 +43,10 @@ class Shell:
         (directory / "jobs").symlink_to(ROOT / "jobs")
 
     def start(self, command):
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.Popen(
-            ["bash", "-c", command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=self.directory,
-            env=environment(PATH=path),
-            start_new_session=True,
-        )
+        return start_shell(command, self.directory)
 
     def run(self, command):
-        done = finish(self.start(command))
+        done = finish(self.start(command), timeout_s=200)
         assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
         return done.out
 
