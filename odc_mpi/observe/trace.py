@@ -2,7 +2,7 @@
 
 The clocks of nodes differ. A rank's times are therefore relative to the moment at which it left the publication of
 parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
-end of the run. docs/report.md describes the content of the file.
+end of the run. docs/watching.md describes the content of the file.
 """
 
 import json

@@ -61,7 +61,7 @@ class ModelConfig:
     ] = "float32"
     attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; with soft caps always eager"] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
-    compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
+    compile: Annotated[bool, "compile each layer with torch.compile; docs/gpu.md"] = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DataConfig:
 
     path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
-        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are assigned to ranks; docs/balance.md"
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "assignment of sequences to ranks; docs/scheduling.md"
     ] = "lb_mini"
     context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
     cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
@@ -149,7 +149,7 @@ class RunConfig:
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "bitwise identical results on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "experiment trackers; docs/trackers.md", _TRACKERS] = None
+    report_to: Annotated[list[str] | None, "experiment trackers; docs/watching.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)
