@@ -72,7 +72,8 @@ class Reader:
     def _flatten(self, document: Any, source: str) -> Iterator[_Given]:
         if document is not None and not isinstance(document, dict):
             raise UserError(
-                f"{source}: expected a mapping of the sections {', '.join(self._sections)}, got {format_value(document)}"
+                f"{source}: expected a mapping of the sections {', '.join(self._sections)}, "
+                f"got {format_value(document)}"
             )
         for section, content in (document or {}).items():
             if isinstance(content, dict) and content:
