@@ -12,6 +12,17 @@ from odc_mpi.runtime.start.launch import launched_rank
 if TYPE_CHECKING:
     from odc_mpi.training.settings import Config
 
+_USAGE = """\
+usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]
+
+Settings on the command line override those in FILE, which is YAML. Lists take commas or several
+words; a setting that is true or false may stand alone.
+
+  odc-mpi train --help SECTION    one section
+  odc-mpi train --help names      names of transformers, TRL, peft and axolotl that are accepted, too
+  odc-mpi config FILE             all values, and where they come from
+
+"""
 HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
@@ -20,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
-    parser.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help="show all settings and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train a model and return the exit code. If settings are invalid, no file is written. Collective."""
-    if arguments.help:
+    if arguments.help is not None:
         from odc_mpi.training import settings
 
-        print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + settings.help_text())
+        print(_USAGE + settings.help_text(arguments.help))
         return 0
     from odc_mpi.observe.rank_log import RankLog
     from odc_mpi.training.stop import StopRequest
