@@ -17,6 +17,7 @@ from typing import get_args, get_type_hints
 
 import odc_mpi
 from odc_mpi.cli.main import parser
+from odc_mpi.training.parsing import aliases
 from odc_mpi.training.setting_types import format_value, type_signature
 from odc_mpi.training.settings import Config
 
@@ -78,6 +79,20 @@ def settings() -> Iterator[str]:
                 )
             )
         yield from _table(("setting", "type", "default", "meaning"), rows)
+
+    yield from ("", "## Names of other libraries", "", "Accepted, since they mean the same:", "")
+    names: dict[str, list[str]] = {}
+    for name, setting in aliases.ALIASES.items():
+        names.setdefault(setting, []).append(f"`{name}`")
+    yield from _table(("setting", "also"), [(f"`{setting}`", ", ".join(also)) for setting, also in names.items()])
+    yield from ("", "Answered with what to set instead (regular expressions of names):", "")
+    yield from _table(("names", "answer"), [(", ".join(_alternatives(each)), text) for each, text in aliases._ANSWERS])
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """Yield the alternatives of a pattern that are not in parentheses, as code."""
+    for alternative in re.split(r"\|(?![^(]*\))", pattern):
+        yield f"`{alternative}`".replace("|", "/")
 
 
 def commands() -> Iterator[str]:
