@@ -57,7 +57,8 @@ def _largest_microbatch(inputs: Inputs, config: Config) -> tuple[list[int], list
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
         return [limit], []  # completions are as long as they may be
-    lengths, first, largest = inputs.dataset.lengths, [], [0]
+    lengths, largest = inputs.dataset.lengths, [0]
+    first: list[int] = []
     for minibatch in itertools.islice(inputs.loader, min(_NUM_MINIBATCHES, config.run.steps)):
         plan = minibatch.plan
         for positions in itertools.chain(*plan.microbatches, plan.pool):

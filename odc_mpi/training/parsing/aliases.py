@@ -139,7 +139,7 @@ _ANSWERS = (
 
 
 def answer(name: str) -> str | None:
-    """Return what to set instead of a name of another library, or None if the name is not known."""
+    """Return an answer that names the setting to use instead of a name of another library. None: unknown name."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
