@@ -112,6 +112,8 @@ def configuration(
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
     config, _ = resolve_settings(with_device(config, "cpu"), world)
+    if not config.run.steps:  # epochs: the learning rate depends on the number of steps
+        config = replace(config, run=replace(config.run, steps=100))
     if caches:
         return config
     none = Size(0)

@@ -15,7 +15,7 @@ from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
-from odc_mpi.training.settings import Config, LoraConfig
+from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 
 
 def resolve_settings(
@@ -50,8 +50,9 @@ def resolve_settings(
         needed_by = _needs_cpu(config)
         device, reason = ("cpu", f"{needed_by} requires it") if needed_by else choose_device(world)
         notes["run.device"] = f" (auto: {reason})"
-    if config.model.param_dtype == "auto":
-        notes["model.param_dtype"] = " (auto)"
+    for name, value in (("model.param_dtype", config.model.param_dtype), ("optim.lr", config.optim.learning_rate)):
+        if value == "auto":
+            notes[name] = " (auto)"
     config = with_device(config, device)
     if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
         warn(
@@ -71,12 +72,17 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return a configuration with `run.device` and `model.param_dtype`, if they are auto, for a device."""
+    """Return a configuration in which settings that are auto have the values for a device."""
+    if config.optim.learning_rate == "auto":
+        config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":
         config = replace(config, run=replace(config.run, device=cast(Any, device)))
     if config.model.param_dtype == "auto":
         dtype: Literal["float32", "bfloat16"] = "bfloat16" if config.run.device == "cuda" else "float32"
         config = replace(config, model=replace(config.model, param_dtype=dtype))
+    if config.model.gradient_checkpointing == "auto":
+        is_on = config.run.device == "cuda" and config.lora.r is None
+        config = replace(config, model=replace(config.model, gradient_checkpointing=is_on))
     return config
 
 

@@ -238,7 +238,7 @@ def _shard(
         # Adapters are float32; their base has its own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
         reduce_dtype=torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32,
-        activation_checkpointing=config.model.gradient_checkpointing,
+        activation_checkpointing=config.model.gradient_checkpointing is True,
         prefetch=config.comm.prefetch,
         weights=weights,
         decision=decision,

@@ -1,7 +1,7 @@
 """Descriptions of a run: the lines printed at start-up, and the fields of summary.json about machine and model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
@@ -9,7 +9,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.resume import ResumePoint, fresh_start_line
-from odc_mpi.training.settings import Config
+from odc_mpi.training.settings import Config, default_learning_rate
 
 
 def samples_per_step(config: Config) -> int:
@@ -50,12 +50,17 @@ def startup_lines(
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
         **inputs.model.packing.startup_lines(),
         **inputs.context_parallel.startup_lines(),
+        "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
+        f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
         "output": config.run.dir,
     }
     if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
         lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
+    usual = default_learning_rate(config)
+    if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
+        lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
     start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 

@@ -82,7 +82,7 @@ def validate_value(
     if Size in members and isinstance(value, str):
         size = parse_size(value)
         return value if size is None else size
-    return float(value) if float in members and value is not None else value
+    return float(value) if float in members and isinstance(value, int) else value
 
 
 def is_verbatim(hint: Any, text: str) -> bool:

@@ -18,6 +18,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.training.parsing import help as parsing_help
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
@@ -31,15 +32,20 @@ from odc_mpi.training.setting_types import (
     Size,
     check_evaluation,
     format_value,
-    type_signature,
 )
 
 #: Suffixes of files that `odc-mpi prepare` reads.
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 #: Functions that return the reason why a value of a setting is invalid, to append to the error.
-_REASONS = {"model.attn_implementation": unsupported_reason}
+_REASONS = {
+    "model.attn_implementation": unsupported_reason,
+    "optim.lr_scheduler_type": lambda value: " (cosine with optim.min_lr_ratio)" if "min_lr" in str(value) else "",
+    "optim.warmup_steps": lambda value: " (optim.warmup_ratio takes a fraction)" if isinstance(value, float) else "",
+}
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
+_SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
+_RATE = Check("0 or more", lambda value: value == "auto" or value >= 0)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
@@ -60,7 +66,9 @@ class ModelConfig:
         Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
     attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; with soft caps always eager"] = "sdpa"
-    gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
+    gradient_checkpointing: Annotated[
+        Literal["auto"] | bool, "recompute activations in the backward pass; auto: on GPUs, without adapters"
+    ] = "auto"
     compile: Annotated[bool, "compile each layer with torch.compile; docs/gpu.md"] = False
 
 
@@ -115,15 +123,22 @@ class OptimConfig:
     """Settings of the optimizer, the learning rate and gradient clipping."""
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", NOT_NEGATIVE] = 1e-4
+    learning_rate: Annotated[
+        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4, grpo 1e-6", _RATE
+    ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
     adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
     max_grad_norm: Annotated[float, "clip gradients to this global norm; 0: no clipping", NOT_NEGATIVE] = 1.0
-    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], "decay after the warm-up"] = "linear"
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant", "warmup_stable_decay"], "decay after the warm-up"
+    ] = "linear"
+    min_lr_ratio: Annotated[float, "learning rate at the end of the decay, as a fraction of the peak", _FRACTION] = 0.0
+    decay_ratio: Annotated[float, "warmup_stable_decay: fraction of the steps with decay", _SHARE] = 0.1
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", NOT_NEGATIVE] = 0
+    warmup_ratio: Annotated[float, "instead of warmup_steps: fraction of the steps", _FRACTION] = 0.0
     device: Annotated[Literal["cpu", "cuda"], "device of optimizer and states; cuda needs GPU memory"] = "cpu"
 
 
@@ -207,15 +222,38 @@ def defaults() -> dict[str, Any]:
     return {key: setting.default for key, setting in all_settings().items() if setting.default is not MISSING}
 
 
-def help_text() -> str:
-    """Return the table of all settings for ``odc-mpi train --help``."""
-    rows = [("setting", "type", "default", "meaning")]
-    for key, setting in all_settings().items():
-        default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')
-        rows.append((key, type_signature(setting.type), default, setting.help))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def help_text(section: str = "") -> str:
+    """Return the help of all settings, or of a section, for ``odc-mpi train --help``. See `parsing.help.help_text`."""
+    titles = {name: " ".join((kind.__doc__ or "").split()) for name, kind in _sections().items()}
+    return parsing_help.help_text(all_settings(), titles, section)
+
+
+def describe(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Return a line for each setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
+    values, sources = read_values(path, overrides)
+    config = asdict(_build(values, str(path)))
+    rate = default_learning_rate(_build(values, str(path)))
+    rows = []
+    for name in all_settings():
+        section, _, key = name.partition(".")
+        value, source = config[section][key], sources.get(name, "default")
+        if name == "optim.learning_rate" and value == "auto":
+            value, source = rate, f"auto ({source})"
+        rows.append((name, format_value(value).strip('"'), source))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+
+
+def default_learning_rate(config: Config) -> float:
+    """Return the learning rate that `optim.learning_rate: auto` means.
+
+    The values are TRL's for supervised fine-tuning and GRPO; adapters take five to ten times more. A model that is
+    trained from scratch has a larger one, which should be set for its size.
+    """
+    has_adapters = config.lora.r is not None
+    if config.run.objective == "grpo":
+        return 1e-5 if has_adapters else 1e-6
+    return 1e-4 if has_adapters or config.model.path is None else 2e-5
 
 
 def _sections() -> dict[str, Any]:

@@ -108,9 +108,7 @@ def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
             prepare([source], tmp_path / "a.h5", PrepareOptions(chat_template=path))
     broken = tmp_path / "broken.jinja"
     broken.write_text("a\n{% for")
-    with pytest.raises(
-        UserError, match="--chat-template: expected a Jinja template, got .* in line 2: "
-    ):
+    with pytest.raises(UserError, match=r"--chat-template: expected a Jinja template, got .* in line 2: "):
         prepare([source], tmp_path / "a.h5", PrepareOptions(vocab_size=300, chat_template=broken))
 
 

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +122,10 @@ def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
                 return
 
     units = [(unit.name, model.module.get_submodule(unit.name)) for unit in model.units]
-    handles = [module.register_forward_hook(partial(_after, check, name)) for name, module in units]
-    handles += [module.register_forward_pre_hook(partial(_before, check)) for name, module in units if name]
+    handles = [module.register_forward_hook(lambda *args, name=name: check(name, args[2])) for name, module in units]
+    handles += [module.register_forward_pre_hook(lambda _, args: check("", args)) for name, module in units if name]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _after(check: Any, name: str, module: Any, args: Any, output: Any) -> None:
-    check(name, output)
-
-
-def _before(check: Any, module: Any, args: Any) -> None:
-    check("", args)

@@ -18,6 +18,7 @@ ALIASES = {
     "lora_modules_to_save": "lora.modules_to_save",
     "lora_layers_to_transform": "lora.layers_to_transform",
     "lr": "optim.learning_rate",
+    **dict.fromkeys(("min_lr_rate", "min_lr_factor", "cosine_min_lr_ratio"), "optim.min_lr_ratio"),
     **dict.fromkeys(("lr_scheduler", "scheduler"), "optim.lr_scheduler_type"),
     **dict.fromkeys(("beta1", "adam_b1"), "optim.adam_beta1"),
     **dict.fromkeys(("beta2", "adam_b2"), "optim.adam_beta2"),
@@ -115,7 +116,7 @@ _ANSWERS = (
     (r"fp16\w*|tf32|bf16_full_eval|cast_lm_head_to_fp32|mixed_precision\w*", "set model.param_dtype; sums are float32"),
     (r"torch_compile_\w+|use_liger_kernel|liger_kernel_config|torch_empty_cache_steps", "set model.compile"),
     (r"(gradient|activation)_(checkpointing_kwargs|offloading)", "set model.gradient_checkpointing to true"),
-    (r"lr_scheduler_kwargs", "set optim.min_lr_ratio and optim.decay_ratio"),
+    (r"lr_scheduler_kwargs|min_lr", "set optim.min_lr_ratio and optim.decay_ratio"),
     (r"label_smoothing_factor|neftune_noise_alpha|router_aux_loss_coef|model_init_kwargs|rope_\w+", _MODEL_SETTINGS),
     (r"model_revision|revision|trust_remote_code", "not supported: model.path is a directory, or a name on the hub"),
     (r"dataloader_\w+", "not needed: sequences are read from the HDF5 file as they are used"),
@@ -138,7 +139,7 @@ _ANSWERS = (
 
 
 def answer(name: str) -> str | None:
-    """Return what to set instead of a name of another library, or None if the name is not known."""
+    """Return an answer that names the setting to use instead of a name of another library. None: unknown name."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 

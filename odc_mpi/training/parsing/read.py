@@ -17,7 +17,12 @@ COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
 _SIMILAR = 0.75
 #: Pairs of settings of which the later one wins, and replaces the other.
-_EXCLUSIVE = {"run.steps": "run.num_train_epochs", "run.num_train_epochs": "run.steps"}
+_EXCLUSIVE = {
+    "run.steps": "run.num_train_epochs",
+    "run.num_train_epochs": "run.steps",
+    "optim.warmup_steps": "optim.warmup_ratio",
+    "optim.warmup_ratio": "optim.warmup_steps",
+}
 
 
 class _Given(NamedTuple):
@@ -63,17 +68,16 @@ class Reader:
         sources: dict[str, str] = {}
         for item, name in zip(given, names, strict=True):
             self._set(values, item, name)
-            sources[name] = item.source
-            other = _EXCLUSIVE.get(name)
-            if other and values.get(name):
+            sources[self._mapping_of(name) or name] = item.source
+            if values.get(name) and (other := _EXCLUSIVE.get(name)):
                 values.pop(other, None)
+                sources.pop(other, None)
         return values, sources
 
     def _flatten(self, document: Any, source: str) -> Iterator[_Given]:
         if document is not None and not isinstance(document, dict):
-            raise UserError(
-                f"{source}: expected a mapping of the sections {', '.join(self._sections)}, got {format_value(document)}"
-            )
+            got = format_value(document)
+            raise UserError(f"{source}: expected a mapping of the sections {', '.join(self._sections)}, got {got}")
         for section, content in (document or {}).items():
             if isinstance(content, dict) and content:
                 yield from (_Given(source, f"{section}.{name}", value) for name, value in content.items())
