@@ -10,6 +10,7 @@
 #             faults on two hosts (root), a time limit, exact runs: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
 #             silently wrong results; SEED=1: other random inputs
+# make dist   wheel and sdist of this version, in dist/
 # make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: use the newest versions
 # make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
@@ -71,7 +72,7 @@ SOAK_LIMIT_S ?= 1800
 SEED         ?= 0
 
 .PHONY: run run-rl environment test test-rest test-all test-library test-serial test-launch test-commands test-shutdown \
-    test-mpi test-hosts test-slurm test-gpu wheels soak fuzz lint lock test-oldest test-newest clean
+    test-mpi test-hosts test-slurm test-gpu wheels soak fuzz lint lock test-oldest test-newest dist clean
 
 # With a learning rate of 0 the model keeps its random initial values, for comparison with the trained one.
 SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
@@ -175,6 +176,13 @@ soak: $(READY)
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --jobs $(JOBS)
 
+# The files of a release, in dist/: wheel and sdist.
+dist: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m pip install --quiet $(FROM_WHEELS) setuptools
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	ls -l dist
+
 environment: $(READY)
 
 lint: $(READY)
@@ -218,4 +226,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
