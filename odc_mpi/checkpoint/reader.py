@@ -122,7 +122,4 @@ def checkpoint_directories(path: Path) -> list[Path]:
     for folder in (path / CHECKPOINTS, path):
         if directories := list(steps_in(folder).values()):
             return directories
-    raise UserError(
-        f"no checkpoint in {path}: expected a run directory, its {CHECKPOINTS}/ or one checkpoint "
-        "(run.checkpoint_every is 0 by default)"
-    )
+    raise UserError(f"no checkpoint in {path}: expected a run directory, its {CHECKPOINTS}/ or one checkpoint")

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, checkpoint, data, doctor, generate, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, data, doctor, job, prepare, report, simulate, train
+from odc_mpi.cli.model import chat, checkpoint, export, generate
 from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
@@ -29,6 +30,8 @@ COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
     "train": train,
+    "export": export,
+    "chat": chat,
     "generate": generate,
     "data": data,
     "checkpoint": checkpoint,
@@ -53,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     description = "Sharded post-training (SFT, LoRA, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         # The help of `train` lists all settings, whose modules are slow to import.
         add_help = command is not train
@@ -70,8 +73,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser().parse_known_args(argv)
     check_out(arguments, rest, argv)
     if rest and arguments.command not in _WITH_SETTINGS:
-        words = [arguments.command, *filter(None, [getattr(arguments, "benchmark", None)])]
-        raise UserError(f"unknown argument {rest[0]}: see odc-mpi {' '.join(words)} --help")
+        words = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
+        raise UserError(f"unknown argument {rest[0]}: see {' '.join(words)}")
     arguments.words, arguments.overrides = list(argv), rest
     return arguments
 
@@ -96,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = parse(argv)
+        if arguments.command is None:
+            parser().print_help()
+            return 0
         code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()  # a closed pipe raises here; at the exit, Python would print a traceback
         return code

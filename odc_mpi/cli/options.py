@@ -30,14 +30,14 @@ def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_tex
 
 
 def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
-    """Raise a UserError if `prepare` or `checkpoint export` has no --out. The error has the user's words with --out.
+    """Raise a UserError if `prepare` or `export` has no --out. The error has the user's words with --out.
 
     Args:
         rest: Words that the parser did not recognize.
         words: All words of the command line after `odc-mpi`.
     """
     is_prepare, new = arguments.command == "prepare", list(words)
-    if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command == "checkpoint"):
+    if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command in ("checkpoint", "export")):
         return
     value = "FILE" if is_prepare else "NEW_DIR"
     last = (rest or getattr(arguments, "sources", ())[1:] or [""])[-1]

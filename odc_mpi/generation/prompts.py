@@ -24,22 +24,25 @@ class Request(NamedTuple):
     prompt: Prompt
 
 
-def read_examples(text: str | None, path: Path | None) -> list[Example]:
-    """Return the prompt `text` as an example, or read the prompts in the file `path`.
+def read_examples(text: str | None, questions: Sequence[str] | None, path: Path | None) -> list[Example]:
+    """Return the prompt `text` or the `questions`, each as a conversation, or read the prompts in the file `path`.
 
     Raises:
-        UserError: Neither or both arguments are given, `text` is empty, or the file cannot be read, contains no prompts
+        UserError: Not exactly one argument is given, a text is empty, or the file cannot be read, contains no prompts
             or contains an invalid line.
     """
-    if (text is None) == (path is None):
-        got = "neither" if text is None else "both"
-        raise UserError(f"expected one of --prompt TEXT and --prompts FILE, got {got}")
+    options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
+    given = [option for option, value in options.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(f"expected one of {', '.join(options)}, got {' and '.join(given) or 'none'}")
+    if path is not None:
+        return [example for block in read_prompts(path, "--prompts") for example, _ in block]
+    option, texts = given[0].split()[0], [text] if text is not None else list(questions or ())
+    if not all(texts):
+        raise UserError(f"{option}: expected a text, got an empty string")
     if text is not None:
-        if not text:
-            raise UserError("--prompt: expected a text, got an empty string")
-        return [PromptCompletion("--prompt", text, "")]
-    assert path is not None
-    return [example for block in read_prompts(path, "--prompts") for example, _ in block]
+        return [PromptCompletion(option, text, "")]
+    return [Conversation(option, [{"role": "user", "content": question}]) for question in texts]
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:

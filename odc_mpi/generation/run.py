@@ -29,6 +29,7 @@ from odc_mpi.generation.prompts import Request, output_record, read_examples, to
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class GenerateArguments:
 
     Attributes:
         source: Directory of the model, checkpoint or run.
-        prompt: Text of the only prompt. None if `prompts` is given.
-        prompts: JSONL or Parquet file of prompts. None if `prompt` is given.
+        prompt: Text of the only prompt. One of `prompt`, `prompts` and `chat` is not None.
+        prompts: JSONL or Parquet file of prompts.
+        chat: Questions, to which the chat template is applied.
         out: JSONL file for the completions. None prints them.
         device: Device of the model, "cpu" or "cuda".
     """
@@ -46,11 +48,12 @@ class GenerateArguments:
     source: Path
     step: str | None
     tokenizer: Path | None
-    prompt: str | None
-    prompts: Path | None
     sampling: SamplingParams
-    out: Path | None
     device: str
+    prompt: str | None = None
+    prompts: Path | None = None
+    chat: list[str] | None = None
+    out: Path | None = None
     attn_implementation: str | None = None
     base: Path | None = None
 
@@ -66,27 +69,12 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
         UserError: The device or the MPI library cannot be used.
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
-    arguments = _resolve_paths(arguments, world)
-    examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))
-    args, rank, size = arguments, world.rank, world.size
-    source = world.run_on_all(
-        lambda: load_generation_model(
-            args.source, args.step, args.tokenizer, rank, size, args.attn_implementation, args.base
-        )
-    )
-    world.require_same(Path(source.name).name, "SOURCE")
+    arguments = resolve_paths(arguments, world)
+    examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.chat, arguments.prompts))
+    source = load_on_all_ranks(arguments, world)
     requests = world.run_on_all(lambda: _requests(source, examples))
     world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
-    module = source.meta_model.module
-    module.requires_grad_(False)
-    model = shard_model(
-        module,
-        world,
-        param_dtype=source.dtype,
-        weights=source.meta_model.weights,
-        decision=decide_for(world, device=arguments.device, tickets=True),
-        device=arguments.device,
-    )
+    model = shard(source, arguments.device, world)
     tickets = Tickets(world)
     # If several ranks generate, rank 0 prints all completions in order at the end.
     streams = arguments.out is None and (world.size == 1 or len(requests) == 1)
@@ -109,6 +97,31 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     return completions
 
 
+def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
+    """Load the model of the arguments, whose paths are those on this node. Collective."""
+    args, rank, size = arguments, world.rank, world.size
+    source = world.run_on_all(
+        lambda: load_generation_model(
+            args.source, args.step, args.tokenizer, rank, size, args.attn_implementation, args.base
+        )
+    )
+    world.require_same(Path(source.name).name, "SOURCE")
+    return source
+
+
+def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
+    """Shard a loaded model over the ranks. Collective."""
+    source.meta_model.module.requires_grad_(False)
+    return shard_model(
+        source.meta_model.module,
+        world,
+        param_dtype=source.dtype,
+        weights=source.meta_model.weights,
+        decision=decide_for(world, device=device, tickets=True),
+        device=device,
+    )
+
+
 def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Request]:
     requests = tokenize(source.tokenizer, examples, source.stop)
     for request in requests:
@@ -119,7 +132,7 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
     return requests
 
 
-def _resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
+def resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
     """Replace names of models on the hub by their directories. Collective."""
     report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
     paths: dict[str, Any] = {}

@@ -80,7 +80,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written.
-        DamageFoundError: A sequence could not be read. The last complete step is saved if the run saves checkpoints.
+        DamageFoundError: A sequence could not be read. The last complete step is saved.
         TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
         StoppedError: The run was stopped on request. It has saved a checkpoint if it had begun to train.
     """

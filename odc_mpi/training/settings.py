@@ -144,7 +144,7 @@ class RunConfig:
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
-    checkpoint_every: Annotated[int, "steps between checkpoints, and one at the end; 0: none", NOT_NEGATIVE] = 0
+    checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"

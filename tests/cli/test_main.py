@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -79,7 +80,8 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["COMMAND"]),
+        (["--colour"], ["unknown argument --colour", "odc-mpi --help"]),
+        (["export", "run", "to"], ["odc-mpi export run --out to"]),
         (["tran"], ["tran", "train"]),
         (["prepare"], ["SOURCE"]),
         (["prepare", "a", "my b.h5", "--seed", "5"], ["write odc-mpi prepare a --out 'my b.h5' --seed 5"]),
@@ -119,9 +121,21 @@ def test_user_errors_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
 
 
 def test_a_run_on_one_rank(config, tmp_path, capsys):
-    assert cli.main(["train", "--config", str(config)]) == 0
+    """Its last step is saved, without any setting; a start over its files, without checkpoints, says where they go."""
+    train = ["train", "--config", str(config)]
+    assert cli.main(train) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
-    assert "loss (first -> last)" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "loss (first -> last)" in output and "starting from scratch" not in output
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
+    assert cli.main(train) == 0
+    assert "already complete" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert cli.main(train) == 0
+    earlier = tmp_path / "run" / "earlier-1"
+    assert f"the files of the earlier run are moved to {earlier}" in capsys.readouterr().out
+    assert (earlier / "metrics.jsonl").exists()
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
@@ -220,6 +234,11 @@ def test_no_mpi_library(config):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("odc-mpi: error: no MPI library found (") and "pip install 'odc_mpi[mpich]'" in line
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert cli.main([]) == 0
+    assert "usage: odc-mpi" in capsys.readouterr().out
 
 
 def test_version(capsys):

@@ -41,6 +41,7 @@ def tokenizer_path(chats: Path) -> Path:
     return prepare([str(few)], chats.with_name("few.h5"), PrepareOptions(vocab_size=300)).path
 
 
+@pytest.mark.timeout(300)
 def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_path: Path, tmp_path: Path) -> None:
     """Also of a JSON array, whose texts are split."""
     more = tmp_path / "more.json.gz"

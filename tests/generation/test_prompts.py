@@ -59,5 +59,13 @@ def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [[QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]]
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
-    asked = [one.messages for one in read_examples(None, path)]
+    asked = [one.messages for one in read_examples(None, None, path)]
     assert asked == [[QUESTION], [QUESTION], [QUESTION, ANSWER, QUESTION]]
+
+
+def test_questions_become_conversations():
+    asked = read_examples(None, ["one", "two"], None)
+    assert [one.messages for one in asked] == [[{"role": "user", "content": text}] for text in ("one", "two")]
+    for given in ((None, None, None), ("a", ["b"], None), (None, ["a", ""], None)):
+        with pytest.raises(UserError, match="--chat"):
+            read_examples(*given)

@@ -100,13 +100,14 @@ class CheckpointCallback(Callback):
     def on_step_end(self, step: Step) -> None:
         """Save a checkpoint if one is due. Collective if the previous checkpoint may be incomplete."""
         every, number = self._run.checkpoint_every, step.number
-        if self._stop.requested_on_any_rank or (every and (number % every == 0 or number == self._run.steps)):
+        is_due = number == self._run.steps or (every and number % every == 0)
+        if is_due or self._stop.requested_on_any_rank:
             self._update_best(step)
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Save a checkpoint of the last complete step, unless it has one, or the run saves none. Collective."""
-        if self._run.checkpoint_every and step != self._last:
+        """Save a checkpoint of the last complete step, unless it has one. Collective."""
+        if step != self._last:
             self._save(step)
 
     def parameters_digest(self) -> str:

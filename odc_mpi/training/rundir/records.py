@@ -61,10 +61,15 @@ def _parse_step(line: str) -> float:
         return math.inf
 
 
+def next_earlier(path: Path) -> Path:
+    """Return the directory to which the files of an earlier run will be moved."""
+    return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
+
+
 def _move_aside(path: Path, records: list[Path]) -> None:
     if records:
-        number = next(n for n in range(1, 1 << 30) if not (path / f"earlier-{n}").exists())
+        earlier = next_earlier(path)
         for record in records:
-            target = path / f"earlier-{number}" / record.relative_to(path)
+            target = earlier / record.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             record.rename(target)

@@ -19,7 +19,7 @@ from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.job_info import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.rundir.records import has_records, open_run_directory, reopen_run_directory
+from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import Config, defaults, dump
 
@@ -128,16 +128,21 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def fresh_start_line(config: Config) -> str:
-    """Return the line to print if no checkpoint was found. Empty if the user does not expect one.
+    """Return the line to print if a run does not continue another one. Empty for a new directory.
 
-    A checkpoint is expected if `run.resume` is auto and either the run saves checkpoints or `run.dir` contains files of
-    a run.
+    It says that no checkpoint was found, if the user may expect one, and where the files of an earlier run are moved.
     """
     run_dir = Path(config.run.dir)
-    expected = config.run.checkpoint_every or has_records(run_dir)
-    if config.run.resume != "auto" or not expected:
+    is_used = has_records(run_dir)
+    if not is_used and not (config.run.checkpoint_every and config.run.resume == "auto"):
         return ""
-    return f"starting from scratch: no checkpoint in {run_dir / CHECKPOINTS}"
+    reason = (
+        f"no checkpoint in {run_dir / CHECKPOINTS}"
+        if config.run.resume == "auto"
+        else f"run.resume {config.run.resume}"
+    )
+    moved = f"; the files of the earlier run are moved to {next_earlier(run_dir)}" if is_used else ""
+    return f"starting from scratch: {reason}{moved}"
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
     waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._compute_rewards
 
     def scored(source, *arguments):
-        time.sleep(0.3 * world.rank)  # rank 1 has begun what rank 0 then waits for
+        time.sleep(world.rank)  # rank 1 has begun what rank 0 then waits for
         return score(source, *arguments)
 
     def waits(source, *arguments):

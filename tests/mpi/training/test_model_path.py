@@ -66,3 +66,31 @@ def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, dire
     losses = torch_reference.train(reference, dataset, minibatches, config.optim)
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, reference.state_dict())
+
+
+def transformers_loss(module, dataset, indices):
+    tokens, mask = map(torch.from_numpy, dataset[indices[0]])
+    return module(input_ids=tokens[None], labels=tokens.where(mask, -100)[None], use_cache=False).loss
+
+
+def test_the_loss_of_routers_is_that_of_transformers(world, dataset_path, shared_dir, monkeypatch):
+    path = shared_dir / "experts"
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if world.rank == 0:
+        torch.manual_seed(4)
+        config = transformers.AutoConfig.for_model(**QWEN2 | experts, head_dim=8)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    world.gather_objects(None)
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    # A microbatch is one sequence, since the auxiliary loss is computed per microbatch.
+    settings = {"data.minibatch_sequences": 1, "model.path": path}
+    config = configure(dataset_path, **settings, **{f"model.config.{key}": value for key, value in routers.items()})
+    dataset, metrics, state = run(config, world)
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **routers)
+    draw = Loader(dataset, minibatch_sequences=1, max_tokens_per_microbatch=64, seed=config.run.seed)
+    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
+    monkeypatch.setattr(torch_reference, "compute_loss", transformers_loss)
+    losses = torch_reference.train(reference, dataset, minibatches, config.optim)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, reference.state_dict())

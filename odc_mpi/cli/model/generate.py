@@ -1,6 +1,7 @@
 """`odc-mpi generate`: initialize the ranks and complete prompts."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int, utf8
@@ -13,6 +14,20 @@ HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = "Complete prompts with a model. Under mpiexec its parameters are sharded over the ranks."
+    add_model(parser, max_new_tokens=128)
+    parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="text to complete, without the chat template")
+    parser.add_argument(
+        "--chat", type=utf8, action="append", metavar="TEXT", help="question to answer; give it again for more"
+    )
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="JSONL file to write; default: print the text")
+    parser.add_argument(
+        "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the options that select a model and how it samples, for this command and `odc-mpi chat`."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -20,13 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run, checkpoint, Hugging Face or peft directory, or name on the hub",
     )
     parser.add_argument("--step", metavar="N", help="checkpoint of a run: its step, or best; default: the newest")
-    parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="text to complete")
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or Parquet: a prompt or messages per row")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
+    length = f"default: {max_new_tokens}"
+    parser.add_argument("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=length)
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus threshold in (0, 1]; default: 1")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="sampling seed; default: 0")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="JSONL file to write; default: print the text")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="directory, data set, or name on the hub; default: that of SOURCE"
     )
@@ -38,13 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="{sdpa,eager}",
         help="default: that of the run, else sdpa",
     )
-    parser.add_argument(
-        "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate completions of the prompts and return the exit code. Collective."""
+    """Generate completions, or have a conversation, and return the exit code. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
@@ -53,15 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with mpi_startup():
+            from odc_mpi.generation.chat import chat
             from odc_mpi.generation.run import GenerateArguments, generate_all
             from odc_mpi.runtime.world import World
 
-        names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation", "base")
-        job = GenerateArguments(sampling=sampling, **{name: getattr(arguments, name) for name in names})
+        names = {field.name for field in fields(GenerateArguments)}
+        values = {name: value for name, value in vars(arguments).items() if name in names}
+        job = GenerateArguments(sampling=sampling, **values)
         world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
         def work() -> None:
             world.run_on_all(lambda: log.open(None, world))
-            generate_all(job, world)
+            if arguments.command == "chat":
+                chat(job, world, arguments.system)
+            else:
+                generate_all(job, world)
 
         return run_on_all_ranks(world, work)

@@ -1,0 +1,1 @@
+"""Commands for trained models: inspection and export of checkpoints, completions, conversations."""

@@ -1,0 +1,46 @@
+"""`odc-mpi checkpoint`: inspection and export of checkpoints, in one process."""
+
+import argparse
+from pathlib import Path
+
+from odc_mpi.cli.model import export
+
+HELP = "list, verify, inspect and export checkpoints"
+
+_ACTIONS = {
+    "list": "list the checkpoints of a run",
+    "verify": "compare all data with its checksums; exit code 1 if a checkpoint is damaged",
+    "show": "print the tensors of the newest checkpoint, with shapes, types and norms",
+    "digest": "print one SHA-256 over the tensors of the newest checkpoint, independent of the number of ranks",
+    "export": export.HELP,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, help_text in _ACTIONS.items():
+        action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        if name == "export":
+            export.add_arguments(action)
+        else:
+            action.add_argument("directory", metavar="DIR", type=Path, help=export.DIRECTORY_HELP)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action and return the exit code."""
+    from odc_mpi.checkpoint import commands
+
+    if arguments.action == "export":
+        return export.run(arguments)
+    if arguments.action == "verify":
+        lines, num_damaged = commands.verify(arguments.directory)
+        print("\n".join(lines))
+        return 1 if num_damaged else 0
+    if arguments.action == "digest":
+        print(commands.digest_line(arguments.directory))
+    else:
+        lines_of = commands.list_lines if arguments.action == "list" else commands.show_lines
+        for line in lines_of(arguments.directory):
+            print(line)
+    return 0

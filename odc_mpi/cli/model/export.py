@@ -1,0 +1,48 @@
+"""`odc-mpi export`, also `odc-mpi checkpoint export`: export of a run as a Hugging Face directory, in one process."""
+
+import argparse
+from pathlib import Path
+
+from odc_mpi.cli.options import BASE_HELP, add_out
+from odc_mpi.errors import UserError
+
+HELP = "write the model as a Hugging Face directory with safetensors, adapters in the format of peft"
+DIRECTORY_HELP = "run directory, its checkpoints or one of them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.description = HELP
+    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
+    add_out(parser, "DIR", "NEW_DIR", "directory to create")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: model.param_dtype; float32 for adapters",
+    )
+    parser.add_argument("--merge", action="store_true", help="adapters: write the merged, full model")
+    parser.add_argument("--base", metavar="BASE", type=Path, help=BASE_HELP)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export the newest checkpoint and return the exit code."""
+    from odc_mpi.checkpoint.commands import open_newest_checkpoint
+    from odc_mpi.checkpoint.export import Exporter, export
+    from odc_mpi.hub import resolve_model_path
+    from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
+
+    if arguments.base is not None:
+        arguments.base = Path(resolve_model_path(str(arguments.base), "--base"))
+    with open_newest_checkpoint(arguments.directory) as checkpoint:
+        exporter: Exporter
+        if "adapter" in checkpoint.manifest.metadata:
+            exporter = (MergedExporter if arguments.merge else AdapterExporter)(checkpoint, arguments.base)
+        elif arguments.merge:
+            raise UserError(f"--merge requires adapters, but {checkpoint.directory} is a full model: remove --merge")
+        elif arguments.base:
+            raise UserError(f"--base requires adapters, but {checkpoint.directory} is a full model: remove --base")
+        else:
+            exporter = FullModelExporter(checkpoint)
+        names = export(checkpoint, arguments.out, exporter, arguments.dtype, base=arguments.base)
+        print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
+    return 0

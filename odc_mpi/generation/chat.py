@@ -1,0 +1,63 @@
+"""A conversation with a model on the terminal, in one process."""
+
+import sys
+
+from transformers import TextStreamer
+
+from odc_mpi.data.examples import Conversation
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.generation.generate import GenerateFn, generate
+from odc_mpi.generation.prompts import output_record, tokenize
+from odc_mpi.generation.run import GenerateArguments, load_on_all_ranks, resolve_paths, shard
+from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.runtime.world import World
+
+_PROMPT = "> "
+
+
+def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
+    """Read questions from standard input until its end, and print the answers as they are generated.
+
+    Each answer sees the questions and answers before it, in the chat template of the model. A conversation that is too
+    long for the model is printed as an error, and a new one begins.
+
+    Args:
+        arguments: Model and sampling settings. Prompts are ignored.
+        system: Content of a system message at the start, or None.
+
+    Raises:
+        AllRanksUserError: There are several ranks, the model cannot be used, or its tokenizer has no chat template.
+    """
+    if world.size > 1:
+        raise AllRanksUserError(f"chat: expected one process, got {world.size} ranks: start it without mpiexec")
+    source = load_on_all_ranks(resolve_paths(arguments, world), world)
+    if not source.tokenizer.chat_template:
+        raise AllRanksUserError(f"{source.name}: expected a tokenizer with a chat template: odc-mpi generate --prompt")
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    model = shard(source, arguments.device, world)
+    streamer = TextStreamer(source.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with unsharded_if_fits(model):
+        while (question := _read_line()) is not None:
+            messages.append({"role": "user", "content": question})
+            try:
+                [request] = tokenize(source.tokenizer, [Conversation("chat", messages)], source.stop)
+                output = engine(model.module, request.prompt, arguments.sampling, streamer)
+            except UserError as error:
+                print(f"odc-mpi: error: {error}; a new conversation begins", file=sys.stderr, flush=True)
+                messages = list(first)
+                continue
+            answer = output_record(source.tokenizer, request, output)["completion"]
+            messages.append({"role": "assistant", "content": answer})
+    model.close()
+
+
+def _read_line() -> str | None:
+    """Return the next line that is not blank, or None at the end of the input."""
+    while True:
+        try:
+            line = input(_PROMPT if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        if line:
+            return line
