@@ -14,6 +14,7 @@
 # make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
 #             silently wrong results; SEED=1: other random inputs
 # make docs   the manual with its generated reference as a site: build/manual/site
+# make dist   wheel and sdist of this version, in dist/
 # make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: use the newest versions
 # make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
@@ -76,7 +77,7 @@ SEED         ?= 0
 
 .PHONY: run run-docstrings run-scratch run-rl environment test test-rest test-all test-library test-serial test-launch \
     test-commands test-shutdown test-mpi test-models test-hosts test-slurm test-gpu wheels soak fuzz docs lint lock test-oldest \
-    test-newest clean
+    test-newest dist clean
 
 # Each step is done once: a second `make run` resumes a run that was interrupted, and reports one that is complete.
 MODEL      ?=
@@ -222,6 +223,13 @@ soak: $(READY)
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --jobs $(JOBS)
 
+# The files of a release, in dist/: wheel and sdist.
+dist: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m pip install --quiet $(FROM_WHEELS) setuptools
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	ls -l dist
+
 environment: $(READY)
 
 lint: $(READY)
@@ -274,4 +282,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

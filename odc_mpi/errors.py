@@ -36,7 +36,6 @@ def file_error(error: OSError) -> UserError:
 def one_line_message(error: BaseException) -> str:
     """Return the message of an exception as one line of at most 300 characters, or its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = f"there is no {text}" if isinstance(error, KeyError) else text
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 

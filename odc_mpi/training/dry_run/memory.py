@@ -24,6 +24,9 @@ from odc_mpi.training.settings import Config
 _NUM_TOKENS = 16
 #: Bytes of activations per token, layer and hidden size with 16-bit activations (Korthikanti et al., arXiv 2205.05198).
 _FORMULA_BYTES = 34
+#: Freed blocks that malloc keeps between those in use, as a part of activations and logits. Measured: 0.4 to 0.6, with
+#: models of 1.3 million and 135 million parameters, full and LoRA, on 1 and 2 ranks.
+_MALLOC_SHARE = 0.5
 #: Arrays of the size of the logits, in fp32, at the beginning of the backward: the saved probabilities, and the
 #: gradients of the two operations of the cross entropy.
 _LOGITS_COPIES = 3
@@ -39,7 +42,13 @@ class MemoryPart:
 
 
 def estimate_memory(
-    config: Config, model: MetaModel, num_ranks: int, ranks_per_node: int, lengths: Sequence[int]
+    config: Config,
+    model: MetaModel,
+    num_ranks: int,
+    ranks_per_node: int,
+    lengths: Sequence[int],
+    *,
+    accumulates: bool = True,
 ) -> list[MemoryPart]:
     """Estimate the memory of the rank that needs most, at its peak.
 
@@ -48,6 +57,7 @@ def estimate_memory(
         num_ranks: Number of ranks.
         ranks_per_node: Number of ranks of each node.
         lengths: Numbers of tokens of the sequences of the largest microbatch.
+        accumulates: True if a rank has several microbatches per step, so that it caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
@@ -64,9 +74,11 @@ def estimate_memory(
     narrow = any((x.dtype or default).itemsize < 4 for x in trained)
     state_bytes = shard_numel * (OPTIMIZER_BYTES if config.optim.optimizer == "adamw" else 4)
     copies = gpu or ranks_per_node < num_ranks or config.comm.zero_copy == "off"  # units are fetched into buffers
-    needs = CacheBytes(sum(unit_bytes[1:]) if copies else 0, sum(gradient_numel) * itemsize if num_ranks > 1 else 0)
+    needs = CacheBytes(
+        sum(unit_bytes[1:]) if copies else 0, sum(gradient_numel) * itemsize if num_ranks > 1 and accumulates else 0
+    )
     caches = auto_cache_bytes(
-        available_bytes() - ranks_per_node * state_bytes,
+        0 if gpu else available_bytes() - ranks_per_node * state_bytes,  # the size of the GPU is not known here
         ranks_per_node,
         needs,
         min(size, needs.parameters) if isinstance(size := config.comm.parameter_cache_bytes, int) else "auto",
@@ -89,6 +101,7 @@ def estimate_memory(
         MemoryPart("gradients in transit", largest * (dtype.itemsize + num_buffers * itemsize), gpu),
         MemoryPart("activations", activations, gpu),
         MemoryPart("logits", logits, gpu),
+        MemoryPart("free blocks of malloc", 0 if gpu else round((activations + logits) * _MALLOC_SHARE)),
     ]
     if not copies:
         parts.insert(1, MemoryPart("of other ranks, in place", sum(unit_bytes) - shard_bytes))

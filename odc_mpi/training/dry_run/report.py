@@ -37,8 +37,8 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     def describe() -> None:
         inputs = open_inputs(apply_exact_settings(config), 0, size)
         base_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        sequences, microbatch = _largest_microbatch(inputs, config)
-        parts = estimate_memory(config, inputs.model, size, local_size, sequences)
+        sequences, microbatch, accumulates = _inspect_plans(inputs, config)
+        parts = estimate_memory(config, inputs.model, size, local_size, sequences, accumulates=accumulates)
         parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
         print("\n".join([*_describe_size(resolve_steps(config, inputs.dataset), inputs, size), *_table(parts)]))
         print(f"activations and logits of a microbatch of {sum(sequences):,} tokens, the largest of the first steps")
@@ -52,20 +52,28 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     world.run_on_all(lambda: describe() if world.rank == 0 else None)
 
 
-def _largest_microbatch(inputs: Inputs, config: Config) -> tuple[list[int], list[int]]:
-    """Return the lengths of the sequences of the largest microbatch, and the indices of those of the first one."""
+def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
+    """Inspect the plans of the first minibatches.
+
+    Returns:
+        Lengths of the sequences of the largest microbatch, indices of the sequences of the first one, and whether a
+        rank may have several microbatches per step.
+    """
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
-        return [limit], []  # completions are as long as they may be
-    lengths, largest = inputs.dataset.lengths, [0]
+        return [limit], [], True  # completions are as long as they may be
+    lengths, largest, accumulates = inputs.dataset.lengths, [0], False
     first: list[int] = []
     for minibatch in itertools.islice(inputs.loader, min(_NUM_MINIBATCHES, config.run.steps)):
         plan = minibatch.plan
+        accumulates = (
+            accumulates or bool(plan.pool) or any(len(list(filter(None, each))) > 1 for each in plan.microbatches)
+        )
         for positions in itertools.chain(*plan.microbatches, plan.pool):
             indices = minibatch.indices[list(positions)]
             first = first or indices.tolist()
             largest = max(largest, lengths[indices].tolist(), key=sum)
-    return largest, first
+    return largest, first, accumulates
 
 
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
