@@ -139,7 +139,7 @@ _ANSWERS = (
 
 
 def answer(name: str) -> str | None:
-    """Return what to set instead of a name of another library, or None if the name is not known."""
+    """Return the advice for a name of another library that has no equivalent, or None if the name is not known."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
