@@ -95,7 +95,7 @@ def shard_model(
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
-    param_dtype, dtypes = (param_dtype, {}) if param_dtype else _dtypes_by_parameter(module)
+    param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
     model = ShardedModel(
@@ -279,7 +279,7 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
     return functools.reduce(torch.promote_types, trained, torch.float32)
 
 
-def _dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
+def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
     """Return the most frequent type of parameter elements, and the types of all other parameters by name."""
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()

@@ -74,9 +74,16 @@ KEPT_IN = {
     "transformers": {"models", "data.tokenizer", "data.templates", "rollout", "generation"},
     "peft": {"models.adapters"},
     "safetensors": {"models.weights.safetensors_files", "models.peft_directory", "checkpoint.export"},
-    "rich": {"cli", "probe.doctor", "observe.terminal", "data.prepare", "data.show", "report.terminal"},
+    "rich": {
+        "cli",
+        "probe.doctor",
+        "observe.terminal",
+        "training.dry_run",
+        "data.prepare",
+        "data.show",
+        "report.terminal",
+    },
     "yaml": {"yaml_dialect"},
-    "matplotlib": {"report.plots"},
     **{name: {"observe.trackers", "observe.tracker_callback"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.

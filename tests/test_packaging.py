@@ -1,12 +1,19 @@
 """Content of an installed package: all folders, and the sources of the kernels."""
 
 import configparser
+import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from mpi_launch import MPIEXEC, environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -36,32 +43,62 @@ def test_constraints_pin_every_dependency_within_its_range():
             assert requirement.specifier.contains(version), f"{requirement}: make lock"
 
 
-@pytest.mark.slow
-def test_a_build_has_modules_and_the_sources_of_kernels(tmp_path):
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the sdist of a copy of the sources, as `make dist` builds them."""
     pytest.importorskip("setuptools")
-    sources = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "odc_mpi", "src")
-    for name in sources:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    command = [
-        sys.executable,
-        "-c",
-        "import setuptools; setuptools.setup()",
-        "--quiet",
-        "build",
-        "--build-lib",
-        "built",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    meta_model = tmp_path / "built" / "odc_mpi"
-    assert files(meta_model, "*.py") == files(ROOT / "odc_mpi", "*.py")
-    assert files(meta_model / "src", "*") == files(ROOT / "src", "*") != set()
-    # And they are found there, by what was built.
-    program = "from odc_mpi.comm.kernels import native; print(native.source_dir(), len(native.read_source('flatten')))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "built", capture_output=True, text=True)
-    assert done.stdout.split()[0] == str(meta_model / "src"), done.stderr
+    path = tmp_path_factory.mktemp("source")
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, path / "copy", ignore=left_out)
+    program = re.search(r"^dist: .*?-c \"(.*?)\"$", (ROOT / "Makefile").read_text(), re.DOTALL | re.MULTILINE)[1]
+    run(shlex.join([sys.executable, "-c", program]), path / "copy")
+    (wheel,), (sdist,) = ((path / "copy" / "dist").glob(pattern) for pattern in ("*.whl", "*.tar.gz"))
+    return wheel, sdist
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_have_all_modules_and_the_sources_of_kernels(built):
+    modules = {f"odc_mpi/{path}" for path in files(ROOT / "odc_mpi", "*.py")}
+    kernels = files(ROOT / "src", "*.cu*")
+    content = set(zipfile.ZipFile(built[0]).namelist())
+    assert modules | {f"odc_mpi/src/{path}" for path in kernels} <= content and kernels
+    assert any(name.endswith("licenses/LICENSE") for name in content)
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    others = {"CITATION.cff", "LICENSE", "Makefile", "constraints.txt", "jobs/quickstart.yaml", "tests/conftest.py"}
+    assert modules | {f"src/{path}" for path in kernels} | others <= names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_installed_wheel_prepares_trains_and_exports(built, tmp_path):
+    """In an environment of its own, which sees the installed dependencies through a path file."""
+    run(f"{sys.executable} -m venv --without-pip venv", tmp_path)
+    (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+    packages.joinpath("machine.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = f"{sys.executable} -m pip --python venv/bin/python install --quiet --no-compile --no-deps --no-index"
+    run(f"{pip} {built[0]}", tmp_path)
+    program = "import odc_mpi.comm.kernels.native as n; print(n.source_dir(), len(n.read_source('flatten')))"
+    assert run(f'venv/bin/python -c "{program}"', tmp_path).split()[0] == str(packages / "odc_mpi" / "src")
+    shutil.copy(ROOT / "jobs" / "chats.jsonl", tmp_path)
+    command = "venv/bin/odc-mpi"
+    run(f"{command} prepare chats.jsonl --out chats.h5 --vocab-size 300 --eval-fraction 0.1", tmp_path)
+    model = "{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1}"
+    settings = "--data.path chats.h5 --data.eval_path chats.eval.h5 --run.steps 2 --run.checkpoint_every 2"
+    out = run(f"{MPIEXEC} -n 2 {command} train --model.config '{model}' {settings}", tmp_path)
+    assert "eval loss" in out
+    run(f"{command} checkpoint export runs/run --out exported", tmp_path)
+    assert {path.name for path in (tmp_path / "exported").iterdir()} >= {"config.json", "model.safetensors"}
+
+
+def run(command, cwd):
+    # mpi4py looks for the MPI library of a wheel in the environment of its Python.
+    env = environment(PYTHONPATH="", LD_LIBRARY_PATH=f"{sys.prefix}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    words = shlex.split(command)
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def files(directory, pattern):
-    return {path.relative_to(directory) for path in directory.rglob(pattern) if path.is_file()}
+    return {path.relative_to(directory).as_posix() for path in directory.rglob(pattern) if path.is_file()}

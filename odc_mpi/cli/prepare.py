@@ -121,5 +121,5 @@ def run(arguments: argparse.Namespace) -> int:
         report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
     print(report.describe(), flush=True)
     if arguments.show:
-        show_sequences(report.path, arguments.show, Console())
+        show_sequences(report.path, range(arguments.show), Console())
     return 0

@@ -5,6 +5,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from odc_mpi.training.settings import Config
 
 _USAGE = """\
-usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]
+usage: odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]
 
 Settings on the command line override those in FILE, which is YAML. Lists take commas or several
 words; a setting that is true or false may stand alone.
@@ -21,6 +22,7 @@ words; a setting that is true or false may stand alone.
   odc-mpi train --help SECTION    one section
   odc-mpi train --help names      names of transformers, TRL, peft and axolotl that are accepted, too
   odc-mpi config FILE             all values, and where they come from
+  odc-mpi train --dry-run ...     memory per rank, steps and the first batch, without training
 
 """
 HELP = "train a model; run under mpiexec or srun for several ranks"
@@ -28,14 +30,20 @@ HELP = "train a model; run under mpiexec or srun for several ranks"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.usage = "odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]"
+    parser.usage = "odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
+    parser.add_argument("--dry-run", action="store_true", help="print memory, steps and first batch; write no file")
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="number of ranks of a dry run on one process")
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help="show all settings and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train a model and return the exit code. If settings are invalid, no file is written. Collective."""
+    if arguments.ranks and not arguments.dry_run:
+        raise UserError(
+            "--ranks: only for --dry-run; a training has the ranks of its launcher: mpiexec -n N odc-mpi train"
+        )
     if arguments.help is not None:
         from odc_mpi.training import settings
 
@@ -60,10 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         def start() -> None:
             config = world.run_on_all(lambda: _unwrap(loaded))
+            if arguments.dry_run:
+                from odc_mpi.training.dry_run.report import dry_run
+
+                return dry_run(config, world, arguments.ranks)
             from odc_mpi.training.run import train
 
             world.run_on_all(lambda: log.open(config.run.log_dir, world))
             train(config, world, stop)
+            return None
 
         return run_on_all_ranks(world, start)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -15,14 +16,14 @@ _BEGIN, _END = "[[", "]]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks and tabs
 
 
-def show_sequences(path: Path, num: int, console: Console) -> None:
-    """Print the first sequences of a data set, decoded with its tokenizer.
+def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
+    """Print sequences of a data set, decoded with its tokenizer.
 
     Loss tokens are printed in green, and between double brackets if the console has no colors.
 
     Args:
         path: Data set.
-        num: Maximum number of sequences.
+        indices: Indices of the sequences. Those beyond the end of the data set are left out.
 
     Raises:
         UserError: The data set is damaged, or has no tokenizer.
@@ -30,7 +31,7 @@ def show_sequences(path: Path, num: int, console: Console) -> None:
     tokenizer = load_tokenizer(path)
     has_colors = console.color_system is not None and not console.no_color
     with Dataset(path) as dataset:
-        for i in range(min(num, len(dataset))):
+        for i in itertools.takewhile(lambda i: i < len(dataset), indices):
             tokens, loss_mask = dataset[i]
             text, num_decoded = Text(f"\nsequence {i}: {len(tokens):,} tokens, {loss_mask[1:].sum():,} with loss\n"), 0
             end = 0

@@ -36,7 +36,7 @@ def startup_lines(
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
-    num_trainable, num_parameters = _numel(model, True), _numel(model)
+    num_trainable, num_parameters = numel(model, True), numel(model)
     trainable = f"{num_parameters:,} parameters"
     if num_trainable < num_parameters:
         share = num_trainable / num_parameters
@@ -94,7 +94,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
     return "; ".join(parts)
 
 
-def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
+def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     """Return the number of elements of all parameters, or only of trainable (True) or frozen (False) ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
@@ -114,8 +114,8 @@ def summary_fields(config: Config, world: World, decision: Decision, model: Shar
         "progress": decision.progress.value,
         "window_device": window_device.value if (window_device := decision.window_device) else "cpu",
         "param_dtype": config.model.param_dtype,
-        "num_parameters": _numel(model),
-        "num_trained_parameters": _numel(model, True),
+        "num_parameters": numel(model),
+        "num_trained_parameters": numel(model, True),
         "device": str(model.device),
         "mpi_library": world.mpi_library,
         "decision": decision.to_dict(),

@@ -69,7 +69,7 @@ class ModelConfig:
     gradient_checkpointing: Annotated[
         Literal["auto"] | bool, "recompute activations in the backward pass; auto: on GPUs, without adapters"
     ] = "auto"
-    compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
+    compile: Annotated[bool, "compile each layer with torch.compile; docs/gpu.md"] = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DataConfig:
 
     path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
-        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are assigned to ranks; docs/balance.md"
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "assignment of sequences to ranks; docs/scheduling.md"
     ] = "lb_mini"
     context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
     cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
@@ -158,12 +158,13 @@ class RunConfig:
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
+    detect_anomaly: Annotated[bool, "end at the first non-finite gradient, and write its data to anomaly.json"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "bitwise identical results on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "experiment trackers; docs/trackers.md", _TRACKERS] = None
+    report_to: Annotated[list[str] | None, "experiment trackers; docs/watching.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)

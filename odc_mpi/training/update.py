@@ -46,7 +46,8 @@ class Update(Callback):
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
-            self.optimizer.step()
+            with self._model.spans.span("optimize"):
+                self.optimizer.step()
         self._model.publish()  # B
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 

@@ -108,6 +108,18 @@ def train_to_the_end(config, world, job=None):
     return [json.loads(line) for line in lines], summary
 
 
+def on_first_rank(world, compare):
+    """Compare on rank 0; a failure fails the test on all ranks."""
+    problem = None
+    if world.rank == 0:
+        try:
+            compare()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    problem = world.gather_objects(problem)[0]
+    assert not problem, problem
+
+
 def assert_like_plain(config, world, freeze=(), like=None):
     """Train; losses and parameters are those of the plain loop, of another configuration if `like` is given."""
     dataset, metrics, state = run(config, world, freeze)

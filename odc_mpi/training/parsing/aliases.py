@@ -139,7 +139,7 @@ _ANSWERS = (
 
 
 def answer(name: str) -> str | None:
-    """Return the advice for a name of another library that has no equivalent, or None if the name is not known."""
+    """Return an answer that names the setting to use instead of a name of another library. None: unknown name."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 

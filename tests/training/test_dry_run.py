@@ -1,0 +1,130 @@
+"""`odc-mpi train --dry-run`: estimates agree with what is allocated and measured, and nothing is written."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from mpi_launch import ROOT, environment
+from small_run import MODEL, write_config, write_sequences
+
+from odc_mpi.cli import main as cli
+from odc_mpi.models.build import from_config
+from odc_mpi.training import settings as configuration
+from odc_mpi.training.dry_run.memory import estimate_memory
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def sizes(model, *overrides, ranks=1, per_node=None, lengths=(512,)):
+    given = [f"--model.config.{key}={value}" for key, value in model.items()]
+    config = configuration.load(
+        None, [*given, "--data.path=x.h5", "--run.device=cpu", "--model.param_dtype=float32", *overrides]
+    )
+    parts = estimate_memory(config, from_config(model, 0), ranks, per_node or ranks, lengths)
+    return {part.name: part.num_bytes for part in parts}, {part.name for part in parts if part.on_gpu}
+
+
+def test_a_dry_run_prints_memory_steps_and_the_first_microbatch_and_writes_nothing(tmp_path, capsys):
+    data = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
+    path = write_config(data, tmp_path)
+    before = set(tmp_path.rglob("*"))
+    assert cli.main(["train", "--config", str(path), "--dry-run", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"steps   8, 16.00 epochs\ntokens  about 880, ", out) and "of other ranks, in place" in out
+    assert re.search(r"\n  total +[\d,]+ MiB\n", out) and "first microbatch: not decoded: " in out
+    assert set(tmp_path.rglob("*")) == before
+    assert cli.main(["train", "--config", str(path), "--ranks", "2"]) == 2
+    assert "--ranks: only for --dry-run" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(path), "--dry-run", "--data.max_tokens_per_microbatch", "9"]) == 2
+
+
+def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_their_settings():
+    whole, _ = sizes(MODEL)
+    numel = sum(p.numel() for p in from_config(MODEL, 0).module.parameters())
+    assert whole["parameters"] == pytest.approx(4 * numel, rel=0.02)
+    assert (whole["gradients"], whole["optimizer"]) == (whole["parameters"], 2 * whole["parameters"])
+    half, _ = sizes(MODEL, ranks=2)
+    assert half["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.02)
+    assert half["gradient cache"] == pytest.approx(4 * numel, rel=0.02) and "gradient cache" not in whole
+    uncached, _ = sizes(MODEL, "--comm.gradient_cache_bytes=0", ranks=2)
+    assert "gradient cache" not in uncached and uncached["gradients in transit"] > half["gradients in transit"]
+    apart, _ = sizes(MODEL, ranks=2, per_node=1)
+    assert "of other ranks, in place" not in apart and apart["parameter cache"] > 0
+    narrow, on_gpu = sizes(MODEL, "--model.param_dtype=bfloat16", "--run.device=cuda", "--optim.device=cuda", ranks=2)
+    assert narrow["fp32 masters"] == 2 * narrow["parameters"] == half["parameters"]
+    assert {"optimizer", "fp32 masters", "activations", "fetched units"} < on_gpu and "parameters" not in on_gpu
+    small, _ = sizes(MODEL, "--model.gradient_checkpointing=true")
+    assert small["activations"] < whole["activations"] * 0.7
+    eager, _ = sizes(MODEL, "--model.attn_implementation=eager")
+    assert eager["activations"] > whole["activations"] + 2 * 4 * 512 * 512 * 8
+
+
+def test_the_activations_are_those_that_autograd_saves():
+    module = from_config(MODEL, 0).module.to_empty(device="cpu")
+    parameters = {p.data_ptr() for p in module.parameters()}
+    saved = {}
+    tokens, bounds = torch.zeros(1, 512, dtype=torch.int64), torch.tensor([0, 512], dtype=torch.int32)
+
+    def keep(tensor):
+        if tensor.data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(
+            tokens, position_ids=torch.arange(512)[None], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False
+        )
+    actual = sum(storage.nbytes() for storage in saved.values())
+    assert sizes(MODEL)[0]["activations"] == pytest.approx(actual, rel=0.15)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machine_is_estimated_and_a_mixture_of_experts():
+    eight, _ = sizes(LLAMA_8B, "--model.param_dtype=bfloat16", ranks=8)
+    assert eight["optimizer"] == pytest.approx(8.03e9, rel=0.01)
+    assert eight["activations"] + eight["logits"] < 16 * GIB
+    experts, _ = sizes({"model_type": "qwen3_moe"}, ranks=8)
+    assert experts["activations"] > 512 * 24 * 2048 * 4 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_total_is_the_measured_peak_within_a_fifth(tmp_path):
+    data = write_sequences(tmp_path / "data.h5", (np.arange(1000) % 60 for _ in range(4)))
+    settings = yaml.safe_load((ROOT / "jobs" / "quickstart.yaml").read_text())
+    settings["data"]["path"] = str(data)
+    settings["data"]["minibatch_sequences"] = 4
+    settings["run"] = {"steps": 2, "dir": str(tmp_path / "run"), "threads": 1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    program = """if True:
+        import resource, sys
+        from odc_mpi.cli.main import main
+        assert main(["train", "--config", "config.yaml", *sys.argv[1:]]) == 0
+        print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    """
+    estimated, measured = (
+        subprocess.run(
+            [sys.executable, "-c", program, *words],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for words in (["--dry-run"], [])
+    )
+    total = int(re.search(r"total +([\d,]+) MiB", estimated)[1].replace(",", "")) * MIB
+    assert total == pytest.approx(int(measured.split("peak ")[1]), rel=0.2)
