@@ -130,6 +130,6 @@ def test_show_marks_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert pair.partition("\n")[2] == "Say ä\\x1b[[ [b]ä[/b]<|endoftext|>]]\n"
     assert text.partition("\n")[2].replace("[[", "") == "Only 🙂<|endoftext|>]]\n" and "[[" in text
     terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
-    show_sequences(tmp_path / "a.h5", 1, terminal)
+    show_sequences(tmp_path / "a.h5", range(1), terminal)
     shown = terminal.file.getvalue()
     assert "assistant\n\x1b[1;32mNo, 1.<|im_end|>\x1b[0m\n" in shown and "[[" not in shown
