@@ -1,4 +1,4 @@
-"""The configurations for published models in jobs/models: complete, valid, with memory and commands in their comments."""
+"""The configurations for published models in jobs/models: valid, with memory and commands in their comments."""
 
 import json
 import sys
