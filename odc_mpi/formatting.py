@@ -29,6 +29,13 @@ def format_seconds(value: float) -> str:
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration as hours, minutes and seconds, such as "1:02:03", or as days and hours, such as "2d 03h"."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours < 48 else f"{hours // 24}d {hours % 24:02}h"
+
+
 def printable_text(text: str) -> str:
     """Return a text that UTF-8 can encode. In file names, bytes of other encodings are replaced by escape sequences."""
     return text.encode(errors="backslashreplace").decode()

@@ -84,7 +84,6 @@ KEPT_IN = {
         "report.terminal",
     },
     "yaml": {"yaml_dialect"},
-    "matplotlib": {"report.plots"},
     **{name: {"observe.trackers", "observe.tracker_callback"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.

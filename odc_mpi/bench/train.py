@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
 from odc_mpi.bench.baselines.fsdp import FSDPBaseline
+from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
 from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
 from odc_mpi.bench.measure import header, ratio
@@ -44,6 +45,8 @@ from odc_mpi.training.settings import (
 )
 
 BASELINE = "fsdp2"
+#: FSDP2 on the plan of `lb_mini`, with counts made equal by dummy microbatches: the baseline of AMD's port of ODC.
+PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
 INDEPENDENT = "apart"
 #: Balance of the contender that uses `dynamic` and splits the longest sequences over ranks (context parallelism).
@@ -53,7 +56,7 @@ COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: Contenders over windows with `run.exact`, on request.
 EXACT = ("exact/lb_mini", "exact/dynamic")
-CONTENDERS = (BASELINE, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
+CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
 #: Largest allowed relative difference of losses. fp32 sums in another order cause differences; 4e-7 was observed.
 TOLERANCE = 1e-5
 #: Values of settings that all contenders support, including those in plain torch.
@@ -109,6 +112,8 @@ def configuration(
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
     config, _ = resolve_settings(with_device(config, "cpu"), world)
+    if not config.run.steps:  # epochs: the learning rate depends on the number of steps
+        config = replace(config, run=replace(config.run, steps=100))
     if caches:
         return config
     none = Size(0)
@@ -178,7 +183,7 @@ class _Contenders:
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
         equal_counts = self._configure("window", "lb_micro")  # what collectives need
-        self._fsdp = FSDPBaseline(world, equal_counts, self._inputs(equal_counts).sequence_loader)
+        self._gloo = Gloo(world)
         self._collective = CollectiveBaseline(world, equal_counts.optim, self._inputs(equal_counts))
         configs = {name: self._configure(*name.split("/")) for name in ours}
         decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
@@ -188,7 +193,8 @@ class _Contenders:
         }
         self._decision = decisions[OURS[-1]]
         self.by_name: Mapping[str, Contender] = {
-            BASELINE: self._fsdp,
+            BASELINE: self._fsdp(equal_counts),
+            PADDED: self._fsdp(self._configure("window", "lb_mini")),
             COLLECTIVE: self._collective,
             **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
             INDEPENDENT: self._unsharded(world.rank, world.size),
@@ -213,10 +219,13 @@ class _Contenders:
             with trainer:
                 trainer.model.close()
         self._collective.close()
-        self._fsdp.close()
+        self._gloo.close()
 
     def _inputs(self, config: Config) -> Inputs:
         return self._world.run_on_all(lambda: open_inputs(config, self._world.rank, self._world.size))
+
+    def _fsdp(self, config: Config) -> Contender:
+        return FSDPBaseline(self._world, config, self._inputs(config).sequence_loader)
 
     def _unsharded(self, rank: int, size: int) -> Contender:
         config = self._configure("window", "lb_mini")

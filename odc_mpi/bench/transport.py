@@ -21,7 +21,7 @@ Variants, all with units in fp32:
 GB/s are 10^9 bytes of the *full unit* per second that a rank waits. A rank's own shard, 1/`ranks` of the unit, stays in
 its process; `crossing_bytes` is the rest.
 
-docs/report.md describes the JSON object that `measure` returns.
+benchmarks/README.md describes the JSON object that `measure` returns.
 """
 
 import os
@@ -71,7 +71,7 @@ def measure(
         report: Function that is called with a line of text about the next measurement.
 
     Returns:
-        JSON object, the same on every rank. docs/report.md describes it.
+        JSON object, the same on every rank. benchmarks/README.md describes it.
 
     Raises:
         UserError: A node has too little memory for a size. Raised on every rank.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, data, doctor, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
 from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
@@ -35,13 +35,15 @@ COMMANDS = {
     "generate": generate,
     "data": data,
     "checkpoint": checkpoint,
+    "watch": watch,
     "report": report,
+    "config": config,
     "job": job,
     "bench": bench,
     "simulate": simulate,
 }
 #: Commands with settings, `--SECTION.KEY VALUE`, which are not arguments of the parser.
-_WITH_SETTINGS = ("train", "job")
+_WITH_SETTINGS = ("train", "job", "config")
 
 
 class _Parser(argparse.ArgumentParser):

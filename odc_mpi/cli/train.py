@@ -13,6 +13,18 @@ from odc_mpi.runtime.start.launch import launched_rank
 if TYPE_CHECKING:
     from odc_mpi.training.settings import Config
 
+_USAGE = """\
+usage: odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]
+
+Settings on the command line override those in FILE, which is YAML. Lists take commas or several
+words; a setting that is true or false may stand alone.
+
+  odc-mpi train --help SECTION    one section
+  odc-mpi train --help names      names of transformers, TRL, peft and axolotl that are accepted, too
+  odc-mpi config FILE             all values, and where they come from
+  odc-mpi train --dry-run ...     memory per rank, steps and the first batch, without training
+
+"""
 HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
@@ -23,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
     parser.add_argument("--dry-run", action="store_true", help="print memory, steps and first batch; write no file")
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="number of ranks of a dry run on one process")
-    parser.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help="show all settings and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,11 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "--ranks: only for --dry-run; a training has the ranks of its launcher: mpiexec -n N odc-mpi train"
         )
-    if arguments.help:
+    if arguments.help is not None:
         from odc_mpi.training import settings
 
-        print("usage: odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]\n")
-        print(settings.help_text())
+        print(_USAGE + settings.help_text(arguments.help))
         return 0
     from odc_mpi.observe.rank_log import RankLog
     from odc_mpi.training.stop import StopRequest

@@ -39,6 +39,7 @@ from odc_mpi.data.tokenizer import (
     read_chat_template,
     replace_chat_template,
     serialize_tokenizer,
+    set_chat_template,
     tokenizer_files,
     train_tokenizer,
 )
@@ -143,7 +144,7 @@ def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
         else:
             tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
         if plan.chat_template is not None:
-            tokenizer.chat_template = plan.chat_template
+            set_chat_template(tokenizer, plan.chat_template)
         files = plan.files or serialize_tokenizer(tokenizer)
         return _write(plan, paths, reader, tokenizer, files)
 

@@ -53,6 +53,22 @@ def read_chat_template(path: Path) -> str:
         ) from error
 
 
+def set_chat_template(tokenizer: Any, chat_template: str) -> None:
+    """Replace the chat template of a tokenizer. Raises a UserError if Jinja cannot compile it."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    tokenizer.chat_template = chat_template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"--chat-template: expected a Jinja template, got an error in line {error.lineno}: "
+            f"{one_line_message(error)}"
+        ) from error
+    except TemplateError:
+        pass  # it rejects these messages
+
+
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
     """Return the files of a tokenizer with another chat template, which transformers prefers to one in other files."""
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}

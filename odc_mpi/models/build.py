@@ -147,7 +147,8 @@ def _user_errors(prefix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{prefix}: {one_line_message(error)}") from error
+        key = "there is no " if isinstance(error, KeyError) else ""
+        raise UserError(f"{prefix}: {key}{one_line_message(error)}") from error
 
 
 def _with_random_weights(module: transformers.PreTrainedModel, seed: int) -> MetaModel:

@@ -80,8 +80,14 @@ class Callback:
     columns: ClassVar[Sequence[ProgressColumn]] = ()
     summary: ClassVar[Mapping[str, SummaryField]] = {}
 
-    def on_train_begin(self, completed_steps: int) -> None:
-        """Prepare for training. `completed_steps` is 0 unless the run is resumed. May be collective."""
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Prepare for training. May be collective.
+
+        Args:
+            completed_steps: Number of steps before this start; 0 unless the run is resumed.
+            metrics: Metrics of the state before the first step, with `step`. If callbacks add others, such as those of
+                an evaluation, they become a line of ``metrics.jsonl``.
+        """
 
     def on_step_begin(self, step: Step) -> None:
         """Prepare for a step. Called before the first microbatch."""

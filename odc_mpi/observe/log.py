@@ -37,12 +37,20 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if is_main_rank else None
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Log the evaluation before the first step, if there was one, as step 0."""
+        if len(metrics) > 1:
+            self._log(metrics)
+
     def on_step_end(self, step: Step) -> None:
         """Add the metrics of the step to the summary. The main rank also writes and prints them."""
-        self._summary.add(step.metrics)
+        self._log(step.metrics)
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self._summary.add(metrics)
         if self._writer and self._reporter:
-            self._writer.write(step.metrics)
-            self._reporter.report(step.metrics)
+            self._writer.write(metrics)
+            self._reporter.report(metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the summary, with `fields` added. The main rank also writes and prints it."""

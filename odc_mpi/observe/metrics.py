@@ -32,11 +32,12 @@ class SummaryField(NamedTuple):
     Attributes:
         metric: Key of the metric in ``metrics.jsonl``.
         reduce: Reduction over the steps. `mean` weights each step by its duration. `per_step` divides the sum by the
-            number of steps. `first`, `last` and `min` ignore skipped steps.
+            number of steps. `first`, `last` and `min` ignore skipped steps. `start` is the value before the first step,
+            which the other reductions ignore.
     """
 
     metric: str
-    reduce: Literal["sum", "mean", "per_step", "first", "last", "min"]
+    reduce: Literal["sum", "mean", "per_step", "first", "last", "min", "start"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -77,14 +78,19 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines."""
+    """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines.
+
+    The line of step 0, if there is one, has the evaluation before the first step.
+    """
     lines: dict[int, dict[str, Any]] = {}
     if (path / METRICS).exists():
         for text in (path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = parse_json(text)
-                if isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool):  # for `Summary`
-                    lines[int(line["step"])] = line
+                number = int(line["step"])
+                # `Summary` requires these.
+                if not number or (isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool)):
+                    lines[number] = line
             except (ValueError, KeyError, TypeError, OverflowError):
                 continue
     return [line for number, line in sorted(lines.items()) if number <= step]
@@ -110,14 +116,18 @@ class Summary:
         self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of one step. `step_s` and `skipped` are required."""
-        self._num_steps += 1
-        self._step_s += metrics["step_s"]
+        """Add the metrics of one step, with `step_s` and `skipped`, or those of step 0."""
+        is_start = metrics.get("step") == 0
+        if not is_start:
+            self._num_steps += 1
+            self._step_s += metrics["step_s"]
         for key, (metric, reduce) in self._fields.items():
             value, before = metrics.get(metric), self._values[key]
-            if not isinstance(value, int | float):
+            if is_start != (reduce == "start") or not isinstance(value, int | float):
                 continue  # null, damaged, or from a run with other callbacks
-            if reduce in ("sum", "per_step"):
+            if is_start:
+                self._values[key] = value
+            elif reduce in ("sum", "per_step"):
                 self._values[key] = before + value
             elif reduce == "mean":
                 self._values[key] = before + value * metrics["step_s"]

@@ -13,24 +13,29 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import ProgressColumn
 
 # Names in /proc, of at most 15 characters: MPICH and derivatives, Open MPI up to 4, Open MPI from 5 on.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
+#: Last column: the estimated time to the last step, from the mean duration of the steps since this start.
+_LEFT = ProgressColumn("left", 8, lambda line: format_duration(line["left"]))
+
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """Prints a line per step and, on a terminal, a progress bar with elapsed and remaining time.
+    """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
     Without a terminal, the output has no cursor control. Every line is flushed. Use the reporter as a context manager
     to remove the bar before an error is printed.
@@ -44,20 +49,28 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
         self.console = console or make_console()
         self._total_steps = total_steps
-        self._columns = columns
+        self._columns = [*columns, _LEFT]
         self._bar = _start_bar(self.console, total_steps) if self.console.is_terminal else None
-        self._print(self._line("step", [column.title for column in columns]), "bold")
+        self._began_s, self._first_step = 0.0, 0
+        self._print(self._line("step", [column.title for column in self._columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Print the line of a completed step and advance the bar."""
+        """Print the line of a completed step, or of step 0, and advance the bar."""
         step = f"{metrics['step']}/{self._total_steps}"
-        cells = [column.format_cell(metrics) for column in self._columns]
-        if metrics["skipped"]:
+        if "time" in metrics and metrics["step"]:
+            now_s = datetime.fromisoformat(metrics["time"]).timestamp()
+            if not self._first_step:
+                self._began_s, self._first_step = now_s - metrics["step_s"], metrics["step"]
+            step_s = (now_s - self._began_s) / (metrics["step"] - self._first_step + 1)
+            metrics = {**metrics, _LEFT.title: step_s * (self._total_steps - metrics["step"])}
+        cells = [_format_cell(column, metrics) for column in self._columns]
+        if metrics.get("skipped"):
             self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
             self._print(self._line(step, cells))
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
+            left = _format_cell(_LEFT, metrics)
+            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], left=left, refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Remove the bar and print the closing table."""
@@ -81,12 +94,30 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+#: Rows of the closing table with a first and a last value. The loss of a run with rewards is not informative.
+_RESULTS = (
+    ("reward (first -> last)", "reward_first", "reward_last", ".4f"),
+    ("loss (first -> last)", "loss_first", "loss_last", ".4f"),
+    ("eval reward (start -> final)", "eval_reward_start", "eval_reward", ".4f"),
+    ("eval match (start -> final)", "eval_exact_match_start", "eval_exact_match", ".1%"),
+    ("eval loss (start -> final)", "eval_loss_start", "eval_loss", ".4f"),
+)
+
+
+def _format_cell(column: ProgressColumn, metrics: Mapping[str, Any]) -> str:
+    """Return the text of a column, which is empty if the line lacks a metric of the column."""
+    try:
+        return column.format_cell(metrics)
+    except KeyError:
+        return ""
+
+
 def _start_bar(console: Console, total_steps: int) -> Progress:
     """Start a bar that is drawn once per step: a thread that redraws it would slow down the training."""
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[left]} left"))
     gap = TextColumn("")  # before output of other processes after the bar
-    bar = Progress(*columns, gap, console=console, auto_refresh=False, speed_estimate_period=3600)
-    bar.add_task("steps", total=total_steps)
+    bar = Progress(*columns, gap, console=console, auto_refresh=False)
+    bar.add_task("steps", total=total_steps, left="-")
     bar.start()
     console.show_cursor(True)  # rich hides it, and a killed rank could not restore it
     return bar
@@ -101,7 +132,11 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
     rows = {
         "steps": f"{format_entry('steps')} ({format_entry('skipped_steps')} skipped)",
-        "loss (first -> last)": f"{format_entry('loss_first', '.4f')} -> {format_entry('loss_last', '.4f')}",
+        **{
+            name: f"{format_entry(first, form)} -> {format_entry(last, form)}"
+            for name, first, last, form in _RESULTS
+            if (last in summary or last == "loss_last") and (last != "loss_last" or "reward_last" not in summary)
+        },
         "tokens": f"{format_entry('tokens', ',.0f')}, {format_entry('tokens_per_s', ',.0f')} per second",
         "idle (waiting at step ends)": format_entry("idle_fraction", ".1%"),
         "wait: fetch": f"{format_entry('fetch_wait_s', '.2f')} s",
@@ -113,8 +148,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "run directory": format_entry("run_dir"),
     }
     if "eval_loss" in summary:
-        start = f"{format_entry('eval_loss_start', '.4f')} -> {format_entry('eval_loss', '.4f')}"
-        rows["eval loss (start -> final)"] = f"{start}, perplexity {format_entry('eval_perplexity', ',.4g')}"
+        rows["eval loss (start -> final)"] += f", perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():
         table.add_row(name, Text(text, overflow="fold"))

@@ -2,7 +2,7 @@
 
 The clocks of nodes differ. A rank's times are therefore relative to the moment at which it left the publication of
 parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
-end of the run. docs/report.md describes the content of the file.
+end of the run. docs/watching.md describes the content of the file.
 """
 
 import json
@@ -56,7 +56,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record a step. Call it right after the publication of parameters, which ends the step."""
+        """Record a step. Call it right after a synchronization of all ranks, which ends the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -70,6 +70,10 @@ class TraceCallback(Callback):
         """Gather the timelines and write the file. If it cannot be written, only print a warning. Collective."""
         if not self._steps:
             return {}
+        if spans := self._spans.drain():  # the last checkpoint is saved after its step was recorded
+            last = self._steps[-1]
+            last["spans"] += spans
+            last["end_s"] = max(last["end_s"], spans[-1].ended - last["origin"])
         max_spans = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))
         steps_of_ranks = self._world.gather_objects([_serialize_step(step, max_spans) for step in self._steps])
         if self._world.rank == 0:

@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -40,7 +40,6 @@ class TrackerCallback(Callback):
         names: Names of the trackers, keys of `trackers.TRACKERS`. Must be empty on all ranks except 0.
         run_dir: Run directory, with metrics.jsonl.
         config: All settings of the run, by name.
-        steps_per_epoch: Number of steps in one pass over the data.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 
@@ -49,18 +48,17 @@ class TrackerCallback(Callback):
         names: Sequence[str],
         run_dir: Path,
         config: Mapping[str, Any],
-        steps_per_epoch: int,
         finish_s: float = FINISH_S,
     ) -> None:
         self._names, self._run_dir, self._finish_s = dict.fromkeys(names), run_dir, finish_s
-        self._config, self._steps_per_epoch = config, steps_per_epoch
+        self._config = config
         self._threads: list[TrackerThread] = []
 
-    def on_train_begin(self, completed_steps: int) -> None:
-        """Start a thread per tracker. The threads first write the completed steps of a resumed run."""
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Start a thread per tracker. The threads first write the steps that are in metrics.jsonl."""
         if not self._names:
             return
-        previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
+        previous = [_record(line) for line in read_metrics(self._run_dir, completed_steps)]
         run_name = self._run_dir.resolve().name
         for name in self._names:
             make = partial(trackers.start_tracker, name, self._run_dir / DIRECTORY / name, run_name, self._config)
@@ -69,7 +67,7 @@ class TrackerCallback(Callback):
     def on_step_end(self, step: Step) -> None:
         """Queue the metrics of the step and return immediately."""
         for thread in self._threads:
-            thread.put(list(self._records(step.metrics)))
+            thread.put([_record(step.metrics)])
 
     def close(self) -> None:
         """Wait for the trackers to write their queued steps, for at most `finish_s` in total."""
@@ -78,14 +76,6 @@ class TrackerCallback(Callback):
             thread.put(None)
         while self._threads:
             self._threads.pop().join(max(0.0, end - time.monotonic()))
-
-    def _records(self, metrics: Mapping[str, Any]) -> Iterator[LogRecord]:
-        metrics = dict(metrics)
-        step = int(metrics.pop("step"))
-        at_start = {name.removesuffix("_start"): metrics.pop(name) for name in list(metrics) if name.endswith("_start")}
-        if at_start:
-            yield step - 1, metrics_by_tag(at_start)
-        yield step, metrics_by_tag({"epoch": step / self._steps_per_epoch, **metrics})
 
 
 class TrackerThread:
@@ -129,6 +119,10 @@ class TrackerThread:
         if not self._failed:
             self._failed = True
             warn(f"WARNING: run.report_to: {self._name} disabled for the rest of the run: {reason}")
+
+
+def _record(metrics: Mapping[str, Any]) -> LogRecord:
+    return int(metrics["step"]), metrics_by_tag({key: value for key, value in metrics.items() if key != "step"})
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -10,10 +10,10 @@ from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
 #: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
 _STYLES = {
-    "collective": Style(ORANGE, "///"),
+    "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
     # References that do not use this package for communication.
-    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\\\\\")),
+    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\")),
 }
 
 

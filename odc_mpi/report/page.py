@@ -1,31 +1,53 @@
 """Self-contained HTML pages with text, tables and plots, for light mode, dark mode and print."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
-from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Plot
+from odc_mpi.report.plot_types import BLUE, INK, LINE, MUTED, PAPER, Plot
 
-_VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper"}
-_DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23"}
+_VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
+_DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#3d9edb"}
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; }
-h2 { font-size: 1.1rem; margin-top: 2.5rem; }
-figure { margin: 2.5rem 0; break-inside: avoid; }
+       max-width: 1060px; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin-bottom: 0.3rem; }
+h2 { font-size: 1.15rem; line-height: 1.35; margin: 0 0 0.8rem; }
+h3 { font-size: 0.95rem; margin: 0 0 0.3rem; }
+figure, section { margin: 2.6rem 0; break-inside: avoid; }
 figure svg { width: 100%; height: auto; display: block; }
-figcaption, .lead { color: var(--muted); max-width: 75ch; }
-figcaption { font-size: 0.9rem; }
-.note { border-left: 4px solid #e69f00; padding-left: 0.8rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 1.5rem 0.2rem 0; vertical-align: top;
-         overflow-wrap: anywhere; }
-th { text-align: left; font-weight: 600; white-space: nowrap; }
+figure svg .hover:hover { fill-opacity: 0.07; }
+figcaption, .lead { color: var(--muted); max-width: 95ch; margin: 0.2rem 0; }
+figcaption, td, th, pre, .note { font-size: 0.88rem; }
+.note { border-left: 4px solid #e69f00; padding-left: 0.8rem; margin: 0.4rem 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 0.8rem; margin: 1.4rem 0; }
+.tiles div { border: 1px solid var(--line); border-radius: 8px; padding: 0.7rem 0.8rem; break-inside: avoid; }
+.tiles b { display: block; font-size: 1.1rem; letter-spacing: -0.02em; overflow-wrap: anywhere; }
+.tiles span { color: var(--muted); font-size: 0.8rem; display: block; line-height: 1.35; }
+.groups { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1.6rem 2.4rem; }
+.groups div { break-inside: avoid; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 1rem 0.25rem 0; vertical-align: top; text-align: left;
+         overflow-wrap: anywhere; white-space: pre-wrap; }
+th { font-weight: 600; }
+th:first-child { white-space: nowrap; }
+.groups td { text-align: right; overflow-wrap: break-word; }
+.groups th { font-weight: 400; color: var(--muted); white-space: normal !important; }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: 1rem; }
+@media print { :root { font-size: 68%; } body { max-width: none; margin: 0; font-size: 1rem; }
+               details { display: none; } @page { margin: 14mm; }
+               * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
+
+
+class Tile(NamedTuple):
+    """A key figure at the top of a page: name, value, and a remark below the value."""
+
+    label: str
+    value: str
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,8 @@ class ReportPage:
     Attributes:
         subtitle: Lines of text that describe the run or benchmark.
         notes: Remarks, for example about missing data.
+        tiles: Key figures.
+        groups: Small tables of names and values, which are next to each other.
         collapsed: Long texts by heading, which are hidden until a reader opens them.
     """
 
@@ -68,6 +92,8 @@ class ReportPage:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     collapsed: Mapping[str, str] = field(default_factory=dict)
+    tiles: Sequence[Tile] = ()
+    groups: Sequence[Table] = ()
 
 
 def html(report: ReportPage) -> str:
@@ -79,9 +105,11 @@ def html(report: ReportPage) -> str:
     body = [
         f"<h1>{escape(report.title)}</h1>",
         *(f'<p class="lead">{escape(line)}</p>' for line in report.subtitle),
+        *_wrapped("tiles", map(_tile, report.tiles)),
         *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
         *(_figure(figure) for figure in report.figures),
-        *map(_table, report.tables),
+        *(f"<section><h2>{escape(table.heading)}</h2>\n{_table(table)}</section>" for table in report.tables),
+        *_wrapped("groups", (f"<div><h3>{escape(group.heading)}</h3>{_table(group)}</div>" for group in report.groups)),
         *(
             f"<details><summary>{escape(heading)}</summary><pre>{escape(text)}</pre></details>"
             for heading, text in report.collapsed.items()
@@ -96,15 +124,24 @@ def html(report: ReportPage) -> str:
     )
 
 
+def _wrapped(name: str, parts: Iterable[str]) -> list[str]:
+    """Return a block of the class `name` with the parts, or nothing if there are none."""
+    body = "\n".join(parts)
+    return [f'<div class="{name}">\n{body}\n</div>'] if body else []
+
+
+def _tile(tile: Tile) -> str:
+    return f"<div><span>{escape(tile.label)}</span><b>{escape(tile.value)}</b><span>{escape(tile.remark)}</span></div>"
+
+
 def _figure(figure: Figure) -> str:
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    return f"<figure>\n{_inline(figure.plot)}{caption}</figure>"
+    return f"<figure>\n<h2>{escape(figure.plot.title)}</h2>\n{_inline(figure.plot)}{caption}</figure>"
 
 
 def _inline(plot: Plot) -> str:
-    """Return an SVG element without XML prolog, with unique ids and with the color variables of the page."""
-    svg = plot.svg[plot.svg.index("<svg") :]
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}-", svg)
+    """Return an SVG element with the color variables of the page."""
+    svg = plot.svg(standalone=False)
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
@@ -115,4 +152,4 @@ def _table(table: Table) -> str:
     rows = [f"<tr>{head}</tr>\n"] if any(table.columns) else []
     for name, *cells in table.rows:
         rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n")
-    return f"<h2>{escape(table.heading)}</h2>\n<table>\n{''.join(rows)}</table>"
+    return f"<table>\n{''.join(rows)}</table>"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 #: Text, lines and background. A page replaces them in dark mode.
@@ -16,7 +15,7 @@ class Style(NamedTuple):
 
     Attributes:
         color: Color of the bar or line. "none" draws only the hatch of a bar.
-        hatch: Hatch of a bar, or style of a line, in the notation of matplotlib.
+        hatch: Hatch of a bar: a slash, a backslash or "-". Style of a line: "-", "--", ":", "-." or "none".
     """
 
     color: str
@@ -29,7 +28,7 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot that is drawn when `svg` is first read.
+    """Plot that is drawn by `svg`.
 
     Attributes:
         kind: Name of the function in `report.plots` that draws the plot.
@@ -43,12 +42,11 @@ class Plot:
     title: str
     parts: Sequence[Any]
 
-    @cached_property
-    def svg(self) -> str:
-        """SVG document."""
-        from odc_mpi.report import plots  # Imported late: matplotlib takes a second, and terminal output needs none.
+    def svg(self, *, standalone: bool = True) -> str:
+        """Return an SVG document, with the title and a background if it is `standalone`."""
+        from odc_mpi.report import plots  # imported late: the module uses this one
 
-        return plots.draw(self.kind, self.name, self.title, self.parts)
+        return plots.draw(self.kind, self.name, self.title, self.parts, standalone=standalone)
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,9 @@ class Curve:
     """Curve in a panel.
 
     Attributes:
-        label: Text at the right end of the curve, or "".
+        label: Text in the legend, or "".
         y: Value at each `x`, NaN for a missing value.
-        marker: Marker of each point, in the notation of matplotlib.
+        marker: Marker of each point, as in `svg.Drawing.marker`.
     """
 
     label: str
@@ -119,14 +117,14 @@ class Panel:
     """Curves in one pair of axes.
 
     Attributes:
-        form: Format specification of the numbers on the y axis, or "log" for a logarithmic axis.
-        height: Height of the panel in inches.
+        form: Format specification of the numbers on the y axis, which then includes 0; or "log" for a logarithmic axis.
+        height: Height of the panel in pixels.
     """
 
     heading: str
     curves: Sequence[Curve]
     form: str = ""
-    height: float = 2.2
+    height: float = 210.0
 
 
 @dataclass(frozen=True)

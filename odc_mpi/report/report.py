@@ -69,4 +69,4 @@ def _draw(report: page.ReportPage, name: str | None) -> str:
     if name not in plots:
         known = f"expected one of {', '.join(plots)}" if plots else "this report has no pictures"
         raise UserError(f"--picture {name}: {known}")
-    return plots[name].svg
+    return plots[name].svg()

@@ -1,8 +1,6 @@
 """Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +10,16 @@ from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
-from odc_mpi.report.page import Figure, ReportPage, Table
-from odc_mpi.report.plot_types import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    Curve,
-    GanttChart,
-    GanttRow,
-    Histogram,
-    Panel,
-    Plot,
-    Style,
-    choose_ranks,
-)
+from odc_mpi.formatting import format_duration, truncate_text
+from odc_mpi.report.page import ReportPage, Table, Tile
+from odc_mpi.report.run_curves import loss_figure, rewards_figure
+from odc_mpi.report.run_figures import histograms, time_breakdown, timeline
+from odc_mpi.report.summary_groups import summary_groups
 
-#: Spans of trace.json in which a rank waits for all other ranks.
-_SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
-COMPUTES, FETCHES, PUSHES, WAITS = "computes", "fetches", "pushes", "waits at the boundary"
-#: Kinds of spans in drawing order: fetches and pushes are drawn over microbatches.
-_STYLES = {
-    COMPUTES: Style(BLUE),
-    FETCHES: Style(ORANGE, "\\\\\\"),
-    PUSHES: Style(GREEN, "---"),
-    WAITS: Style("none", "////"),
-}
-#: Maximum number of bars in a plot. If there are more steps, they are averaged in groups.
-_MAX_BARS = 80
-_NUM_BINS = 40
-#: Maximum magnitude of a number that matplotlib can draw without overflow, with a margin. Excludes NaN.
+#: Maximum magnitude of a number that can be drawn without overflow, with a margin. Excludes NaN.
 _MAX_DRAWN = 1e100
+#: Number of completions at the beginning and at the end of a run that are shown, and maximum length of their texts.
+_NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -62,21 +39,26 @@ def describe(run_dir: Path) -> ReportPage:
     settings = dialect.read_file(config) if text else {}
     if not isinstance(settings, dict):
         raise ValueError("config.yaml is not a mapping")
-    steps = _read_lines(metrics, notes)
+    lines = _read_lines(metrics, notes)
+    steps = [line for line in lines if line["step"]]
     summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes) or {}
     reason = "it is written at the end of a run, unless run.trace_steps is 0. Without it there is no timeline of ranks"
     trace = _read_json(run_dir / "trace.json", reason, notes)
-    lengths = _read_lengths(settings, notes)
+    has_rewards = any("reward" in step for step in steps)
+    lengths = None if has_rewards else _read_lengths(settings, notes)
 
-    figures = [_gantt(trace)] if trace else []
-    figures += [_time_breakdown(steps)] if steps else []
-    figures += _histograms(lengths, trace)
-    figures += [_loss(steps)] if steps else []
-    rows = [[name, _cell(name, value)] for name, value in summary.items()]
-    tables = [Table("Summary", ["", ""], rows)] if rows else []
-    subtitle = _subtitle(steps, summary, settings.get("data") or {})
+    figures = [(rewards_figure if has_rewards else loss_figure)(lines)] if steps else []
+    figures += [timeline(trace)] if trace else []
+    figures += [time_breakdown(steps)] if steps else []
+    figures += histograms(lengths, trace)
+    samples = _samples(run_dir / "completions.jsonl") if has_rewards else []
+    subtitle = _subtitle(steps, summary, settings)
     collapsed = {"Configuration": text} if text else {}
-    return ReportPage(f"Run {run_dir.resolve().name}", subtitle, notes, figures, tables, collapsed)
+    tiles = _tiles(steps, summary, settings)
+    if has_rewards:  # the loss of a policy gradient says nothing about progress
+        summary = {key: value for key, value in summary.items() if not key.startswith("loss_")}
+    title = f"Run {run_dir.resolve().name}"
+    return ReportPage(title, subtitle, notes, figures, samples, collapsed, tiles, summary_groups(summary))
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -88,7 +70,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         except ValueError:
             step = None
         if _is_step(step):
-            steps.append(step)
+            steps.append({key: value for key, value in step.items() if not isinstance(value, str)})
         else:  # a run that was killed may have written only part of its last line
             notes.append(f"{path.name}: skipped a line that is not the JSON of a step, after {len(steps)} steps.")
     if not steps:
@@ -97,9 +79,10 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _is_step(step: Any) -> bool:
-    """Return True if a line of metrics.jsonl is a mapping of names to numbers that can be drawn, or null."""
+    """Return True if a line of metrics.jsonl is a mapping of names to null, a time, or numbers that can be drawn."""
     return isinstance(step, dict) and all(
-        value is None or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN) for value in step.values()
+        value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN)
+        for key, value in step.items()
     )
 
 
@@ -126,140 +109,83 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
     return None
 
 
-def _subtitle(
-    steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], data_settings: Mapping[str, Any]
-) -> list[str]:
-    lines = []
+def _subtitle(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    run, data, lora = (settings.get(section) or {} for section in ("run", "data", "lora"))
+    kind = {"grpo": "Training from rewards (GRPO)", "sft": "Supervised fine-tuning"}.get(
+        run.get("objective", "sft"), ""
+    )
+    kind += f" of LoRA adapters, r={lora['r']}" if lora.get("r") else ""
+    parts = [kind, *(str(part) for part in (data.get("path"), summary.get("mpi_library")) if part)]
+    lines = [", ".join(filter(None, parts))]
     if steps:
         tokens = sum(step["num_input_tokens"] for step in steps)
-        speed = tokens / max(1e-9, sum(step["step_s"] for step in steps))
-        lines.append(f"{len(steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
-    ranks = f"{summary['world_size']} ranks" if "world_size" in summary else ""
-    parts = [str(part) for part in (ranks, data_settings.get("balance"), summary.get("mpi_library")) if part]
-    return [*lines, ", ".join(parts)] if parts else lines
+        seconds = format_duration(sum(step["step_s"] for step in steps))
+        lines.append(f"{len(steps):,} steps, {tokens:,} tokens in {seconds}.")
+    return lines
 
 
-def _gantt(trace: Mapping[str, Any]) -> Figure:
-    steps = trace["steps"]
-    ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
-    offsets = np.cumsum([0.0, *ends]).tolist()
-    busy = np.sum([[_seconds(local["microbatches"]) for local in step["ranks"]] for step in steps], axis=0)
-    chosen = choose_ranks(busy.tolist())
-    rows = [_gantt_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
-    marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
-    locals_ = [local for step in steps for local in step["ranks"]]
-    total_s = sum(ends) * len(steps[0]["ranks"])
-    waits = sum(_seconds(local[point]) for local in locals_ for point in _SYNC_POINTS) / total_s
-    moves = sum(_seconds(local[kind]) for local in locals_ for kind in ("fetch", "accumulate")) / total_s
-    works = max(0.0, sum(_seconds(local["microbatches"]) for local in locals_) / total_s - moves)
-    period = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
-    title = (
-        f"In {period} ranks compute {works:.0%} of the time, fetch and push {moves:.0%}, "
-        f"wait at the boundary {waits:.0%}"
-    )
-    caption = (
-        "A minibatch begins when the parameters are published, and ends when they are published again. Numbers are "
-        "tokens of a microbatch. Blank time is the optimizer step, planning, and writing metrics."
-    )
-    if len(chosen) < len(busy):
-        caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
-    if left_out_s := sum(sum(local["left_out_s"].values()) for local in locals_):
-        caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure(Plot("gantt", "gantt", title, ([GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption)
+def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Tile]:
+    model = settings.get("model") or {}
+    name = Path(str(model["path"])).name if model.get("path") else (model.get("config") or {}).get("model_type", "")
+    total, trained = summary.get("num_parameters"), summary.get("num_trained_parameters")
+    sizes = [f"{total / 1e6:,.1f} M parameters"] if total else []
+    sizes += [f"{100 * trained / total:.2g}% trained"] if total and trained and trained < total else []
+    tiles = [Tile("model", name, ", ".join(sizes))] if name else []
+    if "world_size" in summary:
+        nodes = summary.get("num_nodes", 1)
+        remark = f"on {nodes} node{'s'[: nodes != 1]}, {summary.get('device', '')}"
+        tiles.append(Tile("ranks", f"{summary['world_size']:,}", remark))
+    if steps:
+        seconds = max(1e-9, sum(step["step_s"] for step in steps))
+        speed = sum(step["num_input_tokens"] for step in steps) / seconds
+        idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / seconds
+        tiles += [Tile("tokens per second", f"{speed:,.0f}", f"{len(steps):,} steps in {format_duration(seconds)}")]
+        tiles += [Tile("ranks idle", f"{idle:.1%}", "of the time, waiting at step ends")]
+    for label, first, last in (
+        ("mean reward", "reward_first", "reward_last"),
+        ("held-out match", "eval_exact_match_start", "eval_exact_match"),
+        ("held-out loss", "eval_loss_start", "eval_loss"),
+        ("loss", "loss_first", "loss_last"),
+    ):
+        is_shown = label != "loss" or not summary.keys() & {"reward_last", "eval_loss"}
+        if is_shown and summary.get(last) is not None:
+            form = ".0%" if label == "held-out match" else ".3g"
+            values = [format(summary[key], form) for key in (first, last) if summary.get(key) is not None]
+            tiles.append(Tile(label, " → ".join(values), "first to last" if len(values) > 1 else "at the end"))
+    return tiles
 
 
-def _gantt_row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> GanttRow:
-    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _STYLES}
-    notes = []
-    for step, offset in zip(steps, offsets, strict=False):
-        for began, ended, tokens in step["microbatches"]:
-            spans[COMPUTES].append((offset + began, offset + ended))
-            notes.append((offset + began, offset + ended, f"{tokens:,}"))
-        for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, _SYNC_POINTS)):
-            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in step[name]]
-    return GanttRow(f"rank {rank}", spans, notes)
-
-
-def _seconds(spans: Sequence[Sequence[float]]) -> float:
-    return sum(span[1] - span[0] for span in spans)
-
-
-def _time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    at_once = math.ceil(len(steps) / _MAX_BARS)
-    groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
-    x = [float(np.mean([step["step"] for step in group])) for group in groups]
-    waits = {"fetches": "fetch_wait_s", "pushes": "accumulate_wait_s", WAITS: "boundary_wait_s"}
-    parts = {kind: [_share(group, name) for group in groups] for kind, name in waits.items()}
-    rest = "computes and everything else"
-    parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
-    every = Curve(
-        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Style(SKY, "none"), "."
-    )
-    mean = Curve("", x, [float(np.mean([step["idle_fraction"] for step in group])) for group in groups])
-    idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
-    title = f"Ranks were idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
-    panel = Panel("fraction of the time in which ranks waited at the boundary", [every, mean])
-    caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
-    styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure(Plot("stack", "time", title, (x, parts, styles, "step", panel)), caption)
-
-
-def _share(group: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(step[name] for step in group) / sum(step["step_s"] for step in group)
-
-
-def _histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    panels, title = [], []
-    if lengths is not None and len(lengths):
-        counts, edges = np.histogram(lengths, _NUM_BINS)
-        median = int(np.median(lengths))
-        marks = [(median, f"half are below {median:,}")]
-        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))
-        title.append(f"sequences have {lengths.min():,} to {lengths.max():,} tokens, half of them below {median:,}")
-    if trace:
-        tokens, max_tokens = trace["tokens_per_microbatch"], trace["max_tokens_per_microbatch"]
-        middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
-        full = float(np.average(middles, weights=tokens["counts"])) / max_tokens if sum(tokens["counts"]) else 0.0
-        marks = [(max_tokens, f"at most {max_tokens:,}")]
-        heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
-        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
-        title.append(f"microbatches are {full:.0%} full")
-    text = "; ".join(title)
-    return [Figure(Plot("histograms", "lengths", text[:1].upper() + text[1:], [panels]))] if panels else []
-
-
-def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    numbers = [step["step"] for step in steps]
-    loss = [math.nan if step["loss"] is None or step["skipped"] else step["loss"] for step in steps]
-    known = [value for value in loss if not math.isnan(value)]
-    title = "No step has a loss"
-    if known:
-        verb = "fell" if known[-1] < known[0] else "went"
-        title = f"The loss {verb} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
-    curves, captions = [Curve("", numbers, loss)], []
-    evaluated = [step for step in steps if step.get("eval_loss") is not None]
-    if evaluated:
-        points = [step["step"] for step in evaluated], [step["eval_loss"] for step in evaluated]
-        curves.append(Curve("", *points, Style(ORANGE, "--"), "o"))
-        captions.append(f"On held-out data, dashed, it was {points[1][0]:.4g} first and {points[1][-1]:.4g} last.")
-    panels = [
-        Panel("loss, mean over trained tokens", curves, height=2.8),
-        Panel(
-            "learning rate",
-            [Curve("", numbers, [step["learning_rate"] for step in steps], Style(GREEN, "-"))],
-            height=1.1,
-        ),
+def _samples(path: Path) -> list[Table]:
+    """Return a table of completions with rewards from the first and the last step that logged some."""
+    records = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            records.append(parse_json(text))
+        except ValueError:  # a killed run may have written only part of its last line
+            continue
+    if not records:
+        return []
+    first, last = records[0]["step"], records[-1]["step"]
+    chosen = [record for record in records if record["step"] == first][:_NUM_SAMPLES]
+    if last != first:
+        chosen += [record for record in records if record["step"] == last][:_NUM_SAMPLES]
+    functions = list(chosen[0]["rewards"]) if len(chosen[0]["rewards"]) > 1 else []
+    rows = [
+        [
+            f"{record['step']:,}",
+            *(truncate_text(_text(record[key]), _SAMPLE_CHARS) for key in ("prompt", "completion")),
+            *(
+                "-" if value is None else f"{value:.3g}"
+                for value in (record["reward"], *map(record["rewards"].get, functions))
+            ),
+        ]
+        for record in chosen
     ]
-    if skipped := sum(bool(step["skipped"]) for step in steps):
-        captions.append(f"{skipped} steps were skipped: their gradients were not finite.")
-    return Figure(Plot("curves", "loss", title, (panels, "step")), " ".join(captions))
+    return [Table("Completions, with their rewards", ["step", "prompt", "completion", "reward", *functions], rows)]
 
 
-def _cell(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int | float):
-        return f"{value / 2**20:,.1f} MiB"
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    if isinstance(value, dict):
-        return "; ".join(f"{key}: {_cell(key, part)}" for key, part in value.items())
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else " ".join(str(value).split())
+def _text(content: Any) -> str:
+    """Return a prompt or completion as text. A chat has a line for each message."""
+    if isinstance(content, list):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    return str(content)

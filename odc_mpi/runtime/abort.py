@@ -5,7 +5,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -41,18 +42,27 @@ def abort(message: str, code: int = 1) -> NoReturn:
     os._exit(code)
 
 
-def install_excepthooks() -> None:
+def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: None) -> None:
     """Install hooks that abort the job after an uncaught exception. Idempotent.
 
     The hooks apply to the main thread and to the threads of this package: if such a thread ended, waits could hang
     without a deadline. Before the abort, the previous hook reports the exception. An exception in a user's thread is
     only printed, as in plain Python.
+
+    Args:
+        reported_by: Function that publishes an error of this rank, and returns the lowest other rank that has published
+            the same error and reports it, or None. Then only that rank prints a traceback.
     """
     main_hook, thread_hook = sys.excepthook, threading.excepthook
     if getattr(thread_hook, "ends_the_job", False):
         return
 
     def main_failed(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        place = traceback.extract_tb(tb)[-1:]
+        other = reported_by(f"{kind.__name__}: {error}; {place}")
+        if other is not None:
+            time.sleep(ABORT_GRACE_S)  # that rank aborts the job, unless it is stuck
+            abort(f"rank {MPI.COMM_WORLD.Get_rank()} failed with the same error as rank {other}")
         with _abort_after_report(MPI.COMM_WORLD.Get_size() > 1, "failed"):
             main_hook(kind, error, tb)
 

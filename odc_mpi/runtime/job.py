@@ -9,6 +9,7 @@ A process has one `Job`, which all its `World` objects share.
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -35,6 +36,9 @@ from odc_mpi.runtime.status import StatusWindow
 HEARTBEAT_S = 2.5
 #: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then prints.
 ABORT_DELAY_S = 5.0
+#: Time for which a failed rank waits for the errors of other ranks, in seconds. Only one of those with the same error
+#: then prints a traceback.
+SAME_ERROR_S = 0.5
 
 
 class Progress:
@@ -105,7 +109,7 @@ class Job:
         self._main_thread_only = not has_thread_serialized()
         self._hosts: Sequence[str] = ()
         self.watchdog = Watchdog(timeout_s, self._expired, self._heartbeat)
-        install_excepthooks()
+        install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
         """Create the status window. `hosts` contains the host name of every rank. Collective."""
@@ -190,6 +194,17 @@ class Job:
             late = format_late_ranks(wait, mark_missing_heartbeats(first, peers), self._hosts, time.time())
         waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
         self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
+
+    def _reported_by(self, error: str) -> int | None:
+        """Publish an error, and return the lowest other rank below this one with the same error, or None."""
+        status = self.status
+        if status is None:
+            return None
+        what = f"failed: {zlib.crc32(error.encode()):08x}"
+        status.page.write(what)
+        time.sleep(SAME_ERROR_S)
+        same = (rank for rank, peer in status.read().items() if rank < self.rank and peer and peer.what == what)
+        return min(same, default=None)
 
     def _heartbeat(self) -> None:
         status = self.status  # another thread may reset it in `free_status_window`

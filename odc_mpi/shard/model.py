@@ -303,6 +303,15 @@ class ShardedModel:
             state = dict(self.module.state_dict())
         return state | full_state_dict(state, self._names, self.units, self._unsharded)
 
+    def units_with_nonfinite_gradients(self) -> list[str]:
+        """Return the names of units of which this rank's gradients in the last minibatch are not finite.
+
+        The order is that of a backward, but with the root unit last.
+        """
+        bounds = self._gradient_format.bounds()
+        not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
+        return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
+
     @property
     def fetch_wait_s(self) -> float:
         """Total time spent waiting for parameters, in seconds."""

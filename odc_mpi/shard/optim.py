@@ -93,21 +93,33 @@ def build_optimizer(
     return make([group for group in groups if group["params"]], fused=fused or None, **settings)
 
 
-def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> float:
+def schedule_factor(
+    kind: str, step: int, warmup_steps: int, steps: int, min_ratio: float = 0.0, decay_ratio: float = 1.0
+) -> float:
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
     It rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. Then it remains at the
-    peak if `kind` is "constant", or falls to 0 after `steps` steps, including the warm-up, if "linear" or "cosine".
+    peak if `kind` is "constant", or falls to `min_ratio` after `steps` steps, including the warm-up, if "linear" or
+    "cosine". "warmup_stable_decay" is at the peak until the last `decay_ratio * steps` steps, in which it falls as
+    "cosine" does, like `transformers.get_wsd_schedule`.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return _SHAPES[kind](done)
+    first = warmup_steps
+    if kind == "warmup_stable_decay":
+        first = max(warmup_steps, steps - math.ceil(decay_ratio * steps))
+    done = min(1.0, max(0, step - first) / max(1, steps - first))
+    return min_ratio + (1.0 - min_ratio) * _SHAPES[kind](done) if min_ratio else _SHAPES[kind](done)
 
 
-#: Fraction of the peak as a function of the completed fraction of the run after the warm-up.
+def _cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+#: Fraction of the peak as a function of the completed fraction of the decay.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "cosine": _cosine,
     "constant": lambda done: 1.0,
+    "warmup_stable_decay": _cosine,
 }

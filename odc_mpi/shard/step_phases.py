@@ -1,14 +1,21 @@
-"""Phases of a training step, and the time that the computing thread spends on communication.
+"""Phases of a training step, and the time that the computing thread spends on communication and other activities.
 
-This time is recorded as spans of the following kinds. All spans belong to the computing thread and do not overlap:
+This time is recorded as spans of the computing thread. Spans of communication do not overlap:
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
     gradients_complete, grad_norm, parameters_published
                            waiting at the synchronization points
+
+Spans of activities do not overlap each other, but contain the communication during the activity:
+
+    generate, rollout_wait generating completions with their rewards, and waiting for completions of other ranks
+    optimize               the optimizer step
+    evaluate, save         an evaluation, and copying the state for a checkpoint
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from time import perf_counter
 from typing import NamedTuple, TypeVar
@@ -17,8 +24,9 @@ T = TypeVar("T")
 
 #: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
+ACTIVITIES = ("generate", "rollout_wait", "optimize", "evaluate", "save")
 #: Kinds of spans, as described in the module docstring.
-SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS)
+SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
 
 class Span(NamedTuple):
@@ -30,7 +38,7 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Recorder of the time that the computing thread spends on communication, as spans.
+    """Recorder of the time that the computing thread spends on communication and activities, as spans.
 
     `seconds` is the total time of all spans so far by kind, in seconds.
     """
@@ -46,6 +54,15 @@ class SpanRecorder:
         self.seconds[kind] += ended - began
         if self._is_recording:
             self._recorded.append(Span(kind, began, ended))
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Context manager that adds a span for the enclosed code, also if it raises."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, began)
 
     def start_recording(self) -> None:
         """Keep every span from now on. Call `drain` regularly, because these spans occupy memory."""

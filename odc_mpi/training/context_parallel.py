@@ -1,7 +1,7 @@
 """Context parallelism, which splits the longest sequences of a minibatch into chunks on several ranks.
 
 This module decides whether a run splits sequences, computes how much memory this needs, and yields chunks as
-microbatches. See docs/context_parallel.md.
+microbatches. See docs/scheduling.md.
 """
 
 from collections.abc import Iterator

@@ -32,41 +32,42 @@ from odc_mpi.training.settings import Config, RunConfig
 class PeriodicEvaluator(Callback, ABC):
     """Evaluates every `run.eval_every` steps, after the last step and, with `run.eval_on_start`, before the first."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-        self._at_start: dict[str, Any] = {}
+    def __init__(self, run: RunConfig, model: ShardedModel) -> None:
+        self._run, self._model = run, model
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any]:
         """Evaluate and return the metrics, which are equal on all ranks. Collective."""
 
-    def on_train_begin(self, completed_steps: int) -> None:
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Evaluate before the first step if `run.eval_on_start` is set and the run is not resumed. Collective."""
         if self._run.eval_on_start and not completed_steps:
-            self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
+            self._evaluate_into(metrics)
 
     def on_step_end(self, step: Step) -> None:
         """Add the metrics of an evaluation to those of the step, if one is due after this step. Collective."""
-        step.metrics |= self._at_start
-        self._at_start = {}
         every, number = self._run.eval_every, step.number
         if number == self._run.steps or (every and number % every == 0):
-            began = time.perf_counter()
             try:
-                step.metrics |= self.evaluate()
+                self._evaluate_into(step.metrics)
             except DamageFoundError as error:  # the step itself is complete, and is recorded
                 step.failure = error
-            step.metrics["eval_s"] = time.perf_counter() - began
+
+    def _evaluate_into(self, metrics: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        with self._model.spans.span("evaluate"):
+            try:
+                metrics |= self.evaluate()
+            finally:
+                metrics["eval_s"] = time.perf_counter() - began
 
 
 class LossEvaluator(PeriodicEvaluator):
     """Computes the mean loss of held-out sequences. Construction is collective."""
 
-    columns: ClassVar = (
-        ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),
-    )
+    columns: ClassVar = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
     summary: ClassVar = {
-        "eval_loss_start": SummaryField("eval_loss_start", "first"),
+        "eval_loss_start": SummaryField("eval_loss", "start"),
         "eval_loss": SummaryField("eval_loss", "last"),
         "eval_perplexity": SummaryField("eval_perplexity", "last"),
         "eval_loss_best": SummaryField("eval_loss", "min"),
@@ -82,8 +83,8 @@ class LossEvaluator(PeriodicEvaluator):
         cost_model: CostModel,
         packs: bool,
     ) -> None:
-        super().__init__(config.run)
-        self._world, self._model = world, model
+        super().__init__(config.run, model)
+        self._world = world
         strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
         first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
         plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)

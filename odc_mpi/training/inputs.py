@@ -160,6 +160,12 @@ def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> Cost
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
 
 
+def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
+    """Return the FLOPs of forward and backward. Frozen parameters need no gradients: 4 instead of 6 per token."""
+    flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+    return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
+
+
 def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
     path = model.path
     tokenizer = _find_tokenizer(Path(path)) if path is not None and dataset.vocabulary else None

@@ -77,6 +77,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             while this rank waits for slower ranks.
 
     Attributes:
+        objective: The objective.
         callbacks: All callbacks, in the order of the calls. The caller can append more before `start`.
         completed_steps: Number of completed steps, including those before the run was resumed.
     """
@@ -93,7 +94,7 @@ class Trainer(AbstractContextManager["Trainer"]):
     ) -> None:
         self.model = model
         self.update = update
-        self._source, self._objective = source, objective
+        self._source, self.objective = source, objective
         self.callbacks: list[Callback] = [objective, update, source, *callbacks]
         self._clock = clock
         self.completed_steps = completed_steps
@@ -103,7 +104,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         began = perf_counter()
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)
-        self.update.run(step, self._objective.loss_normalizer, finite=finite)
+        self.update.run(step, self.objective.loss_normalizer, finite=finite)
         self.completed_steps += 1
         step.metrics["step_s"] = perf_counter() - began
         for callback in self.callbacks:
@@ -115,13 +116,14 @@ class Trainer(AbstractContextManager["Trainer"]):
     def start(self) -> None:
         """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if callbacks share a gathered name."""
         callback_by_name: dict[str, Callback] = {}
+        metrics: dict[str, Any] = {"step": self.completed_steps}
         for callback in self.callbacks:
             for name in callback.gathered_names:
                 if (other := callback_by_name.setdefault(name, callback)) is not callback:
                     both = f"{type(other).__name__} and {type(callback).__name__}"
                     raise ValueError(f"expected different gathered_names in all callbacks, got {name!r} of {both}")
         for callback in self.callbacks:
-            callback.on_train_begin(self.completed_steps)
+            callback.on_train_begin(self.completed_steps, metrics)
 
     def finish(self) -> dict[str, Any]:
         """Call `on_train_end` of all callbacks, the last one first, and return their summary entries. Collective."""
@@ -159,7 +161,7 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def _run(self, step: Step, microbatch: Microbatch) -> None:
         began, busy_s = perf_counter(), self._clock()
-        loss = self._objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
+        loss = self.objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
         loss.backward()
         value = loss.item()  # before the clock is read: on a GPU this waits for the kernels
         result = MicrobatchResult(microbatch, value, began, perf_counter(), self._clock() - busy_s)

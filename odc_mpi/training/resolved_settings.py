@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 
 from odc_mpi.api import choose_device
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.load import find_checkpoint
 from odc_mpi.runtime.world import World
-from odc_mpi.training.settings import Config, LoraConfig
+from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 
 
 def resolve_settings(
@@ -50,18 +50,39 @@ def resolve_settings(
         needed_by = _needs_cpu(config)
         device, reason = ("cpu", f"{needed_by} requires it") if needed_by else choose_device(world)
         notes["run.device"] = f" (auto: {reason})"
-    if config.model.param_dtype == "auto":
-        notes["model.param_dtype"] = " (auto)"
-    return with_device(config, device), notes
+    for name, value in (("model.param_dtype", config.model.param_dtype), ("optim.lr", config.optim.learning_rate)):
+        if value == "auto":
+            notes[name] = " (auto)"
+    config = with_device(config, device)
+    if world.rank == 0 and config.run.device == "cpu" and config.model.param_dtype == "bfloat16" and _lacks_bfloat16():
+        warn(
+            "WARNING: model.param_dtype bfloat16: this processor has no instructions for it (avx512_bf16, amx_bf16), "
+            "so training is several times slower than with float32"
+        )
+    return config, notes
+
+
+def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if the processor is known to have no bfloat16 arithmetic. ARM names the feature bf16."""
+    try:
+        words = set(cpuinfo.read_text().split())
+    except OSError:
+        return False
+    return not words & {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return a configuration with `run.device` and `model.param_dtype`, if they are auto, for a device."""
+    """Return a configuration in which settings that are auto have the values for a device."""
+    if config.optim.learning_rate == "auto":
+        config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":
         config = replace(config, run=replace(config.run, device=cast(Any, device)))
     if config.model.param_dtype == "auto":
         dtype: Literal["float32", "bfloat16"] = "bfloat16" if config.run.device == "cuda" else "float32"
         config = replace(config, model=replace(config.model, param_dtype=dtype))
+    if config.model.gradient_checkpointing == "auto":
+        is_on = config.run.device == "cuda" and config.lora.r is None
+        config = replace(config, model=replace(config.model, gradient_checkpointing=is_on))
     return config
 
 

@@ -11,8 +11,9 @@ The hooks of the training loop are called on the callbacks in this order:
     FitCostModel, or those for rewards                  fit costs of sequences, or evaluate rewards
     ExponentCallback                                    only with fixed-point gradients
     LossEvaluator                                       adds the evaluation to the metrics of the step
+    ThroughputMetrics                                   adds time, epoch, speed per rank and peak memory
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
-    NonFiniteStepLimit                                  can end the run after the step is logged, before it is saved
+    NonFiniteReport, NonFiniteStepLimit                 can end the run after the step is logged, before it is saved
     StopRequest, CheckpointCallback                     save checkpoints, also before the run stops on request
 """
 
@@ -37,6 +38,7 @@ from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.models.configuration import flatten_config
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
+from odc_mpi.observe.throughput import ThroughputMetrics
 from odc_mpi.observe.timing import StepTimeMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
 from odc_mpi.observe.tracker_callback import FINISH_S, TrackerCallback
@@ -44,17 +46,18 @@ from odc_mpi.observe.trackers import require_tracker_packages
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.evaluation import LossEvaluator
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
-from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs
+from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, training_flops
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.rl.build import build_grpo
-from odc_mpi.training.run_info import samples_per_step, startup_lines, summary_fields
+from odc_mpi.training.run_info import numel, samples_per_step, startup_lines, summary_fields
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
@@ -102,8 +105,9 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         metadata = run_metadata(config, world, inputs, resume_point)
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
-        tracker_callback = _build_tracker_callback(config, world, len(inputs.dataset))
+        tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
+        trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
         del inputs  # all weights have been read
         _check_stop(stop, world)
         # Last of the setup: all errors must come before anything is written.
@@ -114,9 +118,12 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         stack.enter_context(logger)
         checkpointing = CheckpointCallback(config, world, trainer, metadata, stop, directory_lock, resume_point)
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
+        report = NonFiniteReport(
+            world, trainer.model, trainer.objective, run_dir, detect_anomaly=config.run.detect_anomaly
+        )
         max_tokens = config.data.max_tokens_per_microbatch
         trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
-        trainer.callbacks += [trace, logger, tracker_callback, limit, stop, checkpointing]
+        trainer.callbacks += [trace, logger, tracker_callback, report, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
@@ -129,10 +136,10 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration with `run.num_train_epochs`, if it is set, converted to `run.steps`."""
-    epochs = config.run.num_train_epochs
-    if epochs is None:
+    """Return the configuration with `run.num_train_epochs`, by default 1, converted to `run.steps`, if that is 0."""
+    if config.run.steps:
         return config
+    epochs = config.run.num_train_epochs or 1.0
     steps = math.ceil(epochs * math.ceil(len(dataset) / samples_per_step(config)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
@@ -231,7 +238,7 @@ def _shard(
         # Adapters are float32; their base has its own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
         reduce_dtype=torch.int64 if config.model.reduce_dtype == "fixed64" else torch.float32,
-        activation_checkpointing=config.model.gradient_checkpointing,
+        activation_checkpointing=config.model.gradient_checkpointing is True,
         prefetch=config.comm.prefetch,
         weights=weights,
         decision=decision,
@@ -268,12 +275,20 @@ def _build_evaluators(config: Config, world: World, inputs: Inputs, model: Shard
     return [LossEvaluator(config, world, model, inputs.evaluation, cost_model, inputs.model.packing.packs)]
 
 
-def _build_tracker_callback(config: Config, world: World, num_entries: int) -> TrackerCallback:
+def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:
+    steps_per_epoch = math.ceil(len(inputs.dataset) / samples_per_step(config))
+    flops = None
+    # The FLOPs of generation are not counted, and peaks are those of bfloat16.
+    if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
+        flops = training_flops(inputs.model, numel(model, True) / numel(model))
+    return ThroughputMetrics(world.size, model.device, steps_per_epoch, flops)
+
+
+def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:
     names = config.run.report_to if world.rank == 0 else None
     # The other ranks wait for rank 0 at the end.
     finish_s = min(FINISH_S, world.timeout_s / 2)
-    steps_per_epoch = math.ceil(num_entries / samples_per_step(config))
-    return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), steps_per_epoch, finish_s)
+    return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), finish_s)
 
 
 def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:

@@ -1,7 +1,7 @@
 """Descriptions of a run: the lines printed at start-up, and the fields of summary.json about machine and model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
@@ -9,7 +9,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.resume import ResumePoint, fresh_start_line
-from odc_mpi.training.settings import Config
+from odc_mpi.training.settings import Config, default_learning_rate
 
 
 def samples_per_step(config: Config) -> int:
@@ -36,7 +36,7 @@ def startup_lines(
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
-    num_trainable, num_parameters = _numel(model, True), _numel(model)
+    num_trainable, num_parameters = numel(model, True), numel(model)
     trainable = f"{num_parameters:,} parameters"
     if num_trainable < num_parameters:
         share = num_trainable / num_parameters
@@ -50,12 +50,17 @@ def startup_lines(
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
         **inputs.model.packing.startup_lines(),
         **inputs.context_parallel.startup_lines(),
+        "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
+        f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
         "output": config.run.dir,
     }
     if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
         lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
+    usual = default_learning_rate(config)
+    if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
+        lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
     start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
@@ -89,7 +94,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
     return "; ".join(parts)
 
 
-def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
+def numel(model: ShardedModel, trainable: bool | None = None) -> int:
     """Return the number of elements of all parameters, or only of trainable (True) or frozen (False) ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
@@ -109,8 +114,8 @@ def summary_fields(config: Config, world: World, decision: Decision, model: Shar
         "progress": decision.progress.value,
         "window_device": window_device.value if (window_device := decision.window_device) else "cpu",
         "param_dtype": config.model.param_dtype,
-        "num_parameters": _numel(model),
-        "num_trained_parameters": _numel(model, True),
+        "num_parameters": numel(model),
+        "num_trained_parameters": numel(model, True),
         "device": str(model.device),
         "mpi_library": world.mpi_library,
         "decision": decision.to_dict(),

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origi
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
-from odc_mpi.yaml_dialect import is_utf8
+from odc_mpi.yaml_dialect import is_utf8, read_value
 
 #: Number of bytes. The user can also write it as text, such as 512M.
 Size = NewType("Size", int)
@@ -34,6 +34,15 @@ class Check(NamedTuple):
     is_valid: Callable[[Any], bool]
 
 
+class Setting(NamedTuple):
+    """A setting: type, help text, further checks and default value of a field of a section."""
+
+    type: Any
+    help: str
+    checks: list[Check]
+    default: Any
+
+
 POSITIVE = Check("above 0", lambda value: value > 0)
 NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
 ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
@@ -56,8 +65,12 @@ def validate_value(
         UserError: The value has another type or does not meet a condition.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
-    if isinstance(value, str) and list[str] in members and not any(_fits(value, kind) for kind in members):
-        value = [value]  # transformers accepts a single name, too
+    if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
+        # One name without brackets, or several with commas. Of numbers, only if all of them are.
+        names = [name.strip() for name in value.split(",")]
+        lists: dict[Any, list[Any]] = {list[str]: names, list[float]: [*map(read_value, names)]}
+        lists[list[int]] = lists[list[float]]
+        value = next((found for kind, found in lists.items() if kind in members and _fits(found, kind)), value)
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
         raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
@@ -69,7 +82,7 @@ def validate_value(
     if Size in members and isinstance(value, str):
         size = parse_size(value)
         return value if size is None else size
-    return float(value) if float in members and value is not None else value
+    return float(value) if float in members and isinstance(value, int) else value
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
@@ -77,7 +90,10 @@ def is_verbatim(hint: Any, text: str) -> bool:
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
-    return any(kind is str or get_origin(kind) is Literal for kind in members)
+    literals = [kind for kind in members if get_origin(kind) is Literal]
+    if any(text in get_args(kind) for kind in literals):
+        return True
+    return str in members or (bool(literals) and not {int, float, bool} & {*members})
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:

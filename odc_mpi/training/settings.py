@@ -7,17 +7,19 @@ and remedy.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.formatting import did_you_mean
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.training.parsing import help as parsing_help
+from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
     NAMES,
@@ -26,21 +28,24 @@ from odc_mpi.training.setting_types import (
     ONE_OR_MORE,
     POSITIVE,
     Check,
+    Setting,
     Size,
     check_evaluation,
     format_value,
-    is_verbatim,
-    type_name,
-    type_signature,
-    union_members,
-    validate_value,
 )
 
+#: Suffixes of files that `odc-mpi prepare` reads.
+_TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 #: Functions that return the reason why a value of a setting is invalid, to append to the error.
-_REASONS = {"model.attn_implementation": unsupported_reason}
-_COMMAND_LINE = "command line"  # source of `--section.key value` in errors
+_REASONS = {
+    "model.attn_implementation": unsupported_reason,
+    "optim.lr_scheduler_type": lambda value: " (cosine with optim.min_lr_ratio)" if "min_lr" in str(value) else "",
+    "optim.warmup_steps": lambda value: " (optim.warmup_ratio takes a fraction)" if isinstance(value, float) else "",
+}
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
+_SHARE = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
+_RATE = Check("0 or more", lambda value: value == "auto" or value >= 0)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
@@ -61,8 +66,10 @@ class ModelConfig:
         Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
     attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; with soft caps always eager"] = "sdpa"
-    gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
-    compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
+    gradient_checkpointing: Annotated[
+        Literal["auto"] | bool, "recompute activations in the backward pass; auto: on GPUs, without adapters"
+    ] = "auto"
+    compile: Annotated[bool, "compile each layer with torch.compile; docs/gpu.md"] = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class DataConfig:
 
     path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
-        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are assigned to ranks; docs/balance.md"
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "assignment of sequences to ranks; docs/scheduling.md"
     ] = "lb_mini"
     context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
     cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
@@ -116,15 +123,22 @@ class OptimConfig:
     """Settings of the optimizer, the learning rate and gradient clipping."""
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", NOT_NEGATIVE] = 1e-4
+    learning_rate: Annotated[
+        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4, grpo 1e-6", _RATE
+    ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
     adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
     max_grad_norm: Annotated[float, "clip gradients to this global norm; 0: no clipping", NOT_NEGATIVE] = 1.0
-    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], "decay after the warm-up"] = "linear"
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant", "warmup_stable_decay"], "decay after the warm-up"
+    ] = "linear"
+    min_lr_ratio: Annotated[float, "learning rate at the end of the decay, as a fraction of the peak", _FRACTION] = 0.0
+    decay_ratio: Annotated[float, "warmup_stable_decay: fraction of the steps with decay", _SHARE] = 0.1
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", NOT_NEGATIVE] = 0
+    warmup_ratio: Annotated[float, "instead of warmup_steps: fraction of the steps", _FRACTION] = 0.0
     device: Annotated[Literal["cpu", "cuda"], "device of optimizer and states; cuda needs GPU memory"] = "cpu"
 
 
@@ -133,8 +147,8 @@ class RunConfig:
     """Settings of the objective, length, evaluation, device, files and checkpoints of a run."""
 
     objective: Annotated[Literal["sft", "grpo"], "supervised fine-tuning, or GRPO"] = "sft"
-    steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
-    num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps", POSITIVE] = None
+    steps: Annotated[int, "optimizer steps, one per minibatch; 0: set by num_train_epochs", NOT_NEGATIVE] = 0
+    num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps; null: 1", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
     eval_on_start: Annotated[bool, "also evaluate before the first step"] = False
     dir: Annotated[str, "directory for all files of the run", _NOT_EMPTY] = "runs/run"
@@ -144,12 +158,13 @@ class RunConfig:
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
+    detect_anomaly: Annotated[bool, "end at the first non-finite gradient, and write its data to anomaly.json"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only after the last step", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
     resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "bitwise identical results on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "experiment trackers; docs/trackers.md", _TRACKERS] = None
+    report_to: Annotated[list[str] | None, "experiment trackers; docs/watching.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)
@@ -165,37 +180,31 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-class _Setting(NamedTuple):
-    """A setting: type, help text, further checks and default value of a field of a section."""
-
-    type: Any
-    help: str
-    checks: list[Check]
-    default: Any
-
-
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration.
 
     Args:
         path: YAML file; None to use only the defaults and `overrides`.
-        overrides: Command-line arguments ``--section.key value`` or ``--section.key=value``. They override the file,
-            and a later argument overrides an earlier one. ``--model.config.hidden_size 128`` sets one key of the
-            dictionary `model.config` and keeps its other keys.
+        overrides: Command-line arguments ``--section.key value`` or ``--section.key=value``, also with names in
+            `training.parsing.aliases`. They override the file, and a later argument overrides an earlier one.
+            ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
 
     Raises:
         UserError: The configuration is invalid. The message is one line with source and setting.
     """
-    source = str(path) if path else _COMMAND_LINE
-    values = _read_document(dialect.read_file(path), source) if path else {}
-    for key, text in _split_arguments(overrides):
-        _override(values, key, text)
-    return _build(values, source)
+    source = str(path) if path else COMMAND_LINE
+    return _build(read_values(path, overrides)[0], source)
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
     """Check a configuration with the content of a YAML file. `source` is its name in errors. For these, see `load`."""
-    return _build(_read_document(document, source), source)
+    return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
+
+
+def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that `load` would check together, and their sources, by name of the setting."""
+    document = dialect.read_file(path) if path else None
+    return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
 
 
 def _build(values: dict[str, Any], source: str) -> Config:
@@ -210,18 +219,41 @@ def dump(config: Config) -> str:
 
 def defaults() -> dict[str, Any]:
     """Return the default values by name of the setting. Settings without a default are omitted."""
-    return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
+    return {key: setting.default for key, setting in all_settings().items() if setting.default is not MISSING}
 
 
-def help_text() -> str:
-    """Return the table of all settings for ``odc-mpi train --help``."""
-    rows = [("setting", "type", "default", "meaning")]
-    for key, setting in _settings().items():
-        default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')
-        rows.append((key, type_signature(setting.type), default, setting.help))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def help_text(section: str = "") -> str:
+    """Return the help of all settings, or of a section, for ``odc-mpi train --help``. See `parsing.help.help_text`."""
+    titles = {name: " ".join((kind.__doc__ or "").split()) for name, kind in _sections().items()}
+    return parsing_help.help_text(all_settings(), titles, section)
+
+
+def describe(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Return a line for each setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
+    values, sources = read_values(path, overrides)
+    config = asdict(_build(values, str(path)))
+    rate = default_learning_rate(_build(values, str(path)))
+    rows = []
+    for name in all_settings():
+        section, _, key = name.partition(".")
+        value, source = config[section][key], sources.get(name, "default")
+        if name == "optim.learning_rate" and value == "auto":
+            value, source = rate, f"auto ({source})"
+        rows.append((name, format_value(value).strip('"'), source))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+
+
+def default_learning_rate(config: Config) -> float:
+    """Return the learning rate that `optim.learning_rate: auto` means.
+
+    The values are TRL's for supervised fine-tuning and GRPO; adapters take five to ten times more. A model that is
+    trained from scratch has a larger one, which should be set for its size.
+    """
+    has_adapters = config.lora.r is not None
+    if config.run.objective == "grpo":
+        return 1e-5 if has_adapters else 1e-6
+    return 1e-4 if has_adapters or config.model.path is None else 2e-5
 
 
 def _sections() -> dict[str, Any]:
@@ -229,13 +261,14 @@ def _sections() -> dict[str, Any]:
 
 
 @functools.cache
-def _settings() -> dict[str, _Setting]:
+def all_settings() -> dict[str, Setting]:
+    """Return all settings by name, in the order of the help."""
     settings = {}
     for section_name, section in _sections().items():
         hints = get_type_hints(section, include_extras=True)
         for item in fields(section):
             hint, description, *checks = get_args(hints[item.name])
-            settings[f"{section_name}.{item.name}"] = _Setting(hint, description, checks, item.default)
+            settings[f"{section_name}.{item.name}"] = Setting(hint, description, checks, item.default)
     return settings
 
 
@@ -243,80 +276,22 @@ def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
     return section(**{item.name: values[key] for item in fields(section) if (key := f"{name}.{item.name}") in values})
 
 
-def _read_document(document: Any, source: str) -> dict[str, Any]:
-    if document is not None and not isinstance(document, dict):
+def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
+    """Raise a `UserError` with the command that makes a data set if a path is that of a text file."""
+    path = Path(values.get(key) or "")
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    if values.get("run.objective") != "grpo" and Path(name).suffix in _TEXT:
+        out = shlex.quote(str(path.with_name(name).with_suffix(".h5")))
+        model = values.get("model.path")
+        tokenizer = f" --tokenizer {shlex.quote(model)}" if model else ""
         raise UserError(
-            f"{source}: expected a mapping of the sections {', '.join(_sections())}, got {format_value(document)}"
+            f"{source}: {key}: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare "
+            f"{shlex.quote(str(path))} --out {out}{tokenizer}, and set {key} to {out}"
         )
-    return {key: _validate(source, key, value) for key, value in _flatten(document or {})}
-
-
-def _flatten(document: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for section, content in document.items():
-        if isinstance(content, dict) and content:
-            yield from ((f"{section}.{name}", value) for name, value in content.items())
-        elif section not in _sections() or content not in (None, {}):  # a section may be left empty
-            yield str(section), content
-
-
-def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("--"):
-            raise UserError(f"{_COMMAND_LINE}: expected --section.key value, got {format_value(argument)}")
-        key, equals, text = argument[2:].partition("=")
-        if not equals:
-            text = next(rest, "--")
-            if text.startswith("--"):
-                expected = type_name(_require_known(_COMMAND_LINE, key).type) if not _mapping_name(key) else "a value"
-                raise UserError(f"{_COMMAND_LINE}: --{key} expected {expected} after it, got nothing")
-        yield key, text
-
-
-def _override(values: dict[str, Any], key: str, text: str) -> None:
-    mapping = _mapping_name(key)
-    if mapping:
-        names = key.removeprefix(f"{mapping}.").split(".", dialect.MAX_DEPTH)
-        values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
-    else:
-        value = text if is_verbatim(_require_known(_COMMAND_LINE, key).type, text) else dialect.read_value(text)
-        values[key] = _validate(_COMMAND_LINE, key, value)
-
-
-def _mapping_name(key: str) -> str | None:
-    """Return the setting whose dictionary has this key, such as model.config for model.config.hidden_size."""
-    mappings = (name for name, setting in _settings().items() if dict[str, Any] in union_members(setting.type))
-    return next((name for name in mappings if key.startswith(f"{name}.")), None)
-
-
-def _with_entry(mapping: Any, key: str, names: list[str], value: Any) -> dict[str, Any]:
-    if mapping is not None and not isinstance(mapping, dict):
-        raise UserError(
-            f"{_COMMAND_LINE}: --{key}.{names[0]}: expected {key} to be a mapping, got {format_value(mapping)}"
-        )
-    mapping = mapping or {}
-    name, *deeper = names
-    if deeper:
-        value = _with_entry(mapping.get(name), f"{key}.{name}", deeper, value)
-    return {**mapping, name: value}
-
-
-def _require_known(source: str, key: str) -> _Setting:
-    if key in _settings():
-        return _settings()[key]
-    if key in _sections():
-        raise UserError(f"{source}: {key} is a section: expected a setting of it, as in {key}: {{key: value}}")
-    remedy = did_you_mean(key, _settings(), ": {}") or ": odc-mpi train --help lists all"
-    raise UserError(f"{source}: unknown setting {key}{remedy}")
-
-
-def _validate(source: str, key: str, value: Any) -> Any:
-    setting = _require_known(source, key)
-    return validate_value(f"{source}: {key}", setting.type, setting.checks, value, _REASONS.get(key))
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:
-    for key, setting in _settings().items():
+    for key, setting in all_settings().items():
         if setting.default is MISSING and key not in values:
             raise UserError(f"{source}: {key} is missing: expected {setting.help}; give it with --{key}")
     path, entries = values.get("model.path"), values.get("model.config")
@@ -326,11 +301,11 @@ def _check_together(values: dict[str, Any], source: str) -> None:
         raise UserError(f"{source}: model.config.model_type: the type is that of model.path: remove one of the two")
     if path is None and not isinstance((entries or {}).get("model_type"), str):
         raise UserError(f"{source}: model.config: model_type is missing: set it, as in --model.config.model_type qwen2")
-    if values.get("run.num_train_epochs") is not None and "run.steps" in values:
-        raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: remove one")
+    for key in ("data.path", "data.eval_path"):
+        _require_dataset(source, key, values)
     check_evaluation(values, source)
     check_rl(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
-        if any(values[key] != _settings()[key].default for key in present):
+        if any(values[key] != all_settings()[key].default for key in present):
             raise UserError(f"{source}: {present[0]} requires lora.r: set lora.r, the rank of the adapters")

@@ -1,19 +1,26 @@
-"""Requests to stop a run: a signal that any rank receives, for example from a scheduler before the time limit."""
+"""Requests to stop a run: a signal that any rank receives, from Ctrl-C or from a scheduler before the time limit."""
 
 import ctypes
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
     from odc_mpi.shard import model as sharded
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_INTERRUPTED = b"odc_mpi: interrupted; saving after this step. Press Ctrl-C again to end at once\n"
+_OPEN_MPI = (
+    b"odc_mpi: mpiexec of Open MPI ends the ranks 0.25 s after Ctrl-C and SIGTERM, before they can save: to save and "
+    b"stop, send SIGUSR1 to mpiexec\n"
+)
 #: Time in seconds after the first signal in which others are ignored, since a launcher may forward the same signal.
 REPEAT_S = 1.0
 
@@ -68,6 +75,8 @@ class StopRequest(Callback):
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested and number != signal.SIGUSR1:
+            _print_notice(number)
         self.requested = True
         self._received.set()
 
@@ -81,3 +90,11 @@ class StopRequest(Callback):
             libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
             for number in SIGNALS:
                 libc.signal(number, None)  # SIG_DFL
+
+
+def _print_notice(number: int) -> None:
+    """Print what a signal does, on rank 0. Safe in a signal handler, where `print` may interrupt another `print`."""
+    ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
+    if launched_rank() == 0 and (ends_at_once or number == signal.SIGINT):
+        with suppress(OSError):
+            os.write(2, _OPEN_MPI if ends_at_once else _INTERRUPTED)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -29,10 +29,12 @@ class Update(Callback):
     def on_step_begin(self, step: Step) -> None:
         """Set and report the learning rate of this step."""
         optim, steps = self._config.optim, self._config.run.steps
-        factor = schedule_factor(optim.lr_scheduler_type, step.number - 1, optim.warmup_steps, steps)
+        kind, warmup_steps = optim.lr_scheduler_type, optim.warmup_steps or math.ceil(optim.warmup_ratio * steps)
+        factor = schedule_factor(kind, step.number - 1, warmup_steps, steps, optim.min_lr_ratio, optim.decay_ratio)
+        rate = cast(float, optim.learning_rate) * factor
         for group in self.optimizer.param_groups:
-            group["lr"] = optim.learning_rate * factor
-        step.metrics["learning_rate"] = optim.learning_rate * factor
+            group["lr"] = rate
+        step.metrics["learning_rate"] = rate
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide and clip the gradients, run the optimizer and publish the new parameters. Collective.
@@ -44,7 +46,8 @@ class Update(Callback):
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
-            self.optimizer.step()
+            with self._model.spans.span("optimize"):
+                self.optimizer.step()
         self._model.publish()  # B
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 

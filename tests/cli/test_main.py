@@ -129,8 +129,10 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert "loss (first -> last)" in output and "starting from scratch" not in output
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
-    assert cli.main(train) == 0
+    assert cli.main([*train, "--run.steps", "1"]) == 0
     assert "already complete" in capsys.readouterr().out
+    assert cli.main([*train, "--lr", "0.5"]) == 2
+    assert "complete run with other settings (optim.learning_rate 0.0001 -> 0.5)" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert cli.main(train) == 0
     earlier = tmp_path / "run" / "earlier-1"

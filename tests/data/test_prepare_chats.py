@@ -106,6 +106,10 @@ def test_a_template_that_cannot_be_read(source: str, tmp_path: Path) -> None:
     for path in (tmp_path / "none.jinja", tmp_path, binary):
         with pytest.raises(UserError, match=f"expected a Jinja template in UTF-8 as --chat-template, got '{path}'"):
             prepare([source], tmp_path / "a.h5", PrepareOptions(chat_template=path))
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("a\n{% for")
+    with pytest.raises(UserError, match=r"--chat-template: expected a Jinja template, got .* in line 2: "):
+        prepare([source], tmp_path / "a.h5", PrepareOptions(vocab_size=300, chat_template=broken))
 
 
 def test_show_marks_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

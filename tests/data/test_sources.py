@@ -1,4 +1,5 @@
 import gzip
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_rows_are_as_lines() -> None:
 
 
 def test_times_in_rows_are_left_out() -> None:
-    """Of nanoseconds, which pandas writes by default, Python cannot tell."""
+    """Python has no type for nanoseconds, which pandas writes by default: a structure with them needs pandas."""
     pyarrow = pytest.importorskip("pyarrow")
     times = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
     within = pyarrow.StructArray.from_arrays([times], ["at"])
@@ -131,7 +132,10 @@ def test_times_in_rows_are_left_out() -> None:
     write_table(pyarrow.table({"text": ["a", "b"], "at": times}), "a.parquet")
     assert read_all("a.parquet") == ["a", "b"]
     write_table(pyarrow.table({"text": ["a", "b"], "meta": within}), "b.parquet")
-    assert "b.parquet, rows 1 to 2: cannot be read" in refused("b.parquet")
+    if importlib.util.find_spec("pandas"):
+        assert read_all("b.parquet") == ["a", "b"]
+    else:
+        assert "b.parquet, rows 1 to 2: cannot be read" in refused("b.parquet")
 
 
 def test_damaged_zstandard() -> None:

@@ -1,6 +1,8 @@
 import ast
+import json
 from pathlib import Path
 
+import docstrings
 import pytest
 
 from odc_mpi.data import stdlib
@@ -108,3 +110,20 @@ def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> N
         assert ast.get_docstring(function) is not None and len(function.body) > 1
         alone = ast.parse(sample.prompt).body[0]
         assert isinstance(alone, ast.FunctionDef | ast.AsyncFunctionDef) and len(alone.body) == 1
+
+
+def test_the_task_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of `make run` have the function without its docstring, and the first line of that as the answer."""
+    kept = StdlibFunction(
+        '@cache\ndef f(x):\n    """Return twice the value.\n\n    More.\n    """\n', "    return 2 * x"
+    )
+    short = StdlibFunction('def g(x):\n    """Short."""\n', "    return 3 * x")
+    monkeypatch.setattr(docstrings, "functions", lambda: iter([kept, short, kept]))
+    docstrings.main(tmp_path)
+    (line,) = (tmp_path / "functions.jsonl").read_text().splitlines()
+    question, answer = json.loads(line)["messages"]
+    function = "@cache\ndef f(x):\n    return 2 * x"
+    assert question == {"role": "user", "content": f"Describe this Python function in one line.\n\n{function}"}
+    assert answer == {"role": "assistant", "content": "Return twice the value."}
+    prompts = [json.loads(line)["messages"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 3 and {message["role"] for messages in prompts for message in messages} == {"user"}

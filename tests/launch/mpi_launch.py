@@ -66,6 +66,23 @@ def start(ranks, *command, cwd=None, **env):
     return process
 
 
+def start_shell(commands, cwd):
+    """Start commands in bash, with the programs beside python first on the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        ["bash", "-c", commands],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+        env=environment(PATH=path),
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
 def end_all():
     """End what a test that failed on the way left running."""
     while _started:

@@ -43,6 +43,7 @@ def configure(dataset_path, **changes):
         "run.threads": 1,
         "run.device": "cpu",
         "model.param_dtype": "float32",
+        "model.gradient_checkpointing": False,
     }
     if "model.path" not in changes:
         settings |= {f"model.config.{key}": value for key, value in QWEN2.items()}
@@ -106,6 +107,18 @@ def train_to_the_end(config, world, job=None):
     (job or world).gather_objects(None)
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], summary
+
+
+def on_first_rank(world, compare):
+    """Compare on rank 0; a failure fails the test on all ranks."""
+    problem = None
+    if world.rank == 0:
+        try:
+            compare()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    problem = world.gather_objects(problem)[0]
+    assert not problem, problem
 
 
 def assert_like_plain(config, world, freeze=(), like=None):

@@ -53,11 +53,14 @@ FACTS = {
 @pytest.mark.parametrize("damage", [{"skipped": "x"}, {"step_s": None}, {"step": float("inf")}, {"step": []}], ids=str)
 def test_damaged_lines_are_not_read(tmp_path, damage):
     """A resumed run keeps the lines before, and its summary adds them."""
-    lines = [STEP, STEP | {"step": 2, "loss": "x"}, STEP | {"step": 3} | damage, {"step": 4}]
+    start = {"step": 0, "eval_loss": 9.0, "loss": 100.0}  # the evaluation before the first step
+    lines = [start, STEP, STEP | {"step": 2, "loss": "x"}, STEP | {"step": 3} | damage, {"step": 4}]
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = read_metrics(tmp_path, 4)
-    assert read == lines[:2]
-    assert Summary(ENTRIES, read).finish({})["steps"] == 2
+    assert read == lines[:3]
+    entries = ENTRIES | {"eval_loss_start": SummaryField("eval_loss", "start")}
+    summary = Summary(entries, read).finish({})
+    assert (summary["steps"], summary["loss_first"], summary["eval_loss_start"]) == (2, 8.25, 9.0)
 
 
 def no_constant(name: str):

@@ -17,6 +17,7 @@ from test_metrics import ENTRIES, FACTS, REPORTING, SKIPPED, STEP
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import Summary
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console, terminal_width
+from odc_mpi.training.evaluation import LossEvaluator
 
 COLUMNS = [column for each in REPORTING for column in each.columns]
 
@@ -42,7 +43,7 @@ class FlushCountingFile(io.StringIO):
 class TestProgressWithoutATerminal:
     def reporter(self, total_steps: int):
         file = FlushCountingFile()
-        return ProgressReporter(total_steps, COLUMNS, Console(file=file, force_terminal=False, width=70)), file
+        return ProgressReporter(total_steps, COLUMNS, Console(file=file, force_terminal=False, width=80)), file
 
     def test_a_header_and_aligned_lines_flushed_at_once(self):
         reporter, file = self.reporter(100)
@@ -51,11 +52,22 @@ class TestProgressWithoutATerminal:
             assert file.flushed == file.getvalue()
             assert file.flushed.count("\n") == (2 if step["step"] == 9 else 3)
         header, first, second = file.getvalue().splitlines()
-        assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "idle", "micro/rk", "slowest"]
-        assert first.split() == ["9/100", "8.2500", "1.5", "3.00e-04", "2,000", "25.0%", "2-5", "rank", "3"]
+        assert header.split("  ")[-1].strip() == "left" and "lr   tokens/s    idle  micro/rk  slowest" in header
+        assert first.split()[:9] == ["9/100", "8.2500", "1.5", "3.00e-04", "2,000", "25.0%", "2-5", "rank", "3"]
         assert second.split()[2:5] == ["-", "3.00e-04", "1,234,567"]
-        assert len(header) == len(first) == len(second) <= 80
+        assert len(header) == len(first) == len(second) <= 90
         assert first.index("8.2500") == second.index("8.2500") and first.index("25.0%") == second.index("25.0%")
+
+    def test_the_evaluation_before_the_first_step_and_the_time_left(self):
+        file = FlushCountingFile()
+        columns = [*COLUMNS, *LossEvaluator.columns]
+        reporter = ProgressReporter(10, columns, Console(file=file, force_terminal=False, width=80))
+        reporter.report({"step": 0, "eval_loss": 8.5, "time": "2026-01-01T00:00:00+00:00"})
+        reporter.report(STEP | {"time": "2026-01-01T00:01:00+00:00", "step_s": 2.0})
+        reporter.report(STEP | {"step": 2, "eval_loss": 8.0, "time": "2026-01-01T02:00:58+00:00"})
+        _, start, first, second = file.getvalue().splitlines()
+        assert start.split() == ["0/10", "8.5000"]
+        assert first.split()[-1] == "0:00:18" and second.split()[-2:] == ["8.0000", "8:00:00"]
 
     def test_skipped_steps_are_marked(self):
         reporter, file = self.reporter(10)
@@ -123,6 +135,11 @@ class TestClosingTable:
         figures = {"eval_loss_start": 8.0, "eval_loss": 2.0, "eval_perplexity": 7.389}
         assert "eval loss (start -> final) 8.0000 -> 2.0000, perplexity 7.389" in self.render(figures)
         assert "evaluation" not in self.render({})
+
+    def test_a_run_with_rewards_has_no_loss(self):
+        text = self.render({"reward_first": 0.125, "reward_last": 0.5, "loss_last": 1.0, "eval_exact_match": 0.25})
+        assert "reward (first -> last) 0.1250 -> 0.5000" in text and "eval match (start -> final) - -> 25.0%" in text
+        assert "loss" not in text
 
     def test_missing_values_show_as_a_dash(self):
         text = self.render({})

@@ -24,17 +24,19 @@ CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
 
 def train(run_dir, name, done, steps, scale):
     """Run steps whose loss shows which start they are of."""
-    lines = (run_dir / METRICS).read_text().splitlines()[:done] if done else []
+    lines = (run_dir / METRICS).read_text().splitlines()[: done + 1] if done else []
     run_dir.mkdir(exist_ok=True)
     (run_dir / METRICS).write_text("".join(f"{line}\n" for line in lines))  # as a run that goes on leaves it
     if name in TRACKERS:
         require_tracker_packages([name])
-    tracked = TrackerCallback([name], run_dir, CONFIG, steps_per_epoch=2)
+    tracked = TrackerCallback([name], run_dir, CONFIG)
     with MetricsWriter(run_dir) as writer:
-        tracked.on_train_begin(done)
+        if not done:
+            writer.write({"step": 0, "eval_loss": 9.0, "eval_reward": 0.25})
+        tracked.on_train_begin(done, {})
         for number in range(done + 1, steps + 1):
-            metrics = {"step": number, "loss": scale * number, "grad_norm": None, "step_s": 0.5, "skipped": False}
-            metrics |= {"eval_loss_start": 9.0, "eval_reward_start": 0.25} if number == 1 else {}
+            metrics = {"step": number, "epoch": number / 2, "loss": scale * number, "grad_norm": None}
+            metrics |= {"step_s": 0.5, "skipped": False}
             metrics |= {"eval_loss": scale + number, "eval_s": float("nan")} if number % 2 == 0 else {}
             writer.write(metrics)
             tracked.on_step_end(Step(number, SimpleNamespace(), metrics))
@@ -203,14 +205,14 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     monkeypatch.setattr(Broken, "hang", threading.Event())
     monkeypatch.setattr(tracker_callback, "MAX_WAITING", 50)
     began = time.monotonic()
-    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2, finish_s=0.2)
-    tracked.on_train_begin(0)
+    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, finish_s=0.2)
+    tracked.on_train_begin(0, {})
     for number in range(1, 4):
         tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
     tracked.close()
     assert "it did not write the last steps in time" in capsys.readouterr().err
-    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2)
-    tracked.on_train_begin(0)
+    tracked = TrackerCallback(["broken"], tmp_path, CONFIG)
+    tracked.on_train_begin(0, {})
     for number in range(1, 200):
         tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
     tracked.close()

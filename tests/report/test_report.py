@@ -14,7 +14,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
 from odc_mpi.report.page import Figure, ReportPage, html
-from odc_mpi.report.plot_types import Plot, choose_ranks
+from odc_mpi.report.plot_types import Curve, Panel, Plot, choose_ranks
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -83,7 +83,7 @@ def write_trace(run, ranks):
 
 def training_result():
     names = ("fsdp2", "collective/lb_micro", "window/lb_mini", "window/dynamic", "apart", "ceiling")
-    speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)}
+    speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)} | {"fsdp2/lb_mini": 1600.0}
     return {
         "benchmark": "train",
         "repeats": 7,
@@ -97,7 +97,7 @@ def training_result():
         "ratio_to_apart": {name: speed / 5000 for name, speed in speeds.items()},
         "ratio_to_ceiling": {name: speed / 6000 for name, speed in speeds.items()},
         "losses": [8.0, 7.5, None, 7.0],
-        "loss_deviation": dict.fromkeys(names, 1e-6),
+        "loss_deviation": dict.fromkeys(speeds, 1e-6),
         "model_numel": 8_000_000,
         "reduction": "accumulate",
         "zero_copy": "on",
@@ -141,21 +141,23 @@ def test_a_page_of_a_run(run):
     assert (run / "report.html").read_text() == page
     needs_nothing_else(page)
     assert len(extract_plots(page)) == 4
-    assert "ranks compute 48% of the time, fetch and push 10%, wait at the boundary 22%" in page
-    for words in ("were idle 10.0%", "5 to 30 tokens", "The loss fell from 7.9 to 7.5"):
+    assert "ranks compute 48% of the time, fetch and push 10%, wait 22%" in page
+    for words in ("were idle 10.0%", "5 to 30 tokens", "The loss fell from 7.9 to 7.5 in 5 steps"):
         assert words in page
     for words in (
         "rank 1",
         "step 4",
         "step 5",
         "microbatches of steps 1 to 5",
-        "waits at the boundary",
+        "waits for other ranks",
+        "rank 0 computes 900 tokens, 0.19 s",
+        "step 3\ntraining: 7.7",
         "at most 1,024",
         "learning rate",
         "1,234,567",
     ):
         assert words in page
-    assert NASTY not in page and page.count("&lt;script&gt;alert(") == 3  # the lead, the summary, the configuration
+    assert NASTY not in page and page.count("&lt;script&gt;alert(") == 3  # lead, summary, configuration
     assert "<details>" in page
     assert 'class="note"' not in page
 
@@ -167,7 +169,7 @@ def test_a_run_that_was_killed(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     output = describe(run)
-    assert [figure.plot.name for figure in output.figures] == ["time", "loss"]
+    assert [figure.plot.name for figure in output.figures] == ["loss", "time"]
     for word, note in zip(("after 5 steps", "summary.json", "trace.json", "data.path"), output.notes, strict=True):
         assert word in note
     extract_plots(written(run))
@@ -199,10 +201,41 @@ def test_a_run_that_was_killed_before_its_first_step(run):
 
 def test_evaluations_are_next_to_the_loss(run):
     lines = [step(n, **({"eval_loss": 8.5 - n / 10} if n % 2 == 0 else {})) for n in range(1, 6)]
+    lines = [{"step": 0, "time": "2026-01-01T00:00:00+00:00", "eval_loss": 8.75}, *lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "On held-out data, dashed, it was 8.3 first and 8.1 last." in written(run)
+    assert not describe(run).notes
+    assert "in 5 steps, on held-out data it fell from 8.75 to 8.1" in written(run)
     (run / "metrics.jsonl").write_text("".join(json.dumps(step(n)) + "\n" for n in range(1, 6)))
     assert "held-out" not in written(run)
+
+
+def test_a_run_with_rewards(run):
+    """Generation is in the lanes; no loss, no lengths of prompts that are not a data set, no empty histogram."""
+    rewarded = {"reward": 0.25, "rewards/exact/mean": 0.5, "rewards/short/mean": 0.0, "completions/mean_length": 7.0}
+    times = {"generate_s": 0.2, "rollout_wait_s": 0.1}
+    lines = [{"step": 0, "eval_reward": 0.1, "eval_exact_match": 0.125}]
+    lines += [step(n, loss=-0.01 * n, **rewarded | times | {"reward": n / 8}) for n in range(1, 6)]
+    lines[-1] |= {"eval_reward": 0.5, "eval_exact_match": 0.75}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = json.loads((run / "trace.json").read_text())
+    trace["tokens_per_microbatch"]["counts"] = [0] * NUM_BINS
+    for each in (local for traced_step in trace["steps"] for local in traced_step["ranks"]):
+        each |= {"generate": [[0.3, 0.35]], "save": [[0.42, 0.45]]}
+    (run / "trace.json").write_text(json.dumps(trace))
+    (run / "config.yaml").write_text(f"data:\n  path: {NASTY}\nrun:\n  objective: grpo\n")
+    logged = {"prompt": [{"role": "user", "content": NASTY}], "completion": "c", "reward": 1.0}
+    logged |= {"rewards": {"exact": 1.0, "short": None}}
+    texts = [json.dumps(logged | {"step": n, "completion": f"of step {n}"}) for n in (1, 3, 5)]
+    (run / "completions.jsonl").write_text("\n".join([*texts, '{"step": 6, "pro']))
+    output, page = describe(run), written(run)
+    assert [figure.plot.name for figure in output.figures] == ["rewards", "gantt", "time"] and not output.notes
+    for words in ("The mean reward rose from 0.125 to 0.625 in 5 steps", "held-out prompts rose from 12% to 75%"):
+        assert words in page
+    assert "generate 10% of the time, compute 48%, fetch and push 10%, wait 22%, save 6%" in page
+    for words in ("mean reward: 0.25\nexact: 0.5", "of step 1", "of step 5", "user: &lt;script", "GRPO"):
+        assert words in page
+    assert "of step 3" not in page and "loss" not in page and NASTY not in page
+    extract_plots(page)
 
 
 def test_steps_that_were_skipped_and_many_of_them(run):
@@ -266,7 +299,12 @@ def test_a_page_of_training(tmp_path):
     page = written(tmp_path / "found.json", training_result())
     needs_nothing_else(page)
     speeds, losses = extract_plots(page)
-    for words in ("window/dynamic trains 4.00 times as fast as FSDP2", "4,000", "0.80", "ceiling"):
+    for words in (
+        "window/dynamic trains 2.50 times as fast as FSDP2 with its better plan (fsdp2/lb_mini)",
+        "4,000",
+        "0.80",
+        "ceiling",
+    ):
         assert words in speeds
     assert "losses differ by at most 1e-06" in losses
     assert NASTY not in page
@@ -290,14 +328,12 @@ def test_pictures_are_text_and_the_same_each_time(tmp_path):
     assert "#ffffff" in first and "var(" not in first, "alone, a picture has its own background"
 
 
-def test_a_page_has_colours_for_both_backgrounds():
-    svg = '<?xml version="1.0"?>\n<svg><path style="fill: #ffffff; stroke: #1f2328"/></svg>'
-    plot = Plot("gantt", "p", 'a "b"', ())
-    vars(plot)["svg"] = svg
-    page = html(ReportPage("t", [], figures=[Figure(plot)]))
-    assert "fill: var(--paper); stroke: var(--ink)" in page
-    assert "prefers-color-scheme: dark" in page and "<?xml" not in page
-    assert 'aria-label="a &quot;b&quot;"' in page
+def test_a_page_has_colours_for_both_backgrounds(run):
+    page = written(run)
+    assert 'fill="var(--ink)"' in page and 'stroke="var(--line)"' in page and "#0072b2" not in extract_plots(page)[0]
+    assert "prefers-color-scheme: dark" in page and "@media print" in page
+    plot = Plot("curves", "p", 'a "b"', ([[Panel("", [Curve("", [1, 2], [3.0, 4.0])])]], "step"))
+    assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[Figure(plot)]))
 
 
 def user_error(capsys, *arguments):
@@ -356,7 +392,7 @@ def test_damaged_runs_are_a_user_error(run, capsys, name, content):
 def test_other_user_errors(run, tmp_path, capsys):
     assert "run directory" in user_error(capsys, tmp_path)
     assert "x" * 300 in user_error(capsys, "x" * 300)
-    assert "gantt, time, lengths, loss" in user_error(capsys, run, "--picture", "gant")
+    assert "loss, gantt, time, lengths" in user_error(capsys, run, "--picture", "gant")
     assert "ends in .svg" in user_error(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
     assert "ends in .html" in user_error(capsys, run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from parity import vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
@@ -276,6 +277,16 @@ def test_schedules(kind: str, warmup_steps: int, steps: int) -> None:
     elif steps > warmup_steps:
         assert rest[-1] == pytest.approx(0.0, abs=1e-12)
         assert schedule_factor(kind, steps + 5, warmup_steps, steps) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_floor_and_the_stable_phase() -> None:
+    assert [schedule_factor(kind, 10, 2, 10, 0.1) for kind in ("cosine", "linear")] == pytest.approx([0.1, 0.1])
+    assert schedule_factor("cosine", 6, 2, 10, 0.1) == pytest.approx(0.55)
+    optimizer = optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = transformers.get_wsd_schedule(optimizer, 0, num_decay_steps=5, num_training_steps=20, min_lr_ratio=0.2)
+    [expected] = schedule.lr_lambdas
+    found = [schedule_factor("warmup_stable_decay", step, 0, 20, 0.2, 0.25) for step in range(22)]
+    assert found == pytest.approx([expected(step) for step in range(22)]) and found[:16] == [1.0] * 16
 
 
 def test_schedules_halfway() -> None:

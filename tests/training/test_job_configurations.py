@@ -1,4 +1,4 @@
-"""The configurations for published models in jobs/models: valid, with memory and commands in their comments."""
+"""Each configuration in jobs/models is valid, and tells its command and its memory."""
 
 import json
 import sys

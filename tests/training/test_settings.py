@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -10,7 +11,18 @@ import pytest
 import yaml
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.settings import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, dump, help_text, load
+from odc_mpi.training.resolved_settings import with_device
+from odc_mpi.training.settings import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    describe,
+    dump,
+    help_text,
+    load,
+)
 
 MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -96,7 +108,8 @@ def random_config(rng: random.Random) -> Config:
     sections = {name: random_section(rng, section) for name, section in get_type_hints(Config).items()}
     tree = {word: rng.choice([*AWKWARD, 3, 1e-7, True, None, [1, "1e3", {"on": "off"}], {}]) for word in AWKWARD}
     model = replace(sections["model"], path=None, config={"model_type": "qwen2", **tree})
-    fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum")}
+    fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum", "min_lr_ratio")}
+    fractions["warmup_ratio"] = 0.0  # not with warmup_steps
     comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
     data = replace(sections["data"], eval_path=rng.choice([*AWKWARD, None]) or "held out")
     trackers = rng.choice([None, [], ["wandb"], ["mlflow", "tensorboard"]])
@@ -120,7 +133,7 @@ def test_dump_is_plain_yaml_with_every_setting(write):
 def test_absent_settings_keep_their_defaults(write):
     config = load(write(MINIMAL))
     assert config == Config(model=ModelConfig(path="weights"), data=DataConfig(path="data.h5"))
-    assert (config.optim.learning_rate, config.data.minibatch_sequences, config.comm.timeout_s) == (1e-4, 16, 600.0)
+    assert (config.optim.learning_rate, config.data.minibatch_sequences, config.comm.timeout_s) == ("auto", 16, 600.0)
 
 
 def test_without_a_file_the_arguments_are_all():
@@ -215,7 +228,7 @@ SIZE = "expected auto or a size such as 512M or 0"
     ("text", "expected"),
     [
         ("data: {path: d, balanse: x}", "job.yaml: unknown setting data.balanse: did you mean data.balance?"),
-        ("learning_rate: 1", "job.yaml: unknown setting learning_rate: did you mean optim.learning_rate?"),
+        ("learning_rat: 1", "job.yaml: unknown setting learning_rat: did you mean optim.learning_rate?"),
         ("optimizer: {learning_rate: 1}", "job.yaml: unknown setting optimizer.learning_rate: did you mean optim."),
         ("zzz: {}", "job.yaml: unknown setting zzz: odc-mpi train --help lists all"),
         ("1: {}", "job.yaml: unknown setting 1: "),
@@ -229,7 +242,7 @@ SIZE = "expected auto or a size such as 512M or 0"
             for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
         ),
         ("run: {steps: [1]}", "job.yaml: run.steps: expected an integer, got [1]"),
-        ("run: {steps: 0}", "job.yaml: run.steps: expected an integer, 1 or more, got 0"),
+        ("run: {steps: -1}", "job.yaml: run.steps: expected an integer, 0 or more, got -1"),
         ("run: {dir: 3}", "job.yaml: run.dir: expected text, got 3 (put it in quotes)"),
         ("run: {dir: ''}", 'job.yaml: run.dir: expected text, not empty, got ""'),
         ("run: {dir: {a: 1}}", 'job.yaml: run.dir: expected text, got {"a": 1}'),
@@ -244,7 +257,10 @@ SIZE = "expected auto or a size such as 512M or 0"
             'trackio, comet_ml, clearml, swanlab, got ["wandb", "x"]',
         ),
         ("run: {max_skipped_steps: 0}", "job.yaml: run.max_skipped_steps: expected an integer, 1 or more"),
-        ("model: {gradient_checkpointing: 1}", "job.yaml: model.gradient_checkpointing: expected true or false, got 1"),
+        (
+            "model: {gradient_checkpointing: 1}",
+            "job.yaml: model.gradient_checkpointing: expected auto or true or false,",
+        ),
         ("model: {config: qwen2}", 'job.yaml: model.config: expected a mapping or null, got "qwen2"'),
         ("model: {path: [m]}", 'job.yaml: model.path: expected text or null, got ["m"]'),
         ("model: {path: ''}", "job.yaml: model.path: expected text or null, not empty"),
@@ -271,11 +287,20 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("comm: {transport: window}", "job.yaml: unknown setting comm.transport"),
         ("optim: {optimizer: adam}", 'job.yaml: optim.optimizer: expected adamw or sgd, got "adam"'),
         ("optim: {lr_scheduler_type: 1}", "job.yaml: optim.lr_scheduler_type: expected linear or cosine or constant"),
-        ("optim: {learning_rate: .nan}", "job.yaml: optim.learning_rate: expected a finite number, got NaN"),
-        ("optim: {learning_rate: 1e999}", "job.yaml: optim.learning_rate: expected a finite number, got Infinity"),
-        ("optim: {learning_rate: true}", "job.yaml: optim.learning_rate: expected a finite number, got true"),
-        ("optim: {learning_rate: '1e-4'}", 'job.yaml: optim.learning_rate: expected a finite number, got "1e-4"'),
-        ("optim: {learning_rate: -1}", "job.yaml: optim.learning_rate: expected a finite number, 0 or more, got -1"),
+        ("optim: {learning_rate: .nan}", "job.yaml: optim.learning_rate: expected auto or a finite number, got NaN"),
+        (
+            "optim: {learning_rate: 1e999}",
+            "job.yaml: optim.learning_rate: expected auto or a finite number, got Inf",
+        ),
+        ("optim: {learning_rate: true}", "job.yaml: optim.learning_rate: expected auto or a finite number, got true"),
+        (
+            "optim: {learning_rate: '1e-4'}",
+            'job.yaml: optim.learning_rate: expected auto or a finite number, got "1',
+        ),
+        (
+            "optim: {learning_rate: -1}",
+            "job.yaml: optim.learning_rate: expected auto or a finite number, 0 or mor",
+        ),
         (
             "optim: {adam_beta1: 1}",
             "job.yaml: optim.adam_beta1: expected a finite number, 0 or more and below 1, got 1",
@@ -316,8 +341,9 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("model: {path: m}", "job.yaml: data.path is missing: expected "),
         ("data: {path: d}", "job.yaml: expected model.path or model.config, got neither"),
         (
-            "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
-            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: remove one",
+            "data: {path: a b.jsonl.gz}\nmodel: {path: m}",
+            "job.yaml: data.path: expected a data set of odc-mpi prepare, got text: run odc-mpi prepare 'a b.jsonl.gz' "
+            "--out 'a b.h5' --tokenizer m, and set data.path to 'a b.h5'",
         ),
         ("run: {num_train_epochs: 0}", "job.yaml: run.num_train_epochs: expected a finite number or null, above 0"),
         (
@@ -352,8 +378,10 @@ def test_user_errors_in_a_file(write, text, expected):
     [
         (["--data.balanse", "x"], "command line: unknown setting data.balanse: did you mean data.balance?"),
         (
-            ["--optim.learning-rate=1"],
-            "command line: unknown setting optim.learning-rate: did you mean optim.learning_",
+            ["--run.stepz", "3", "--per-device-train-batch-size", "2", "--save_step", "2"],
+            "command line: unknown setting run.stepz: did you mean run.steps?; per-device-train-batch-size: set data."
+            "minibatch_sequences, the sequences per step on all ranks together; unknown setting save_step: did you "
+            "mean run.checkpoint_every?",
         ),
         (["--data", "x"], "command line: data is a section: expected a setting of it"),
         (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
@@ -414,19 +442,46 @@ def test_long_values_are_cut_in_errors(write):
 def test_help_names_every_setting_with_default_and_meaning():
     lines = help_text().splitlines()
     settings = [f"{section}.{name}" for section, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
-    assert [line.split()[0] for line in lines[1:]] == settings
-    assert all(line.isprintable() and len(line) < 160 for line in lines)
-    row = next(line for line in lines if line.startswith("optim.learning_rate"))
-    assert " float " in row and "0.0001" in row and "peak learning rate" in row
-    assert "required" in next(line for line in lines if line.startswith("data.path"))
+    assert [line.split()[0] for line in lines if re.match(r"  \w+\.\w", line)] == settings
+    assert all(line.isprintable() and len(line) <= 100 for line in lines)
+    start = next(i for i, line in enumerate(lines) if line.startswith("  optim.weight_decay"))
+    assert lines[start].endswith(" weight decay") and "(float; default: 0.0)" in lines[start + 1]
+    optim = help_text("optim").splitlines()
+    assert optim[0].startswith("optim: ") and all("data." not in line for line in optim)
+    assert "  save_steps " in help_text("names")
+    with pytest.raises(UserError, match="names, got otpim"):
+        help_text("otpim")
 
 
-@pytest.mark.parametrize("job", sorted(JOBS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_jobs_that_come_along_are_valid(job):
-    assert load(job).model.config is not None or load(job).model.path
+def test_every_value_and_where_it_comes_from(write):
+    path = write(MINIMAL + "run: {num_train_epochs: 3}\noptim: {weight_decay: 0.1}\n")
+    rows = [line.split(None, 1) for line in describe(path, ["--max_steps", "5", "--model.config.hidden_size", "8"])]
+    assert len(rows) == sum(len(get_type_hints(section)) for section in get_type_hints(Config).values())
+    found = {name: re.split("  +", rest) for name, rest in rows}
+    assert found["run.steps"] == ["5", "command line"] and found["run.num_train_epochs"] == ["null", "default"]
+    assert found["optim.weight_decay"] == ["0.1", str(path)] and found["optim.learning_rate"] == [
+        "2e-05",
+        "auto (default)",
+    ]
+    assert found["model.config"] == ['{"hidden_size": 8}', "command line"]
 
 
-def test_the_quick_start_is_the_small_qwen2():
-    config = load(JOBS / "quickstart.yaml", ["--run.steps", "2"])
-    assert config.model.config is not None and config.model.config["model_type"] == "qwen2"
-    assert config.run.steps == 2
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], 2e-5),
+        (["--lora_r=8"], 1e-4),
+        (["--run.objective=grpo", "--reward_funcs=a"], 1e-6),
+        (["--run.objective=grpo", "--reward_funcs=a", "--lora_r=8"], 1e-5),
+        (["--model.path=null", "--model.config.model_type=qwen2"], 1e-4),
+        (["--learning_rate=3"], 3),
+    ],
+)
+def test_the_learning_rate_depends_on_the_objective(write, arguments, expected):
+    assert with_device(load(write(MINIMAL), arguments), "cpu").optim.learning_rate == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("cuda", True)])
+def test_gradient_checkpointing_on_gpus(write, device, expected):
+    assert with_device(load(write(MINIMAL)), device).model.gradient_checkpointing is expected
+    assert with_device(load(write(MINIMAL), ["--lora_r", "8"]), device).model.gradient_checkpointing is False

@@ -1,5 +1,6 @@
 """Updates without gradients, and the end of a run that makes no progress."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,8 @@ def test_the_count_goes_on_with_the_run():
 def test_a_minibatch_without_any_gradient_is_published_as_well():
     parameter = torch.nn.Parameter(torch.ones(3))
     published = []
-    model = SimpleNamespace(divide_gradients_=published.append, publish=lambda: published.append(True))
+    spans = SimpleNamespace(span=lambda kind: nullcontext())
+    model = SimpleNamespace(divide_gradients_=published.append, publish=lambda: published.append(True), spans=spans)
     config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
     update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
     step = Step(1, None, {})

@@ -5,7 +5,7 @@ before its forward, freed after it, and all-gathered again before its backward. 
 its backward. This is the default of FSDP2, and equals ZeRO-3.
 
 FSDP needs the same number of microbatches on all ranks. A rank with fewer runs the shortest sequence of its minibatch
-with a loss multiplied by zero.
+with a loss multiplied by zero. Construct a `Gloo` before, which is the process group.
 """
 
 from torch import nn
@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 
-from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline, run_microbatches
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.runtime.world import World
@@ -25,17 +24,13 @@ class FSDPBaseline(UnshardedBaseline):
 
     Args:
         world: Ranks that train, all on one node.
-        loader: Loader of minibatches, with a balancing strategy that gives all ranks the same number of microbatches.
+        loader: Loader of minibatches. If its balancing strategy gives ranks different numbers of microbatches, the
+            plan is padded.
     """
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
         self._world = world
-        self._gloo = Gloo(world)
         super().__init__(config, loader)
-
-    def close(self) -> None:
-        """Destroy the process group. Collective."""
-        self._gloo.close()
 
     @override
     def _prepare(self, model: nn.Module) -> nn.Module:

@@ -52,6 +52,10 @@ class GradientFormat(ABC):
         """
 
     @abstractmethod
+    def bounds(self) -> Mapping[int, torch.Tensor]:
+        """Return a number for each pushed array by index, which is not finite if a gradient of this rank is not."""
+
+    @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
         """Apply the sums of `local_statistics` over all ranks, float64 `[k]`. Return True if gradients are finite."""
 

@@ -108,6 +108,10 @@ class FixedPointGradients(GradientFormat):
         return np.array([self._statistics.get(index, nothing).cpu().numpy() for index in self._numels]).ravel()
 
     @override
+    def bounds(self) -> Mapping[int, torch.Tensor]:
+        return {index: statistics[0] for index, statistics in self._statistics.items()}
+
+    @override
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
         rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
         self._received = dict(self.exponents)

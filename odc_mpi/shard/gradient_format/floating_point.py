@@ -49,6 +49,10 @@ class FloatGradients(GradientFormat):
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 
     @override
+    def bounds(self) -> Mapping[int, torch.Tensor]:
+        return self._bounds
+
+    @override
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
         return bool(totals[0] < 1.0)
 

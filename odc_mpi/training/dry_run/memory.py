@@ -115,7 +115,7 @@ def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, leng
     per_token = _saved_bytes_per_token(model, dtype)
     if per_token is None:
         per_token = _FORMULA_BYTES * text.hidden_size * model.num_layers * dtype.itemsize / 2
-    if config.model.gradient_checkpointing:
+    if config.model.gradient_checkpointing is True:
         per_token = per_token / model.num_layers + text.hidden_size * model.num_layers * dtype.itemsize
     activations = per_token * num_tokens
     if config.model.attn_implementation == "eager" or model.packing.soft_caps:

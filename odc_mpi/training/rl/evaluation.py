@@ -27,13 +27,11 @@ class RewardEvaluator(PeriodicEvaluator):
     """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
 
     columns: ClassVar = (
-        ProgressColumn(
-            "eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""
-        ),
+        ProgressColumn("eval", 8, lambda line: "-" if line["eval_reward"] is None else f"{line['eval_reward']:.4f}"),
     )
     summary: ClassVar = {
-        "eval_reward_start": SummaryField("eval_reward_start", "first"),
-        "eval_exact_match_start": SummaryField("eval_exact_match_start", "first"),
+        "eval_reward_start": SummaryField("eval_reward", "start"),
+        "eval_exact_match_start": SummaryField("eval_exact_match", "start"),
         "eval_reward": SummaryField("eval_reward", "last"),
         "eval_exact_match": SummaryField("eval_exact_match", "last"),
         "eval_s": SummaryField("eval_s", "sum"),
@@ -47,8 +45,8 @@ class RewardEvaluator(PeriodicEvaluator):
         prompts: PromptDataset,
         reward_functions: list[RewardFunction],
     ) -> None:
-        super().__init__(config.run)
-        self._rl, self._world, self._model = config.rl, world, model
+        super().__init__(config.run, model)
+        self._rl, self._world = config.rl, world
         self._prompts, self._reward_functions = prompts, reward_functions
         self._codec, self._tickets = PromptCodec(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))

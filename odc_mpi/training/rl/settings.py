@@ -47,7 +47,6 @@ _REQUIRED = {
     "rl.num_iterations": (1, "training is strictly on-policy; after an update the rollouts are from an older policy"),
     "lora.dropout": (0, "with dropout the trained policy is not the one that generated"),
     "run.keep_best": (False, "there is no evaluation loss"),
-    "run.num_train_epochs": (None, "set run.steps instead"),
     "data.balance": ("lb_mini", _UNKNOWN_LENGTHS),
     "data.cost": ("flops", _UNKNOWN_LENGTHS),
     "data.context_parallel": ("off", _UNKNOWN_LENGTHS),

@@ -27,6 +27,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
+from odc_mpi.errors import warn
 from odc_mpi.files import warn_write_failed
 from odc_mpi.formatting import truncate_text
 from odc_mpi.models.decoding import unsharded_if_fits
@@ -43,6 +44,8 @@ from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 
+#: Fraction of truncated completions above which a run warns.
+_MANY_CLIPPED = 0.9
 #: First and longest sleep between two polls of the queue.
 _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
@@ -102,6 +105,7 @@ class RolloutSource(MinibatchSource):
         #: Completions that this rank generated in the last step, if they are to be logged.
         self._logged_completions: list[dict[str, Any]] = []
         self._log_path = Path(config.run.dir) / COMPLETIONS
+        self._warned: set[str] = set()
 
     def next_minibatch(self) -> Minibatch:
         """Return the next minibatch of prompts from the loader."""
@@ -134,10 +138,29 @@ class RolloutSource(MinibatchSource):
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Report the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
+        self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._observed_lengths[index] = round(self._metrics.mean_length(gathered, position), 2)
         self._tickets.reset()
         self._queue.reset()
+
+    def _warn_once(self, step: Step) -> None:
+        """Warn on rank 0 if the model learns nothing from this step, or cannot finish its completions."""
+        warnings = {}
+        if step.metrics["frac_reward_zero_std"] == 1:
+            warnings["equal"] = (
+                "the rewards of each prompt's completions are all equal, so this step trains nothing: check "
+                "rl.reward_funcs (rl.log_completions 1 shows completions), or raise rl.temperature"
+            )
+        if step.metrics["completions/clipped_ratio"] > _MANY_CLIPPED:
+            warnings["clipped"] = (
+                f"{step.metrics['completions/clipped_ratio']:.0%} of the completions were truncated: raise "
+                "rl.max_completion_length, or check the end-of-sequence token of rl.tokenizer"
+            )
+        if self._world.rank == 0:
+            for key in warnings.keys() - self._warned:
+                warn(f"WARNING: step {step.number}: {warnings[key]}")
+        self._warned |= warnings.keys()
 
     def on_step_end(self, step: Step) -> None:
         """Add tokens per second to the metrics. Collective every `rl.log_completions` steps, to log completions."""
@@ -179,7 +202,11 @@ class RolloutSource(MinibatchSource):
         sampling = RolloutSamplingParams(
             rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, self._step
         )
-        with self._model.activity("generating") as self._note, unsharded_if_fits(self._model):
+        with (
+            self._model.spans.span("generate"),
+            self._model.activity("generating") as self._note,
+            unsharded_if_fits(self._model),
+        ):
             self._engine(self._model.module, prompts, sampling, on_prompt_done, self._report_token)
         self._metrics.add("generate_s", time.perf_counter() - began)
         return unpublished
@@ -282,6 +309,7 @@ class RolloutSource(MinibatchSource):
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
         self._metrics.add("rollout_wait_s", time.perf_counter() - began)
+        self._model.spans.add("rollout_wait", began)
 
 
 def _plain(value: float) -> float | None:

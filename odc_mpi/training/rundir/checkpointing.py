@@ -178,7 +178,10 @@ class CheckpointCallback(Callback):
     def _wait_for_pending(self) -> None:
         """Wait until the last checkpoint is published or has failed. Collective if it may not be written yet."""
         if self._saver.pending:
-            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
+            with (
+                self._trainer.model.spans.span("save"),
+                self._world.deadline(f"writing the checkpoint of step {self._last}"),
+            ):
                 self._saver.wait_until_written()
             self._saver.receive_reports(np.array(self._world.gather_objects(self._saver.report())))
         with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
@@ -203,6 +206,7 @@ class CheckpointCallback(Callback):
             manifest = self._state.make_manifest(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
+        self._trainer.model.spans.add("save", waited)
         self._wait_s += waited - began
         self._pause_s += time.perf_counter() - waited
 

@@ -13,9 +13,11 @@ from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 #: File with completions of GRPO runs. Each line has the key `step`, as in metrics.jsonl.
 COMPLETIONS = "completions.jsonl"
+#: File with the data of a gradient that is not finite, if `run.detect_anomaly` is set.
+ANOMALY = "anomaly.json"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
 #: Names of all files and subdirectories that a run writes. A later run in the directory must not mix them with its own.
-RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS)
+RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS, ANOMALY)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
@@ -44,7 +46,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
             lines = (path / COMPLETIONS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             write_text_durable(path / COMPLETIONS, "".join(line for line in lines if _parse_step(line) <= step))
         write_text_durable(path / _CONFIG, config_text)
-        for name in (_TRACE, _SUMMARY):
+        for name in (_TRACE, _SUMMARY, ANOMALY):
             (path / name).unlink(missing_ok=True)
 
 

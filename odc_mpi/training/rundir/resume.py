@@ -1,7 +1,7 @@
 """Start of a run from scratch or from a checkpoint. The checkpoint can be from a different number of ranks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_directory, reopen_run_directory
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
-from odc_mpi.training.settings import Config, defaults, dump
+from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
 #: Names of the optimizer classes in torch.optim by value of `optim.optimizer`.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
@@ -29,6 +29,13 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
     "comm.timeout_s",
+}
+#: Settings that may differ when a complete run is started again: its length, intervals, and those of the machine. The
+#: data are compared by their digest.
+_WITHOUT_EFFECT = {
+    *("run.steps", "run.num_train_epochs", "run.eval_every", "run.trace_steps", "rl.log_completions", "data.path"),
+    *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
+    *(f"comm.{item.name}" for item in fields(CommConfig)),
 }
 #: Metadata that a checkpoint of a training run has at least.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
@@ -60,15 +67,19 @@ class ResumePoint:
         """Metadata of the checkpoint."""
         return self.checkpoint.manifest.metadata
 
-    def one_line(self, config: Config) -> str:
-        """Return a description of the checkpoint and of the settings that changed, to print after "resuming"."""
+    def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
+        """Return "NAME BEFORE -> NOW" for each setting that differs from the run of the checkpoint."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
-        changed = [
+        return [
             f"{key} {before.get(key)} -> {now.get(key)}"
             for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key not in _UNREPORTED
+            if before.get(key) != now.get(key) and key not in _UNREPORTED and key not in ignored
         ]
+
+    def one_line(self, config: Config) -> str:
+        """Return a description of the checkpoint and of the settings that changed, to print after "resuming"."""
+        changed = self.changed_settings(config)
         size = self.checkpoint.manifest.size
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         tail = f"; changed settings: {', '.join(changed)}" if changed else ""
@@ -146,8 +157,17 @@ def fresh_start_line(config: Config) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do."""
+    """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do.
+
+    Raises:
+        AllRanksUserError: Other settings are given, such as another learning rate, which would have no effect.
+    """
     resume_point.checkpoint.close()
+    if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):
+        raise AllRanksUserError(
+            f"run.dir: {config.run.dir} has a complete run with other settings ({', '.join(changed)}): choose another "
+            "run.dir, set run.resume to never to start over, or raise run.steps to continue with these settings"
+        )
     if world.rank == 0:
         print(
             f"already complete: {config.run.dir} is at step {resume_point.step} of {config.run.steps}. Raise run.steps "

@@ -93,6 +93,20 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             )
 
 
+def is_held(run_dir: Path) -> bool:
+    """Return True if a run holds the lock of a directory, as far as this host can know."""
+    record = _read(run_dir / LOCK_FILE)
+    if record.get("host") != socket.gethostname():
+        return bool(record)
+    try:
+        os.kill(record["pid"], 0)
+    except ProcessLookupError:
+        return False  # it was killed
+    except PermissionError:
+        return True
+    return True
+
+
 @contextmanager
 def convert_write_errors(run_dir: Path) -> Iterator[None]:
     """Convert an `OSError` raised in the context to a `UserError` about the setting `run.dir`."""

@@ -1,66 +1,52 @@
-"""Post-training from one end to the other, by the commands in README: a base, chats, adapters, a kill, an export."""
+"""Post-training from start to end, by the commands in docs: a base, chats, adapters, a kill, an export."""
 
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from mpi_launch import ROOT, environment, finish
+from doc_blocks import blocks
+from mpi_launch import ROOT, finish, start_shell
 from processes import descendants, is_python
 from transformers import AutoModelForCausalLM
 
-from odc_mpi.cli.main import main
 from odc_mpi.data.dataset.reader import Dataset
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
 ]
 
-SECTION = re.search(r"## Post-training, start to end\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+PAGE = ROOT / "docs" / "start_to_end.md"
 #: Steps between checkpoints in jobs/lora.yaml.
 EVERY = 20
 
 
 def commands():
-    """The commands of the section, with the sizes of its quick way."""
-    block = re.search(r"^    STEPS=.*?(?=^\S)", SECTION, re.DOTALL | re.MULTILINE)[0]
-    lines = [line.removeprefix("    ") for line in block.splitlines() if not line.startswith("    #")]
-    first, *others = (text.strip() for text in re.split(r"\n(?=\S)", "\n".join(lines)) if text.strip())
-    quick = re.search(r"`(STEPS=\d+ EPOCHS=\d+)`", SECTION)[1]
-    assert re.sub(r"\d+", "", first) == re.sub(r"\d+", "", quick)
-    return [f"{quick}\n{command}" for command in others]
+    """The commands of the page, with the sizes of its quick way."""
+    (block,) = (block for block in blocks(PAGE) if block.kind == "sh")
+    first, *others = (text for text in re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", block.text, flags=re.MULTILINE)))
+    quick = re.search(r"`(STEPS=\d+ EPOCHS=\d+)`", PAGE.read_text())[1]
+    assert re.sub(r"\d+", "", first.strip()) == re.sub(r"\d+", "", quick)
+    return [f"{quick}\n{command.strip()}" for command in others]
 
 
 class Shell:
-    """Runs commands as a person would, from a directory with README's `jobs`."""
+    """Runs commands as a person would, from a directory with `jobs`."""
 
     def __init__(self, directory):
         self.directory = directory
         (directory / "jobs").symlink_to(ROOT / "jobs")
 
     def start(self, command):
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.Popen(
-            ["bash", "-c", command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=self.directory,
-            env=environment(PATH=path),
-            start_new_session=True,
-        )
+        return start_shell(command, self.directory)
 
     def run(self, command):
-        done = finish(self.start(command))
+        done = finish(self.start(command), timeout_s=200)
         assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
         return done.out
 
@@ -99,14 +85,13 @@ def loss_in_peft(base, adapters, dataset):
     return total / count
 
 
-def test_the_way_that_readme_shows(tmp_path):
+def test_the_page_runs_as_written(tmp_path):
     pytest.importorskip("peft")
     shell, runs = Shell(tmp_path), tmp_path / "runs"
-    assert (
-        main(["prepare", "stdlib", "--out", str(runs / "data" / "stdlib.h5"), "--max-length", "1024"]) == 0
-    )  # as make run
-    train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = commands()
-    for command in (train_base, export_base, prepare):
+    prepare_base, train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = (
+        commands()
+    )
+    for command in (prepare_base, train_base, export_base, prepare):
         shell.run(command)
 
     killed = kill_a_rank(shell.start(train), runs / "lora" / "metrics.jsonl", EVERY + 5)

@@ -67,13 +67,14 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
     )
     process = start(0, script, "train", "--config", config, "--run.steps", 100000, *CONSTANT)
     wait_for(process, " 2/100000")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # Ctrl-C
     process.send_signal(signal.SIGUSR1)  # at once: the same again, by way of a launcher
     wait_for(process, "saving")
     time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     done = finish(process)
-    assert done.code == -signal.SIGTERM and done.seconds < 10
+    assert done.code == -signal.SIGINT and done.seconds < 10
+    assert "interrupted; saving after this step. Press Ctrl-C again" in done.err
 
 
 def test_two_runs_in_one_directory(config, tmp_path):

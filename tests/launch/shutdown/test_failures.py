@@ -169,6 +169,13 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path, text
     assert done.seconds < 30
 
 
+def test_ranks_with_the_same_error_print_one_traceback(tmp_path):
+    text = RAISES.replace("if world.rank == 1:", "if True:")
+    done = launch(2, script(tmp_path, text), timeout_s=50)
+    assert done.code != 0 and done.err.count("Traceback") == 1
+    assert "rank 0 failed" in done.err and 'raise KeyError("my own mistake")' in done.err
+
+
 @pytest.mark.parametrize(
     ("thread", "ranks", "hand_over"),
     [

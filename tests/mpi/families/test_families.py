@@ -12,7 +12,7 @@ import torch
 import torch_reference
 import transformers
 from safetensors.torch import load_file
-from small_training import configure, train_to_the_end, training
+from small_training import configure, on_first_rank, train_to_the_end, training
 from tiny_configurations import FAMILIES, tiny_config
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
@@ -30,18 +30,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 HEADER = "| trains | splits | LoRA | generates | exports | families |\n|---|---|---|---|---|---|\n"
 #: Cells of the table for each family that has been tried.
 rows = {}
-
-
-def on_first_rank(world, compare):
-    """Compare on rank 0; a failure fails the test on all ranks."""
-    problem = None
-    if world.rank == 0:
-        try:
-            compare()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    problem = world.gather_objects(problem)[0]
-    assert not problem, problem
 
 
 def save_reference(config, path):

@@ -145,11 +145,14 @@ def test_ranks_make_the_same_as_one(world, run, grpo_dir):
 
 
 @pytest.mark.sizes(2)
-def test_groups_of_equal_rewards_train_nothing_and_count(run, grpo_dir):
+def test_groups_of_equal_rewards_train_nothing_count_and_warn_once(world, run, grpo_dir, capfd):
     lines, _ = run(rl__reward_funcs=f"{grpo_dir}/rewards.py:equal", rl__reward_weights="[1.0]", run__steps=2)
     for line in lines:
         assert line["frac_reward_zero_std"] == 1 and line["groups_trained_max"] == 0 and line["loss"] == 0
         assert line["num_tokens"] == line["num_input_tokens"] > 0 and line["grad_norm"] == 0
+    assert capfd.readouterr().err.count("step 1: the rewards of each prompt's completions are all equal") == (
+        world.rank == 0
+    )
 
 
 ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
@@ -179,7 +182,7 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
 def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir):
     usual, _ = run("usual", **ADAM)
     settings = ADAM | {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5, "run__eval_every": 2}
-    found, summary = run("evaluated", **settings, run__eval_on_start="true")
+    (start, *found), summary = run("evaluated", **settings, run__eval_on_start="true")
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
     config = make_settings(grpo_dir)
@@ -207,8 +210,8 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
         }
         wanted.append(compute_rewards(rewards, given, 0, 0, timeout_s=9.0, skip=False).rewards[0])
         lengths.append(len(tokens))
-    assert found[0]["eval_reward_start"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
-    assert found[0]["eval_mean_length_start"] == np.mean(lengths) and found[0]["eval_exact_match_start"] == 0
+    assert start["eval_reward"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
+    assert start["eval_mean_length"] == np.mean(lengths) and start["eval_exact_match"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]
 
 

@@ -64,13 +64,13 @@ def test_it_is_the_loss_of_plain_torch_and_training_does_not_notice(run, held_ou
         run__eval_on_start="true",
         **settings,
     )
-    first, *others = [line for line in lines if "eval_loss_start" in line]
-    assert first["step"] == 1 and not others
-    assert first["eval_loss_start"] == pytest.approx(wanted_before_training(held_out, count or NUM_HELD_OUT), rel=1e-6)
+    first, *lines = lines
+    assert first.keys() == {"step", "time", "epoch", "eval_loss", "eval_perplexity", "eval_s"} and first["step"] == 0
+    assert first["eval_loss"] == pytest.approx(wanted_before_training(held_out, count or NUM_HELD_OUT), rel=1e-6)
     evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert list(evaluated) == [2, 4, 5]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in without], rel=1e-6)
-    assert summary["eval_loss_start"] == first["eval_loss_start"] and summary["eval_loss"] == evaluated[5]
+    assert summary["eval_loss_start"] == first["eval_loss"] and summary["eval_loss"] == evaluated[5]
     assert summary["eval_loss_best"] == min(evaluated.values())
     assert summary["eval_perplexity"] == pytest.approx(np.exp(evaluated[5]))
 
@@ -79,7 +79,7 @@ def test_evaluating_draws_on_no_random_numbers_and_ends_in_training_mode(world, 
     """With dropout a run would notice either."""
     settings = {"model__config__attention_dropout": 0.3}
     without, _ = run("without", **settings)
-    lines, _ = run("with", data__eval_path=held_out, run__eval_every=1, run__eval_on_start="true", **settings)
+    (_, *lines), _ = run("with", data__eval_path=held_out, run__eval_every=1, run__eval_on_start="true", **settings)
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in without], rel=1e-6)
     plainly, _ = run("plainly")
     assert abs(plainly[0]["loss"] - lines[0]["loss"]) > 1e-4, "dropout did nothing"

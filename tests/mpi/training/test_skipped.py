@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_training import configure
 
+from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import TrainingError
 from odc_mpi.training import run
 from odc_mpi.training.inputs import open_inputs
@@ -68,3 +69,54 @@ def test_the_summary_counts_skipped_steps(world, shared_dir, dataset_path, monke
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines] == [False, True, False, False, False]
     assert summary["loss_last"] < summary["loss_first"]
+
+
+POSITION = 20
+
+
+def spoil_layer(trainer, in_backward):
+    """Let the output of layer 1 at `POSITION` of each sequence that has it, or its gradient, be NaN."""
+    module, seen = trainer.model.module, {}
+
+    def hook(layer, args, output):
+        if in_backward:
+            output.register_hook(lambda gradient: gradient * torch.nan)
+            return output
+        return output.masked_fill((seen["positions"] == POSITION)[..., None], torch.nan)
+
+    module.register_forward_pre_hook(
+        lambda _, args, inputs: seen.update(positions=inputs["position_ids"]), with_kwargs=True
+    )
+    module.get_submodule("model.layers.1").register_forward_hook(hook)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_origin_is_reported(world, shared_dir, dataset_path, monkeypatch, capfd, in_backward):
+    def spoilt(*arguments):
+        trainer = build_trainer(*arguments)
+        spoil_layer(trainer, in_backward)
+        return trainer
+
+    monkeypatch.setattr(run, "build_trainer", spoilt)
+    run_dir = shared_dir / f"origin{in_backward}"
+    changes = {"run.dir": run_dir, "run.detect_anomaly": "true"}
+    where = (
+        r"backward of unit model\.layers\.1, sequences \["
+        if in_backward
+        else r"output of unit model\.layers\.1, sequence \d+ of"
+    )
+    with pytest.raises(TrainingError, match=rf"step 1: the gradient is not finite: rank \d: {where}"):
+        train(configure(dataset_path, **changes), world)
+    world.gather_objects(None)
+    found = json.loads((run_dir / "anomaly.json").read_text())
+    assert (found["step"], found["unit"]) == (1, "model.layers.1") and len(found["inputs"][0]["input_ids"]) == 1
+    if not in_backward:
+        (index,) = found["sequences"]
+        with Dataset(dataset_path) as dataset:
+            assert dataset.lengths[index] > POSITION
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 1
+    monkeypatch.setattr(run, "build_trainer", build_trainer)
+    train(configure(dataset_path, **{"run.dir": run_dir}), world)
+    world.gather_objects(None)
+    assert not (run_dir / "anomaly.json").exists() and "WARNING: step" not in capfd.readouterr().err

@@ -1,0 +1,29 @@
+"""`odc-mpi config`: print all settings of a configuration and where they come from. Does not use MPI."""
+
+import argparse
+from pathlib import Path
+
+from odc_mpi.errors import UserError
+
+HELP = "print all settings of a configuration, and where each comes from"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.usage = "odc-mpi config CONFIG [--SECTION.KEY VALUE ...]"
+    parser.description = "Print each setting, its value, and its source: default, auto, CONFIG or the command line."
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the settings and return the exit code."""
+    from odc_mpi.training import settings
+
+    if not arguments.config.exists():
+        raise UserError(
+            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
+            "odc-mpi config CONFIG --run.steps 5"
+        )
+    for line in settings.describe(arguments.config, arguments.overrides):
+        print(line)
+    return 0

@@ -1,0 +1,81 @@
+"""Metrics of a step that compare machines: time, epoch, speed per rank, model FLOPs utilization, and memory."""
+
+import re
+import resource
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.shard import model as sharded
+
+#: Peak bfloat16 FLOPS of GPUs without sparsity, from NVIDIA's data sheets, by a pattern of torch's device name.
+_PEAK_FLOPS = {
+    r"GB200|B200": 2.25e15,
+    r"H200|H100 80GB HBM3|GH200": 989e12,
+    r"H100 NVL": 835e12,
+    r"H100 PCIe": 756e12,
+    r"A100": 312e12,
+    r"A40\b": 150e12,
+    r"A10\b": 125e12,
+    r"L40S": 362e12,
+    r"L4\b": 121e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak number of bfloat16 operations per second of a GPU, or None if it is not known."""
+    return next((flops for pattern, flops in _PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
+
+
+class ThroughputMetrics(Callback):
+    """Adds time, epoch, tokens per second and rank, model FLOPs utilization, and peak memory to the metrics of a step.
+
+    Must run after the callbacks that report `step_s` and `tokens_per_s`.
+
+    Args:
+        num_ranks: Number of ranks.
+        device: Device of the model.
+        steps_per_epoch: Number of steps in one pass over the data.
+        flops: Cost model in FLOPs of forward and backward of a sequence, or None to omit the utilization. It is also
+            omitted if the peak of the device is not known.
+    """
+
+    gathered_names = ("peak_host_bytes", "peak_device_bytes")
+
+    def __init__(self, num_ranks: int, device: torch.device, steps_per_epoch: int, flops: CostModel | None) -> None:
+        self._num_ranks, self._device, self._steps_per_epoch = num_ranks, device, steps_per_epoch
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._flops = (flops, peak * num_ranks) if flops and peak else None
+
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Add time and epoch to the metrics of step 0, if there are any."""
+        if len(metrics) > 1:
+            metrics |= self._progress(completed_steps)
+
+    def local_values(self) -> tuple[float, float]:
+        """Return the peak memory of this process in bytes: resident on the host, and allocated by torch on a GPU."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # KiB on Linux
+        on_gpu = self._device.type == "cuda"
+        return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
+
+    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+        """Report the largest peaks of all ranks."""
+        for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
+            step.metrics[name] = int(gathered.per_rank(name).max())
+
+    def on_step_end(self, step: Step) -> None:
+        """Add the other metrics."""
+        metrics = step.metrics
+        metrics |= self._progress(step.number)
+        metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks
+        if self._flops:
+            flops, peak = self._flops
+            lengths = step.minibatch.dataset.lengths[step.minibatch.indices]
+            metrics["mfu"] = float(flops.sequence(lengths).sum()) / metrics["step_s"] / peak
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        return {"time": now, "epoch": step / self._steps_per_epoch}

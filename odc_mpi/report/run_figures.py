@@ -1,0 +1,162 @@
+"""Charts of where the time of a run went, and of the lengths of its sequences."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from odc_mpi.report.page import Figure
+from odc_mpi.report.plot_types import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    Curve,
+    GanttChart,
+    GanttRow,
+    Histogram,
+    Panel,
+    Plot,
+    Style,
+    choose_ranks,
+)
+
+COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
+#: Kinds of spans in trace.json by what a rank does, with styles. Fetches and pushes are drawn over activities.
+_KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
+    COMPUTES: (Style(BLUE), ()),
+    GENERATES: (Style(PURPLE), ("generate",)),
+    "evaluates": (Style(SKY), ("evaluate",)),
+    "optimizer step": (Style("#8c959f"), ("optimize",)),
+    "saves": (Style(RED, "/"), ("save",)),
+    FETCHES: (Style(ORANGE, "\\"), ("fetch",)),
+    PUSHES: (Style(GREEN, "-"), ("accumulate",)),
+    WAITS: (Style("none", "/"), ("gradients_complete", "grad_norm", "parameters_published", "rollout_wait")),
+}
+_STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
+#: Maximum number of bars in a plot. If there are more steps, they are averaged in groups.
+_MAX_BARS = 80
+_NUM_BINS = 40
+
+
+def timeline(trace: Mapping[str, Any]) -> Figure:
+    """Draw what each rank did in the last steps, from trace.json."""
+    steps = trace["steps"]
+    ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
+    offsets = np.cumsum([0.0, *ends]).tolist()
+    busy = np.sum([[_seconds(local["microbatches"]) for local in step["ranks"]] for step in steps], axis=0)
+    chosen = choose_ranks(busy.tolist())
+    rows = [_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
+    marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
+    period = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
+    title = f"In {period} ranks {_shares([local for step in steps for local in step['ranks']])}"
+    caption = (
+        "A step begins when the parameters are published, and ends when they are published again. Numbers are tokens "
+        "of a microbatch. Blank time is planning, reading, and writing metrics."
+    )
+    if len(chosen) < len(busy):
+        caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
+    if left_out_s := sum(sum(local["left_out_s"].values()) for step in steps for local in step["ranks"]):
+        caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
+    return Figure(Plot("gantt", "gantt", title, ([GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption)
+
+
+def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
+    """Return the shares of the time of ranks, as in "compute 48% of the time, wait 22%". Communication is not work."""
+    seconds = dict.fromkeys(_KINDS, 0.0)
+    for local in locals_:
+        moves = sorted((*local["fetch"], *local["accumulate"]))
+        begins = [span[0] for span in moves]
+        for kind, (_, names) in _KINDS.items():
+            spans = local["microbatches"] if kind == COMPUTES else [s for name in names for s in local.get(name, ())]
+            seconds[kind] += _seconds(spans)
+            if kind not in (FETCHES, PUSHES, WAITS):
+                inside = [moves[bisect_right(begins, s[0]) : bisect_right(begins, s[1])] for s in spans]
+                seconds[kind] -= sum(map(_seconds, inside))
+    total_s = sum(local["end_s"] for local in locals_)
+    words = {
+        "generate": seconds[GENERATES],
+        "compute": seconds[COMPUTES],
+        "fetch and push": seconds[FETCHES] + seconds[PUSHES],
+        "wait": seconds[WAITS],
+        "evaluate": seconds["evaluates"],
+        "save": seconds["saves"],
+    }
+    shares = [(word, f"{value / total_s:.0%}") for word, value in words.items() if value >= 0.005 * total_s]
+    return ", ".join(f"{word} {share}{'' if i else ' of the time'}" for i, (word, share) in enumerate(shares))
+
+
+def _row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> GanttRow:
+    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+    notes = []
+    for step, offset in zip(steps, offsets, strict=False):
+        for began, ended, tokens in step["microbatches"]:
+            spans[COMPUTES].append((offset + began, offset + ended))
+            notes.append((offset + began, offset + ended, f"{tokens:,}"))
+        for kind, (_, names) in _KINDS.items():
+            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in step.get(name, ())]
+    return GanttRow(f"rank {rank}", spans, notes)
+
+
+def _seconds(spans: Sequence[Sequence[float]]) -> float:
+    return sum(span[1] - span[0] for span in spans)
+
+
+def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the mean parts of the time of each step, and the idle time of ranks, from metrics.jsonl."""
+    at_once = math.ceil(len(steps) / _MAX_BARS)
+    groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
+    x = [float(np.mean([step["step"] for step in group])) for group in groups]
+    names = {FETCHES: ["fetch_wait_s"], PUSHES: ["accumulate_wait_s"], WAITS: ["boundary_wait_s"]}
+    if "generate_s" in steps[0]:
+        # Generation is mostly without communication.
+        names = {GENERATES: ["generate_s"], **names, WAITS: ["boundary_wait_s", "rollout_wait_s"]}
+    parts = {kind: [_share(group, keys) for group in groups] for kind, keys in names.items()}
+    rest = "computes and everything else"
+    parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
+    every = Curve(
+        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Style(SKY, "none"), "."
+    )
+    mean = Curve(
+        "mean" if at_once > 1 else "",
+        x,
+        [float(np.mean([step["idle_fraction"] for step in group])) for group in groups],
+    )
+    idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
+    title = f"Ranks were idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
+    panel = Panel("idle: fraction of the time in which ranks waited for the slowest", [every, mean], ".0%")
+    caption = "Means over all ranks, without evaluations and checkpoints." + (
+        f" Bars and the line are means over {at_once} steps." if at_once > 1 else ""
+    )
+    styles = {**_STYLES, rest: _STYLES[COMPUTES]}
+    return Figure(Plot("stack", "time", title, (x, parts, styles, "step", panel)), caption)
+
+
+def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
+    return sum(step[name] for step in group for name in names) / sum(step["step_s"] for step in group)
+
+
+def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
+    """Draw the lengths of sequences, and how full microbatches were. Either can be unknown."""
+    panels, title = [], []
+    if lengths is not None and len(lengths):
+        counts, edges = np.histogram(lengths, _NUM_BINS)
+        median = int(np.median(lengths))
+        marks = [(median, f"half are below {median:,}")]
+        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))
+        title.append(f"sequences have {lengths.min():,} to {lengths.max():,} tokens, half of them below {median:,}")
+    if trace and sum(trace["tokens_per_microbatch"]["counts"]):  # rollouts are not planned
+        tokens, max_tokens = trace["tokens_per_microbatch"], trace["max_tokens_per_microbatch"]
+        middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
+        full = float(np.average(middles, weights=tokens["counts"])) / max_tokens
+        marks = [(max_tokens, f"at most {max_tokens:,}")]
+        heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
+        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
+        title.append(f"microbatches are {full:.0%} full")
+    text = "; ".join(title)
+    return [Figure(Plot("histograms", "lengths", text[:1].upper() + text[1:], [panels]))] if panels else []

@@ -1,0 +1,1 @@
+"""Search for the origin of values that are not finite."""

@@ -1,0 +1,131 @@
+"""Report of a skipped step: rank, sequence and unit of the first value that is not finite.
+
+In a skipped step the parameters do not change. After it, a rank whose loss was not finite therefore repeats the forward
+of the microbatch and looks at the output of each unit. Other ranks wait for the report. If all losses are finite, the
+gradients that a rank pushed show the unit.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc_mpi.data.loader import Microbatch
+from odc_mpi.errors import TrainingError, warn
+from odc_mpi.files import write_or_warn
+from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.loop import Objective
+from odc_mpi.training.rundir.records import ANOMALY
+
+
+class NonFiniteReport(Callback):
+    """Prints where a gradient that is not finite came from, after each skipped step.
+
+    Args:
+        objective: Objective of the run, whose loss is computed again.
+        run_dir: Directory for anomaly.json.
+        detect_anomaly: True to write the data to anomaly.json, and to end the run.
+    """
+
+    def __init__(
+        self, world: World, model: ShardedModel, objective: Objective, run_dir: Path, *, detect_anomaly: bool
+    ) -> None:
+        self._world, self._model, self._objective = world, model, objective
+        self._run_dir, self._detect_anomaly = run_dir, detect_anomaly
+        self._results: list[MicrobatchResult] = []
+
+    def on_step_begin(self, step: Step) -> None:
+        """Forget the microbatches of the previous step."""
+        self._results = []
+
+    def on_microbatch_end(self, result: MicrobatchResult) -> None:
+        """Keep the microbatch until the end of the step."""
+        self._results.append(result)
+
+    def on_step_end(self, step: Step) -> None:
+        """Report a skipped step. Collective if it was skipped.
+
+        With `detect_anomaly`, set `step.failure` to a `TrainingError`.
+        """
+        if not step.metrics["skipped"]:
+            return
+        gathered = self._world.gather_objects(self._locate(step))
+        found = next(filter(None, gathered), {"text": "only the sum of the gradients of all ranks is not finite"})
+        text = f"step {step.number}: the gradient is not finite: {found.pop('text')}"
+        if self._world.rank == 0:
+            if self._detect_anomaly:
+                write_or_warn(self._run_dir / ANOMALY, json.dumps({"step": step.number, **found}) + "\n")
+            else:
+                warn(f"WARNING: {text}; the step is skipped")
+        if self._detect_anomaly:
+            step.failure = TrainingError(f"{text} (run.detect_anomaly; see {self._run_dir / ANOMALY})")
+
+    def _locate(self, step: Step) -> dict[str, Any] | None:
+        """Return the first value on this rank that is not finite, and its data, or None. One-sided."""
+        for result in self._results:
+            if not math.isfinite(result.loss):
+                return self._describe(step, result.microbatch)
+        units = self._model.units_with_nonfinite_gradients()
+        if not units:
+            return None
+        found = self._data([result.microbatch for result in self._results])
+        text = f"rank {found['rank']}: backward of unit {units[0] or '(root)'}, sequences {found['sequences']}"
+        return {**found, "unit": units[0], "text": text}
+
+    def _describe(self, step: Step, microbatch: Microbatch) -> dict[str, Any]:
+        found, where = self._data([microbatch]), "loss"
+        if not microbatch.is_chunk:  # the other chunks are on other ranks
+            with torch.no_grad(), first_nonfinite(self._model) as first:
+                self._objective.loss(self._model, step.minibatch, microbatch.to(self._model.device))
+            if first:
+                found["unit"], where = first["unit"], f"output of unit {first['unit'] or '(root)'}"
+                position_ids = microbatch.inputs.get("position_ids")
+                if first["token"] is not None and position_ids is not None and position_ids.shape[0] == 1:
+                    number = int((position_ids[0, : first["token"] + 1] == 0).sum()) - 1
+                    if len(found["sequences"]) == int((position_ids == 0).sum()):
+                        found["sequences"] = [found["sequences"][number]]
+        text = f"rank {found['rank']}: {where}, sequence {', '.join(map(str, found['sequences']))} of data.path"
+        return {**found, "text": text}
+
+    def _data(self, microbatches: list[Microbatch]) -> dict[str, Any]:
+        return {
+            "rank": self._world.rank,
+            "sequences": [int(index) for microbatch in microbatches for index in microbatch.indices],
+            "inputs": [
+                {name: value.tolist() for name, value in microbatch.inputs.items() if isinstance(value, torch.Tensor)}
+                for microbatch in microbatches
+            ],
+        }
+
+
+@contextmanager
+def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
+    """Find the first unit in the enclosed forward whose output is not finite. Yields an empty dictionary.
+
+    It receives the name `unit`, and the index `token` of the first token in the output, or None if that is a scalar. If
+    the input of a unit is already not finite, the value is of the root unit, which has the embeddings.
+    """
+    found: dict[str, Any] = {}
+
+    def check(name: str, values: Any) -> None:
+        values = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
+        for value in () if found else values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
+                rows = (~value.isfinite()).flatten(2).any(dim=2)[0] if value.ndim == 3 else None
+                found.update(unit=name, token=None if rows is None else int(rows.nonzero()[0]))
+                return
+
+    units = [(unit.name, model.module.get_submodule(unit.name)) for unit in model.units]
+    handles = [module.register_forward_hook(lambda *args, name=name: check(name, args[2])) for name, module in units]
+    handles += [module.register_forward_pre_hook(lambda _, args: check("", args)) for name, module in units if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Reading of settings: names of other libraries, YAML files, command lines, and the help text."""

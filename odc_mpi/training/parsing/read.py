@@ -1,0 +1,191 @@
+"""Values of settings from a YAML file and from a command line, by the names of the settings here.
+
+Names may be those of other libraries (`aliases`), without their section, and with hyphens. All wrong names are reported
+in one error.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from odc_mpi import yaml_dialect as dialect
+from odc_mpi.errors import UserError
+from odc_mpi.training.parsing import aliases
+from odc_mpi.training.setting_types import Setting, format_value, is_verbatim, type_name, union_members, validate_value
+
+COMMAND_LINE = "command line"  # source of `--section.key value` in errors
+#: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
+_SIMILAR = 0.75
+#: Pairs of settings of which the later one wins, and replaces the other.
+_EXCLUSIVE = {
+    "run.steps": "run.num_train_epochs",
+    "run.num_train_epochs": "run.steps",
+    "optim.warmup_steps": "optim.warmup_ratio",
+    "optim.warmup_ratio": "optim.warmup_steps",
+}
+
+
+class _Given(NamedTuple):
+    """A setting as it was given: a value of YAML, or the words after a name on the command line."""
+
+    source: str
+    name: str
+    value: Any
+    words: list[str] | None = None
+
+
+class Reader:
+    """Reads values of settings.
+
+    Args:
+        settings: All settings by name.
+        reasons: Functions that return the reason why a value of a setting is invalid, to append to the error.
+    """
+
+    def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
+        self._settings, self._reasons = settings, reasons
+        self._sections = list(dict.fromkeys(name.partition(".")[0] for name in settings))
+        leaves = [name.partition(".")[2] for name in settings]
+        own = {leaf: name for leaf, name in zip(leaves, settings, strict=True) if leaves.count(leaf) == 1}
+        del own["config"]  # `--config` is the file
+        #: Settings by name without section.
+        self._by_leaf = own | aliases.ALIASES
+
+    def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the values and their sources by name of the setting.
+
+        Args:
+            document: Content of a YAML file.
+            source: Name of the file in errors.
+            arguments: Words of the command line.
+
+        Raises:
+            UserError: The file or the command line is invalid.
+        """
+        given = [*self._flatten(document, source), *split_arguments(arguments)]
+        names = self._resolve_all(given)
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for item, name in zip(given, names, strict=True):
+            self._set(values, item, name)
+            sources[self._mapping_of(name) or name] = item.source
+            if values.get(name) and (other := _EXCLUSIVE.get(name)):
+                values.pop(other, None)
+                sources.pop(other, None)
+        return values, sources
+
+    def _flatten(self, document: Any, source: str) -> Iterator[_Given]:
+        if document is not None and not isinstance(document, dict):
+            got = format_value(document)
+            raise UserError(f"{source}: expected a mapping of the sections {', '.join(self._sections)}, got {got}")
+        for section, content in (document or {}).items():
+            if isinstance(content, dict) and content:
+                yield from (_Given(source, f"{section}.{name}", value) for name, value in content.items())
+            elif section not in self._sections or content not in (None, {}):  # a section may be left empty
+                yield _Given(source, str(section), content)
+
+    def _resolve_all(self, given: Sequence[_Given]) -> list[str]:
+        names, problems, source = [], [], ""
+        for item in given:
+            try:
+                names.append(self._resolve(item.name))
+            except UserError as error:
+                problems.append(str(error) if item.source == source else f"{item.source}: {error}")
+                source = item.source
+        if problems:
+            raise UserError("; ".join(dict.fromkeys(problems)))
+        return names
+
+    def _resolve(self, given: str) -> str:
+        """Return the name of the setting that a name means, or raise a UserError with a suggestion."""
+        name = given.replace("-", "_")
+        mapping = self._mapping_of(name)
+        if mapping:
+            return mapping + given[len(mapping) :]
+        section, _, leaf = name.rpartition(".")
+        known = self._by_leaf.get(leaf)
+        if name in self._settings:
+            return name
+        if known and section in ("", known.partition(".")[0]):
+            return known
+        instead = aliases.answer(leaf if section in ("", *self._sections) else name.partition(".")[0])
+        instead = instead or aliases.answer(leaf)
+        if instead and not known:
+            raise UserError(f"{given}: {instead}")
+        if name in self._sections:
+            raise UserError(f"{name} is a section: expected a setting of it, as in {name}: {{key: value}}")
+        near = known or self._similar(section, leaf)
+        raise UserError(
+            f"unknown setting {given}: {f'did you mean {near}?' if near else 'odc-mpi train --help lists all'}"
+        )
+
+    def _similar(self, section: str, leaf: str) -> str | None:
+        """Return the setting whose name is most similar, or None if none is similar enough."""
+        candidates = {name.partition(".")[2]: name for name in self._settings if name.startswith(f"{section}.")}
+        candidates = candidates or self._by_leaf
+        near = difflib.get_close_matches(leaf, candidates, n=1, cutoff=_SIMILAR)
+        return candidates[near[0]] if near else None
+
+    def _mapping_of(self, name: str) -> str | None:
+        """Return the setting whose dictionary has this key, such as model.config for model.config.hidden_size."""
+        mappings = (key for key, setting in self._settings.items() if dict[str, Any] in union_members(setting.type))
+        return next((key for key in mappings if name.startswith(f"{key}.")), None)
+
+    def _set(self, values: dict[str, Any], item: _Given, name: str) -> None:
+        mapping = self._mapping_of(name)
+        if mapping:
+            keys = name.removeprefix(f"{mapping}.").split(".", dialect.MAX_DEPTH)
+            value = dialect.read_value(_one_word(item, "a value")) if item.words is not None else item.value
+            values[mapping] = _with_entry(values.get(mapping), item.source, mapping, keys, value)
+            return
+        setting, leaf = self._settings[name], item.name.replace("-", "_").rpartition(".")[2]
+        value = aliases.convert(leaf, self._parse(item, leaf, setting))
+        label = f"{item.source}: {name}"
+        values[name] = validate_value(label, setting.type, setting.checks, value, self._reasons.get(name))
+
+    def _parse(self, item: _Given, leaf: str, setting: Setting) -> Any:
+        if item.words is None:
+            return item.value
+        if not item.words and (bool in union_members(setting.type) or aliases.is_flag(leaf)):
+            return True
+        is_list = any(str(kind).startswith("list[") for kind in union_members(setting.type))
+        if is_list and len(item.words) > 1:
+            text = (" " if item.words[0].startswith("[") else ",").join(item.words)
+        else:
+            text = _one_word(item, type_name(setting.type))
+        converted = aliases.convert(leaf, value := dialect.read_value(text))
+        return text if converted is value and is_verbatim(setting.type, text) else value
+
+
+def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
+    """Split ``--name value``, ``--name=value``, ``--name value value`` and ``--name`` into names and words."""
+    name, words = "", list[str]()
+    for argument in (*arguments, None):
+        if argument is None or argument.startswith("--"):
+            if name:
+                yield _Given(COMMAND_LINE, name, None, words)
+            name, equals, text = (argument or "")[2:].partition("=")
+            words = [text] if equals else []
+        elif not name:
+            raise UserError(f"{COMMAND_LINE}: expected --section.key value, got {format_value(argument)}")
+        else:
+            words.append(argument)
+
+
+def _one_word(item: _Given, expected: str) -> str:
+    words = item.words or []
+    if not words:
+        raise UserError(f"{item.source}: --{item.name} expected {expected} after it, got nothing")
+    if len(words) > 1:
+        raise UserError(f"{item.source}: expected --section.key value, got {format_value(words[1])}")
+    return words[0]
+
+
+def _with_entry(mapping: Any, source: str, key: str, names: list[str], value: Any) -> dict[str, Any]:
+    if mapping is not None and not isinstance(mapping, dict):
+        raise UserError(f"{source}: --{key}.{names[0]}: expected {key} to be a mapping, got {format_value(mapping)}")
+    mapping = mapping or {}
+    name, *deeper = names
+    if deeper:
+        value = _with_entry(mapping.get(name), source, f"{key}.{name}", deeper, value)
+    return {**mapping, name: value}

@@ -1,0 +1,83 @@
+"""Each block of README and docs that is marked `sh` or `python` runs as it is written, in the order of its page.
+
+A page runs in a directory with a tiny model in MODEL_DIR and the files of data that pages name. Lines that begin with
+`make` are left out. A Python block that begins with a comment such as `# train.py` is saved under this name, for the
+commands after it; others are run.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import transformers
+from doc_blocks import EXECUTED, PAGES, ROOT, blocks, commands
+from mpi_launch import finish, start, start_shell
+from small_run import MODEL
+
+from odc_mpi.cli.main import main
+from odc_mpi.data.tokenizer import tokenizer_files, write_files
+
+#: This page's commands, with a rank killed between two of them, are run by test_post_training.py.
+ELSEWHERE = ("start_to_end.md",)
+RUN = [page for page in PAGES if any(block.kind in EXECUTED for block in blocks(page)) and page.name not in ELSEWHERE]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The directory that each page gets a copy of."""
+    folder = tmp_path_factory.mktemp("files")
+    lines = (ROOT / "jobs" / "chats.jsonl").read_text().splitlines()[:40]
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    questions = [{"prompt": f"What is {i} plus 1?", "answer": str(i + 1)} for i in range(4)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
+    (folder / "jobs").symlink_to(ROOT / "jobs")
+    assert main(["prepare", str(folder / "chats.jsonl"), "--out", str(folder / "t.h5"), "--vocab-size", "300"]) == 0
+    model = folder / "MODEL_DIR"
+    model.mkdir()
+    write_files(tokenizer_files(folder / "t.h5"), model)
+    (folder / "t.h5").unlink()
+    config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 304, "max_position_embeddings": 512})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    return folder
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_blocks_run_as_written(files, page, tmp_path):
+    folder = tmp_path / "work"
+    shutil.copytree(files, folder, symlinks=True)
+    for block in blocks(page):
+        if block.kind == "python":
+            run_program(block, folder)
+        elif block.kind == "sh":
+            run_commands(block, folder)
+    check_metrics(folder)
+
+
+def check_metrics(folder):
+    """docs/metrics.md describes whatever the runs of the page have written."""
+    described = (ROOT / "docs" / "metrics.md").read_text()
+    for path in folder.glob("runs/*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        written = {key for line in [*lines, json.loads(path.with_name("summary.json").read_text())] for key in line}
+        last = {key.rpartition("/")[2] for key in written if "rewards/" not in key}
+        names = {re.sub("_(first|last|start|best|same_node|other_nodes|max)$", "", key) for key in last}
+        assert {name for name in names if f"`{name}" not in described and f"/{name}`" not in described} == set()
+
+
+def run_program(block, folder):
+    name = re.match(r"# (\w+\.py)\n", block.text)
+    (folder / (name[1] if name else "block.py")).write_text(block.text)
+    if not name:
+        check(block, finish(start(0, "block.py", cwd=folder)))
+
+
+def run_commands(block, folder):
+    script = "set -euo pipefail\n" + "\n".join(commands(block))
+    check(block, finish(start_shell(script, folder), timeout_s=400))
+
+
+def check(block, finished):
+    assert finished.code == 0, f"line {block.line}:\n{block.text}\n{finished.out}\n{finished.err}"

@@ -1,0 +1,76 @@
+"""Following a run from its files: after its end, while it runs, after it was killed, and one that never starts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from test_metrics import STEP
+
+from odc_mpi.cli import main as cli
+from odc_mpi.observe import watch
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_POLL_S", 0.05)
+    monkeypatch.setenv("ODC_MPI_PROGRESS", "plain")
+    (tmp_path / "metrics.jsonl").write_text(lines(0, 1, 2))
+    (tmp_path / "config.yaml").write_text("run:\n  steps: 4\n  objective: sft\n")
+    return tmp_path
+
+
+def lines(*numbers):
+    times = {n: f"2026-01-01T00:00:{10 * n:02}+00:00" for n in numbers}
+    made = [STEP | {"step": n, "time": times[n], "step_s": 10.0, "loss": 9.0 - n} for n in numbers if n]
+    start = [{"step": 0, "time": times[0], "eval_loss": 9.5}] if 0 in numbers else []
+    return "".join(json.dumps(line) + "\n" for line in (*start, *made))
+
+
+def locked_by(run, pid):
+    (run / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid}))
+
+
+def test_a_run_that_has_ended(run, capsys):
+    (run / "summary.json").write_text(json.dumps({"steps": 2, "loss_first": 8.0, "loss_last": 7.0}))
+    assert cli.main(["watch", str(run)]) == 0
+    header, start, first, second, *rest = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "loss", "held-out", "tokens/s", "idle", "left"]
+    assert start.split() == ["0/4", "9.5000"]
+    assert first.split() == ["1/4", "8.0000", "2,000", "25.0%", "0:00:30"] and second.split()[-1] == "0:00:20"
+    assert "8.0000 -> 7.0000" in "".join(rest)
+
+
+def test_a_run_that_goes_on_and_ends(run, capsys):
+    locked_by(run, os.getpid())
+
+    def go_on():
+        time.sleep(0.3)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(lines(3, 4))
+        (run / "owner.json").unlink()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert cli.main(["watch", str(run)]) == 0
+    thread.join()
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == ["0/4", "1/4", "2/4", "3/4", "4/4", "the"]
+
+
+def test_a_run_that_was_killed(run, capsys):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    locked_by(run, process.pid)
+    assert cli.main(["watch", str(run)]) == 0
+    assert "the run ended after step 2 of 4, without a summary" in capsys.readouterr().out
+
+
+def test_a_run_that_never_starts(run, capsys):
+    (run / "config.yaml").unlink()
+    assert cli.main(["watch", str(run), "--wait", "0.2"]) == 2
+    assert "within 0.2 s (--wait)" in capsys.readouterr().err
