@@ -87,7 +87,7 @@ def test_the_installed_wheel_prepares_trains_and_exports(built, tmp_path):
     settings = "--data.path chats.h5 --data.eval_path chats.eval.h5 --run.steps 2 --run.checkpoint_every 2"
     out = run(f"{MPIEXEC} -n 2 {command} train --model.config '{model}' {settings}", tmp_path)
     assert "eval loss" in out
-    run(f"{command} checkpoint export runs/run --out exported", tmp_path)
+    run(f"{command} export runs/run --out exported", tmp_path)
     assert {path.name for path in (tmp_path / "exported").iterdir()} >= {"config.json", "model.safetensors"}
 
 

@@ -43,6 +43,7 @@ def configure(dataset_path, **changes):
         "run.threads": 1,
         "run.device": "cpu",
         "model.param_dtype": "float32",
+        "model.gradient_checkpointing": False,
     }
     if "model.path" not in changes:
         settings |= {f"model.config.{key}": value for key, value in QWEN2.items()}

@@ -17,11 +17,9 @@ import transformers
 from mpi4py import MPI
 from small_training import configure, on_first_rank, train_to_the_end
 
-from odc_mpi.api import shard_model
 from odc_mpi.cli.main import main
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.generation.generate import SamplingParams
-from odc_mpi.generation.load import load_generation_model
 from odc_mpi.generation.run import GenerateArguments, generate_all
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import open_inputs
@@ -157,16 +155,10 @@ def test_resume_export_and_generation(world, folder):
     train(world, 2, settings(folder, "lora", **{"run.steps": 3}, **every))
     losses = train(world, 3, settings(folder, "lora", **every))
 
-    source = load_generation_model(run, None, None, world.rank, world.size)
-    model = shard_model(source.meta_model.module, world, param_dtype=source.dtype, weights=source.meta_model.weights)
-    prompt = torch.from_numpy(Dataset(folder / "chats.h5")[0][0])[None]
-    with torch.no_grad():
-        logits = model.module(input_ids=prompt, use_cache=False).logits
-    world.gather_objects(None)
-    model.close()
-    (completion,) = generate_all(
-        GenerateArguments(run, None, None, None, folder / "prompts.jsonl", SAMPLING, folder / "out.jsonl", "cpu"), world
-    )
+    options = dict.fromkeys(("step", "tokenizer", "prompt"))
+    prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
+    asked = GenerateArguments(source=run, prompts=prompts, out=out, sampling=SAMPLING, device="cpu", **options)
+    (completion,) = generate_all(asked, world)
 
     def compare():
         expected, trained = reference(folder, "lora")
@@ -174,15 +166,17 @@ def test_resume_export_and_generation(world, folder):
         for out, more in (("adapters", []), ("merged", ["--merge"])):
             assert main(["checkpoint", "export", str(run), "--out", str(folder / out), *more]) == 0
         base = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
+        prompt = torch.from_numpy(Dataset(folder / "chats.h5")[0][0])[None]
+        with torch.no_grad():
+            logits = trained.eval()(input_ids=prompt).logits
         for exported in (
             peft.PeftModel.from_pretrained(base, folder / "adapters"),
             transformers.AutoModelForCausalLM.from_pretrained(folder / "merged"),
         ):
             with torch.no_grad():
-                torch.testing.assert_close(exported(input_ids=prompt).logits, logits, rtol=1e-4, atol=1e-3)
-                torch.testing.assert_close(trained.eval()(input_ids=prompt).logits, logits, rtol=1e-3, atol=1e-2)
-            answer = ask(exported)
-            assert completion.tokens == answer and completion.finish_reason == "stop"
-            assert source.tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+                torch.testing.assert_close(exported(input_ids=prompt).logits, logits, rtol=1e-3, atol=1e-3)
+            assert completion.tokens == ask(exported) and completion.finish_reason == "stop"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "merged")
+        assert tokenizer.decode(completion.tokens) == "The capital of France is Paris.<|im_end|>"
 
     on_first_rank(world, compare)

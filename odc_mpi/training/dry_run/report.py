@@ -62,8 +62,8 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
         return [limit], [], True  # completions are as long as they may be
-    lengths, largest, accumulates = inputs.dataset.lengths, [0], False
     first: list[int] = []
+    lengths, largest, accumulates = inputs.dataset.lengths, [0], False
     for minibatch in itertools.islice(inputs.loader, min(_NUM_MINIBATCHES, config.run.steps)):
         plan = minibatch.plan
         accumulates = (
