@@ -1,6 +1,6 @@
 """GSM8K (grade school mathematics) as prompts with answers, and a reward for correct numbers; for gsm8k.yaml.
 
-python jobs/models/gsm8k.py FILE OUT      # FILE: JSON lines with question and answer, which ends with #### NUMBER
+Usage: python jobs/models/gsm8k.py FILE OUT. FILE has JSON lines with question and answer, which ends with #### NUMBER.
 """
 
 import json

@@ -48,6 +48,7 @@ LINE = {
     *("step", "loss", "grad_norm", "learning_rate", "num_tokens", "num_input_tokens", "step_s", "tokens_per_s"),
     *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
     *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
+    *("time", "epoch", "tokens_per_s_per_rank", "peak_host_bytes"),
     *(f"bytes_{did}{where}" for did in ("fetched", "pushed") for where in ("", "_same_node", "_other_nodes")),
 }
 

@@ -351,7 +351,7 @@ def test_stop_signal_on_one_rank(run, world, monkeypatch):
     world.gather_objects(None)
     monkeypatch.undo()
     assert len(run("run")) == STEPS
-    assert list(steps_in(run.base / "run" / "checkpoints")) == [1]
+    assert list(steps_in(run.base / "run" / "checkpoints")) == [1, STEPS]
 
 
 def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):
