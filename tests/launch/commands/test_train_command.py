@@ -70,16 +70,17 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert len(found) == 8
     assert [found[0], found[-1]] == [summary["loss_first"], summary["loss_last"]]
     assert configuration.load(run / "config.yaml") == with_device(configuration.load(config), "cpu")
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
+    files = {"config.yaml", "metrics.jsonl", "trace.json", "summary.json", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == files
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss (first -> last)" in done.out
-    opening = done.out.splitlines()[:6]
-    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "caches", "output"]
+    opening = done.out.splitlines()[:7]
+    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "optim", "comm", "caches", "output"]
     assert max(map(len, opening[1:])) < 120 and str(run) in opening[-1]
     if ranks:
-        assert summary["reduction"] in opening[3].lower() and "odc-mpi doctor" in opening[3]
+        assert summary["reduction"] in opening[4].lower() and "odc-mpi doctor" in opening[4]
     else:
-        assert opening[3].endswith("single rank, no communication")
+        assert opening[4].endswith("single rank, no communication")
     assert summary["decision"]["reduction"]["reason"]
 
 

@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 STEPS = 3
 #: Metrics that depend on time, or on who did what.
 OF_RANKS = (
+    "bytes",
+    "peak_",
+    "tokens_per_s",
     "groups_generated",
     "groups_trained",
     "groups_claimed",
@@ -28,7 +31,6 @@ OF_RANKS = (
     "microbatches",
     "slowest",
     "idle",
-    "bytes",
 )
 #: Runs on one rank, by what they depend on.
 _references = {}

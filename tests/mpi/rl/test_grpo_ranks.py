@@ -242,7 +242,6 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
         ({"rl__max_completion_length": 60}, "exceed the model's max_position_embeddings, 64"),
         ({"data__max_tokens_per_microbatch": 12}, "exceed data.max_tokens_per_microbatch, 12"),
         ({"rl__reward_funcs": "nothing", "rl__reward_weights": "[1]"}, "one of exact_match"),
-        ({"run__objective": "sft", "rl__reward_funcs": None, "rl__reward_weights": None}, "expected an HDF5 file"),
     ],
 )
 def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, changes, words):
