@@ -27,6 +27,7 @@ from odc_mpi.rollout.rewards import RewardFunction
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.minibatch_stats import MinibatchStats
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.rl.source import RolloutSource
 
@@ -57,6 +58,7 @@ class _NoModel:
     module = None
     cache_needs = SimpleNamespace(maximum=SimpleNamespace(parameters=0))
     cache_bytes = SimpleNamespace(parameters=0)
+    spans = SpanRecorder()
 
     @contextmanager
     def activity(self, what):
