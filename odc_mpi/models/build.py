@@ -202,7 +202,8 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         )
     with _user_errors(f"model.config.model_type: transformers has no default {kind} configuration"):
         default = transformers.AutoConfig.for_model(kind)
-    known = [*default.to_dict(), *default.attribute_map]
+    # Mixtures of experts read head_dim, although their configuration classes do not have it.
+    known = [*default.to_dict(), *default.attribute_map, "head_dim"]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
         hint = did_you_mean(str(unknown), known, ": {}")

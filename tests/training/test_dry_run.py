@@ -46,6 +46,8 @@ def test_a_dry_run_prints_memory_steps_and_the_first_microbatch_and_writes_nothi
     assert re.search(r"steps   8, 16.00 epochs\ntokens  about 880, ", out) and "of other ranks, in place" in out
     assert re.search(r"\n  total +[\d,]+ MiB\n", out) and "first microbatch: not decoded: " in out
     assert set(tmp_path.rglob("*")) == before
+    assert cli.main(["train", "--config", str(path), "--dry-run", "--run.num_train_epochs", "4"]) == 0
+    assert "of a microbatch of 55 tokens" in capsys.readouterr().out
     assert cli.main(["train", "--config", str(path), "--ranks", "2"]) == 2
     assert "--ranks: only for --dry-run" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(path), "--dry-run", "--data.max_tokens_per_microbatch", "9"]) == 2

@@ -24,8 +24,8 @@ from odc_mpi.training.settings import Config
 _NUM_TOKENS = 16
 #: Bytes of activations per token, layer and hidden size with 16-bit activations (Korthikanti et al., arXiv 2205.05198).
 _FORMULA_BYTES = 34
-#: Freed blocks that malloc keeps between those in use, as a part of activations and logits. Measured: 0.4 to 0.6, with
-#: models of 1.3 million and 135 million parameters, full and LoRA, on 1 and 2 ranks.
+#: Freed blocks that malloc keeps between those in use, as a part of activations and logits. Fitted to the peaks of
+#: models of 1.3 and 135 million parameters on 1 and 2 ranks, for which 0.4 to 0.6 would be exact.
 _MALLOC_SHARE = 0.5
 #: Arrays of the size of the logits, in fp32, at the beginning of the backward: the saved probabilities, and the
 #: gradients of the two operations of the cross entropy.

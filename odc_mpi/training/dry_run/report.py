@@ -37,10 +37,11 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     def describe() -> None:
         inputs = open_inputs(apply_exact_settings(config), 0, size)
         base_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        sequences, microbatch, accumulates = _inspect_plans(inputs, config)
-        parts = estimate_memory(config, inputs.model, size, local_size, sequences, accumulates=accumulates)
+        full = resolve_steps(config, inputs.dataset)
+        sequences, microbatch, accumulates = _inspect_plans(inputs, full)
+        parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)
         parts.insert(0, MemoryPart("Python and its libraries", base_bytes))
-        print("\n".join([*_describe_size(resolve_steps(config, inputs.dataset), inputs, size), *_table(parts)]))
+        print("\n".join([*_describe_size(full, inputs, size), *_table(parts)]))
         print(f"activations and logits of a microbatch of {sum(sequences):,} tokens, the largest of the first steps")
         if isinstance(inputs.dataset, Dataset):
             try:
