@@ -129,4 +129,4 @@ def test_the_total_is_the_measured_peak_within_a_fifth(tmp_path):
         for words in (["--dry-run"], [])
     )
     total = int(re.search(r"total +([\d,]+) MiB", estimated)[1].replace(",", "")) * MIB
-    assert total == pytest.approx(int(measured.split("peak ")[1]), rel=0.2)
+    assert total == pytest.approx(int(measured.rsplit("peak ", 1)[1]), rel=0.2)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
@@ -132,8 +133,10 @@ def test_without_clipping_there_are_two_collectives(config, tmp_path):
 def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
-        assert odc_mpi(0, "train", "--config", config, "--run.steps", 3).code == 0
-    assert len(losses(run)) == 3
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # as if it had ended before its first checkpoint
+        done = odc_mpi(0, "train", "--config", config, "--run.steps", 3)
+        assert done.code == 0
+    assert "the files of the earlier run are moved to" in done.out and len(losses(run)) == 3
     assert losses(run / "earlier-1") == losses(run)
 
 
