@@ -10,6 +10,7 @@ from odc_mpi.models import compiled
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.sizes(2),
+    pytest.mark.timeout(300),  # it compiles C++
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
 ]
 
