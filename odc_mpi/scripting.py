@@ -6,13 +6,13 @@ same calls with the same arguments. Errors that the user can correct are raised 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odc_mpi.data.prepare import PrepareOptions, PrepareReport
 from odc_mpi.data.prepare import prepare as write_dataset
-from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.observe.metrics import read_metrics
 from odc_mpi.observe.rank_log import RankLog
@@ -58,12 +58,13 @@ def train(
     Args:
         model: Hugging Face directory, name on the hub, or run; or the section `model` of the settings as a mapping.
         data: Data set of `prepare`, or prompts for GRPO; or the section `data` as a mapping.
-        world: Ranks that train. By default, all ranks of the job; their world is closed at the end.
+        world: Ranks that train; it stays open. By default, all ranks of the job, in a world that is closed at the end.
         settings: Other sections as mappings, such as `run={"steps": 10}`, and whatever else is accepted at the top of
             the YAML file.
 
     Raises:
-        UserError: A setting is invalid, or settings, data and model do not match. No file was written.
+        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. Only in the
+            last case files were written, with a checkpoint of the last complete step.
         TrainingError: Training cannot continue, for example because of non-finite gradients.
         StoppedError: A signal requested a stop. If training had begun, a checkpoint was saved.
     """
@@ -102,6 +103,9 @@ def prepare(
     Raises:
         UserError: An option or a source is invalid. No file was written.
     """
+    unknown = options.keys() - {item.name for item in fields(PrepareOptions)}
+    if unknown:
+        raise UserError(f"odc_mpi.prepare: expected fields of PrepareOptions, got {', '.join(sorted(unknown))}")
     specs = [str(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     files = {name: Path(options[name]) for name in _PATHS if options.get(name) is not None}
 

@@ -18,8 +18,8 @@ _PROMPT = "> "
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
     """Read questions from standard input until its end, and print the answers as they are generated.
 
-    Each answer sees the questions and answers before it, in the chat template of the model. A conversation that is too
-    long for the model is printed as an error, and a new one begins.
+    Each answer sees the questions and answers before it, in the chat template of the model. If a conversation cannot
+    continue, for example because it is too long for the model, an error is printed and a new one begins.
 
     Args:
         arguments: Model and sampling settings. Prompts are ignored.

@@ -60,7 +60,7 @@ class Drawing:
             self.add("rect", hover, fill="transparent", stroke=MUTED, stroke_width=0.5, **box)
 
     def line(self, points: Iterable[tuple[float, float]], style: Style) -> None:
-        """Add a line through points. A point that is NaN interrupts it. The style "none" draws nothing."""
+        """Add a line through points. A point that is NaN interrupts it. A style whose hatch is "none" draws nothing."""
         path, pen = [], "M"
         for x, y in points:
             if math.isnan(y):

@@ -101,7 +101,7 @@ def schedule_factor(
     It rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. Then it remains at the
     peak if `kind` is "constant", or falls to `min_ratio` after `steps` steps, including the warm-up, if "linear" or
     "cosine". "warmup_stable_decay" is at the peak until the last `decay_ratio * steps` steps, in which it falls as
-    "cosine" does, like `transformers.get_wsd_schedule`.
+    "cosine" does and as in `transformers.get_wsd_schedule`, whose warm-up is another one.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -109,7 +109,7 @@ def schedule_factor(
     if kind == "warmup_stable_decay":
         first = max(warmup_steps, steps - math.ceil(decay_ratio * steps))
     done = min(1.0, max(0, step - first) / max(1, steps - first))
-    return min_ratio + (1.0 - min_ratio) * _SHAPES[kind](done) if min_ratio else _SHAPES[kind](done)
+    return min_ratio + (1.0 - min_ratio) * _SHAPES[kind](done)
 
 
 def _cosine(done: float) -> float:

@@ -137,7 +137,7 @@ class OptimConfig:
     ] = "linear"
     min_lr_ratio: Annotated[float, "learning rate at the end of the decay, as a fraction of the peak", _FRACTION] = 0.0
     decay_ratio: Annotated[float, "warmup_stable_decay: fraction of the steps with decay", _SHARE] = 0.1
-    warmup_steps: Annotated[int, "steps of linear warm-up from 0", NOT_NEGATIVE] = 0
+    warmup_steps: Annotated[int, "steps of linear warm-up", NOT_NEGATIVE] = 0
     warmup_ratio: Annotated[float, "instead of warmup_steps: fraction of the steps", _FRACTION] = 0.0
     device: Annotated[Literal["cpu", "cuda"], "device of optimizer and states; cuda needs GPU memory"] = "cpu"
 
@@ -231,14 +231,13 @@ def help_text(section: str = "") -> str:
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:
     """Return a line for each setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
     values, sources = read_values(path, overrides)
-    config = asdict(_build(values, str(path)))
-    rate = default_learning_rate(_build(values, str(path)))
+    config = _build(values, str(path))
     rows = []
     for name in all_settings():
         section, _, key = name.partition(".")
-        value, source = config[section][key], sources.get(name, "default")
+        value, source = getattr(getattr(config, section), key), sources.get(name, "default")
         if name == "optim.learning_rate" and value == "auto":
-            value, source = rate, f"auto ({source})"
+            value, source = default_learning_rate(config), f"auto ({source})"
         rows.append((name, format_value(value).strip('"'), source))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]

@@ -7,7 +7,7 @@ import pytest
 from small_training import QWEN2, configure, train_to_the_end
 
 import odc_mpi
-from odc_mpi.errors import AllRanksUserError
+from odc_mpi.errors import AllRanksUserError, UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -53,5 +53,7 @@ def test_a_wrong_setting_is_raised_on_every_rank_and_nothing_is_written(world, b
     with pytest.raises(AllRanksUserError, match=words):
         odc_mpi.train(**given)
     assert not base.exists()
+    with pytest.raises(UserError, match="expected fields of PrepareOptions, got max_lenght"):
+        odc_mpi.prepare("stdlib", base / "x.h5", max_lenght=100, world=world)
     with pytest.raises(AllRanksUserError, match="--max-length"):
         odc_mpi.prepare("stdlib", base / "x.h5", max_length=1, world=world)

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ from test_metrics import STEP
 
 from odc_mpi.cli import main as cli
 from odc_mpi.observe import watch
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
 
 
 @pytest.fixture
@@ -31,10 +30,6 @@ def lines(*numbers):
     return "".join(json.dumps(line) + "\n" for line in (*start, *made))
 
 
-def locked_by(run, pid):
-    (run / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": pid}))
-
-
 def test_a_run_that_has_ended(run, capsys):
     (run / "summary.json").write_text(json.dumps({"steps": 2, "loss_first": 8.0, "loss_last": 7.0}))
     assert cli.main(["watch", str(run)]) == 0
@@ -46,16 +41,18 @@ def test_a_run_that_has_ended(run, capsys):
 
 
 def test_a_run_that_goes_on_and_ends(run, capsys):
-    locked_by(run, os.getpid())
+    locked = threading.Event()
 
     def go_on():
-        time.sleep(0.3)
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(lines(3, 4))
-        (run / "owner.json").unlink()
+        with RunDirectoryLock(run, 1):
+            locked.set()
+            time.sleep(0.3)
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(lines(3, 4))
 
     thread = threading.Thread(target=go_on)
     thread.start()
+    locked.wait(10)
     assert cli.main(["watch", str(run)]) == 0
     thread.join()
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
@@ -63,9 +60,8 @@ def test_a_run_that_goes_on_and_ends(run, capsys):
 
 
 def test_a_run_that_was_killed(run, capsys):
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    locked_by(run, process.pid)
+    """Its file is left, also with the number of a process that another program has now."""
+    (run / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
     assert cli.main(["watch", str(run)]) == 0
     assert "the run ended after step 2 of 4, without a summary" in capsys.readouterr().out
 

@@ -1,9 +1,14 @@
 """`odc-mpi chat`: a conversation with a model on the terminal, in one process."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from odc_mpi.cli.model import generate
 from odc_mpi.cli.options import utf8
+
+if TYPE_CHECKING:
+    from odc_mpi.generation.run import GenerateArguments
+    from odc_mpi.runtime.world import World
 
 HELP = "talk to a run, a checkpoint or a Hugging Face model on the terminal"
 
@@ -18,4 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer questions until the end of the input and return the exit code."""
-    return generate.run(arguments)
+
+    def work(job: "GenerateArguments", world: "World") -> None:
+        from odc_mpi.generation.chat import chat
+
+        chat(job, world, arguments.system)
+
+    return generate.start(arguments, work)

@@ -1,12 +1,18 @@
 """`odc-mpi generate`: initialize the ranks and complete prompts."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int, utf8
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
+
+if TYPE_CHECKING:
+    from odc_mpi.generation.run import GenerateArguments
+    from odc_mpi.runtime.world import World
 
 HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 
@@ -54,7 +60,18 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate completions, or have a conversation, and return the exit code. Collective."""
+    """Generate completions and return the exit code. Collective."""
+
+    def work(job: "GenerateArguments", world: "World") -> None:
+        from odc_mpi.generation.run import generate_all
+
+        generate_all(job, world)
+
+    return start(arguments, work)
+
+
+def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, World], None]") -> int:
+    """Start MPI, call `work` on all ranks, and return the exit code. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
@@ -63,8 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with mpi_startup():
-            from odc_mpi.generation.chat import chat
-            from odc_mpi.generation.run import GenerateArguments, generate_all
+            from odc_mpi.generation.run import GenerateArguments
             from odc_mpi.runtime.world import World
 
         names = {field.name for field in fields(GenerateArguments)}
@@ -72,11 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         job = GenerateArguments(sampling=sampling, **values)
         world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
-        def work() -> None:
+        def log_and_work() -> None:
             world.run_on_all(lambda: log.open(None, world))
-            if arguments.command == "chat":
-                chat(job, world, arguments.system)
-            else:
-                generate_all(job, world)
+            work(job, world)
 
-        return run_on_all_ranks(world, work)
+        return run_on_all_ranks(world, log_and_work)

@@ -25,7 +25,7 @@ from odc_mpi.training.rundir.records import ANOMALY
 
 
 class NonFiniteReport(Callback):
-    """Prints where a gradient that is not finite came from, after each skipped step.
+    """Reports, after each skipped step, where a gradient that is not finite came from.
 
     Args:
         objective: Objective of the run, whose loss is computed again.
@@ -56,8 +56,8 @@ class NonFiniteReport(Callback):
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
-        found = next(filter(None, gathered), {"text": "only the sum of the gradients of all ranks is not finite"})
-        text = f"step {step.number}: the gradient is not finite: {found.pop('text')}"
+        found = next(filter(None, gathered), {"text": "all ranks: only the sum of their gradients"})
+        text = f"step {step.number}: the gradient is not finite, first found on {found.pop('text')}"
         if self._world.rank == 0:
             if self._detect_anomaly:
                 write_or_warn(self._run_dir / ANOMALY, json.dumps({"step": step.number, **found}) + "\n")
@@ -75,7 +75,7 @@ class NonFiniteReport(Callback):
         if not units:
             return None
         found = self._data([result.microbatch for result in self._results])
-        text = f"rank {found['rank']}: backward of unit {units[0] or '(root)'}, sequences {found['sequences']}"
+        text = f"rank {found['rank']}: backward of unit {units[0] or '(root)'}, in one of {_name(found)}"
         return {**found, "unit": units[0], "text": text}
 
     def _describe(self, step: Step, microbatch: Microbatch) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class NonFiniteReport(Callback):
                     number = int((position_ids[0, : first["token"] + 1] == 0).sum()) - 1
                     if len(found["sequences"]) == int((position_ids == 0).sum()):
                         found["sequences"] = [found["sequences"][number]]
-        text = f"rank {found['rank']}: {where}, sequence {', '.join(map(str, found['sequences']))} of data.path"
+        text = f"rank {found['rank']}: {where}, {_name(found)}"
         return {**found, "text": text}
 
     def _data(self, microbatches: list[Microbatch]) -> dict[str, Any]:
@@ -104,12 +104,19 @@ class NonFiniteReport(Callback):
         }
 
 
+def _name(found: dict[str, Any]) -> str:
+    """Return the name of one sequence or of several, by their numbers in the data set."""
+    numbers = ", ".join(map(str, found["sequences"]))
+    return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
+
+
 @contextmanager
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
     """Find the first unit in the enclosed forward whose output is not finite. Yields an empty dictionary.
 
-    It receives the name `unit`, and the index `token` of the first token in the output, or None if that is a scalar. If
-    the input of a unit is already not finite, the value is of the root unit, which has the embeddings.
+    Its entries will be `unit`, the name of a unit, and `token`, the index of the first such token in the first row of
+    the output, or None if the output has not three dimensions. If the input of a unit is already not finite, the value
+    is of the root unit, which has the embeddings.
     """
     found: dict[str, Any] = {}
 

@@ -62,50 +62,80 @@ def estimate_memory(
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
-    dtype = getattr(torch, config.model.param_dtype)
-    default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
-    units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)
-    itemsize = 8 if config.model.reduce_dtype == "fixed64" else 4
-    unit_bytes = [sum(x.numel * (x.dtype or default).itemsize for x in unit.layouts) for unit in units]
-    gradient_numel = [sum(x.numel for x in unit.layouts if x.trainable) for unit in units]
-    shard_bytes = sum(x.shard_numel * (x.dtype or default).itemsize for x in layouts)
-    trained = [x for x in layouts if x.trainable]
-    shard_numel = sum(x.shard_numel for x in trained)
-    narrow = any((x.dtype or default).itemsize < 4 for x in trained)
-    state_bytes = shard_numel * (OPTIMIZER_BYTES if config.optim.optimizer == "adamw" else 4)
     copies = gpu or ranks_per_node < num_ranks or config.comm.zero_copy == "off"  # units are fetched into buffers
+    sizes = _Sizes.of(config, model, num_ranks)
     needs = CacheBytes(
-        sum(unit_bytes[1:]) if copies else 0, sum(gradient_numel) * itemsize if num_ranks > 1 and accumulates else 0
+        sum(sizes.units[1:]) if copies else 0,
+        sum(sizes.gradients) if num_ranks > 1 and accumulates else 0,
     )
-    caches = auto_cache_bytes(
-        0 if gpu else available_bytes() - ranks_per_node * state_bytes,  # the size of the GPU is not known here
-        ranks_per_node,
-        needs,
-        min(size, needs.parameters) if isinstance(size := config.comm.parameter_cache_bytes, int) else "auto",
-        min(size, needs.gradients) if isinstance(size := config.comm.gradient_cache_bytes, int) else "auto",
-    )
+    caches = _caches(config, needs, ranks_per_node, sizes.states)
     all_cached = caches.parameters >= needs.parameters
-    held_bytes = unit_bytes[0] + (0 if all_cached else sum(sorted(unit_bytes[1:])[-MAX_UNSHARDED_UNITS:]))
-    # Autograd's gradients of one unit, and buffers of pushes unless they are in the cache.
+    held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
+    # Buffers of pushes, unless gradients are in the cache.
     num_buffers = 0 if needs.gradients and caches.gradients >= needs.gradients else MAX_BUFFERS
-    largest = max(gradient_numel, default=0)
-    activations, logits = _activation_bytes(config, model, dtype, lengths)
+    transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
+    activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
     parts = [
-        MemoryPart("parameters", shard_bytes, shards_on_gpu),
-        MemoryPart("fp32 masters", 4 * shard_numel if narrow else 0, optimizer_on_gpu),
-        MemoryPart("gradients", itemsize * shard_numel, shards_on_gpu),
-        MemoryPart("optimizer", state_bytes, optimizer_on_gpu),
+        MemoryPart("parameters", sizes.shard, shards_on_gpu),
+        MemoryPart("of other ranks, in place", 0 if copies else sum(sizes.units) - sizes.shard),
+        MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
+        MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
+        MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
         MemoryPart("fetched units", held_bytes if copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
         MemoryPart("gradient cache", caches.gradients, gpu),
-        MemoryPart("gradients in transit", largest * (dtype.itemsize + num_buffers * itemsize), gpu),
+        MemoryPart("gradients in transit", transit_bytes, gpu),
         MemoryPart("activations", activations, gpu),
         MemoryPart("logits", logits, gpu),
         MemoryPart("free blocks of malloc", 0 if gpu else round((activations + logits) * _MALLOC_SHARE)),
     ]
-    if not copies:
-        parts.insert(1, MemoryPart("of other ranks, in place", sum(unit_bytes) - shard_bytes))
     return [part for part in parts if part.num_bytes > 0]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes in bytes: of full units, of a rank's shards, and of what the optimizer keeps for these."""
+
+    units: list[int]
+    gradients: list[int]  # of each unit, in the type of the sums
+    largest_autograd: int  # gradients of the largest unit, in the type of the parameters
+    shard: int
+    gradient_shard: int
+    masters: int
+    states: int
+
+    @classmethod
+    def of(cls, config: Config, model: MetaModel, num_ranks: int) -> "_Sizes":
+        dtype = getattr(torch, config.model.param_dtype)
+        default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
+        units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)
+        itemsize = 8 if config.model.reduce_dtype == "fixed64" else 4
+        numels = [sum(x.numel for x in unit.layouts if x.trainable) for unit in units]
+        trained = [x for x in layouts if x.trainable]
+        shard_numel = sum(x.shard_numel for x in trained)
+        narrow = any((x.dtype or default).itemsize < 4 for x in trained)
+        return cls(
+            units=[sum(x.numel * (x.dtype or default).itemsize for x in unit.layouts) for unit in units],
+            gradients=[itemsize * numel for numel in numels],
+            largest_autograd=dtype.itemsize * max(numels, default=0),
+            shard=sum(x.shard_numel * (x.dtype or default).itemsize for x in layouts),
+            gradient_shard=itemsize * shard_numel,
+            masters=4 * shard_numel if narrow else 0,
+            states=shard_numel * (OPTIMIZER_BYTES if config.optim.optimizer == "adamw" else 4),
+        )
+
+
+def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:
+    """Return the sizes of the caches. The size of a GPU is not known here, so its caches are 0 unless they are set."""
+    available = 0 if config.run.device == "cuda" else available_bytes() - ranks_per_node * state_bytes
+    parameters, gradients = config.comm.parameter_cache_bytes, config.comm.gradient_cache_bytes
+    return auto_cache_bytes(
+        available,
+        ranks_per_node,
+        needs,
+        min(parameters, needs.parameters) if isinstance(parameters, int) else "auto",
+        min(gradients, needs.gradients) if isinstance(gradients, int) else "auto",
+    )
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:

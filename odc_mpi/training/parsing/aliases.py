@@ -58,19 +58,19 @@ _ANSWERS = (
     (r"gradient_accumulation_steps|generation_batch_size|steps_per_generation", _FULL_BATCH),
     (
         r"per_device_eval_batch_size|eval_accumulation_steps|batch_eval_metrics|eval_do_\w+|eval_use_\w+",
-        ("not needed: data.max_tokens_per_microbatch limits the memory of evaluation, too"),
+        "not needed: data.max_tokens_per_microbatch limits the memory of evaluation, too",
     ),
     (
         r"(eval_)?packing(_strategy)?|sample_packing|padding_free|pad_to_\w+|group_by_length|length_column_name",
-        ("not needed: sequences are always packed without padding, up to data.max_tokens_per_microbatch"),
+        "not needed: sequences are always packed without padding, up to data.max_tokens_per_microbatch",
     ),
     (
         r"train_sampling_strategy|shuffle_dataset|data_seed|full_determinism|ignore_data_skip",
-        ("set run.seed, which decides the order of the data; run.exact gives the same bits on any number of ranks"),
+        "set run.seed, which decides the order of the data; run.exact gives the same bits on any number of ranks",
     ),
     (
         r"max_length|max_seq_length|seq_len|sequence_len|truncation_mode|max_prompt_length",
-        ("set odc-mpi prepare --max-length; and data.max_tokens_per_microbatch, the tokens of one forward"),
+        "set odc-mpi prepare --max-length; and data.max_tokens_per_microbatch, the tokens of one forward",
     ),
     (
         r"dataset\w*|datasets|(train|eval)_(dataset|file)|chat_template\w*|completion_only_loss|assistant_only_loss|eos_token",
@@ -87,12 +87,12 @@ _ANSWERS = (
     (r"(ref_model|sync_ref)_\w+", "not supported: the reference policy of rl.beta is model.path, unchanged"),
     (
         r"min_p|repetition_penalty|generation_kwargs|num_generations_eval|multi_objective_\w+|max_tool_\w+",
-        ("not supported: rl.temperature, rl.top_p and rl.top_k select the tokens; rl.reward_weights the rewards"),
+        "not supported: rl.temperature, rl.top_p and rl.top_k select the tokens; rl.reward_weights the rewards",
     ),
     (r"(\w+_)?entropy(_\w+)?", "not supported by the losses here: see rl.loss_type"),
     (
         r"log_multimodal|num_completions_to_print|log_unique_prompts|log_completions_hub_repo",
-        ("set rl.log_completions, the steps between printed completions"),
+        "set rl.log_completions, the steps between printed completions",
     ),
     (r"disable_dropout", "not needed: GRPO refuses dropout; set model.config.attention_dropout to 0"),
     (
@@ -102,15 +102,15 @@ _ANSWERS = (
     (r"run_name|project|trackio_\w+|wandb_\w+|mlflow_\w+", "set run.dir, whose name is the run's, and run.report_to"),
     (
         r"eval(uation)?_strategy|do_eval|do_train|do_predict|eval_delay|evals_per_epoch",
-        ("set data.eval_path, and run.eval_every to the steps between evaluations"),
+        "set data.eval_path, and run.eval_every to the steps between evaluations",
     ),
     (
         r"load_best_model_at_end|metric_for_best_model|greater_is_better|early_stopping\w*",
-        ("set run.keep_best, which keeps the checkpoint with the lowest eval loss"),
+        "set run.keep_best, which keeps the checkpoint with the lowest eval loss",
     ),
     (
         r"save_(strategy|only_model|safetensors|on_each_node)|saves_per_epoch|interval|enable_jit_checkpoint|restore_callback_\w+",
-        ("set run.checkpoint_every to the steps between checkpoints; the last step is always saved"),
+        "set run.checkpoint_every to the steps between checkpoints; the last step is always saved",
     ),
     (r"push_to_hub|hub_\w+", "export with odc-mpi export, then upload with hf upload"),
     (r"fp16\w*|tf32|bf16_full_eval|cast_lm_head_to_fp32|mixed_precision\w*", "set model.param_dtype; sums are float32"),
@@ -127,11 +127,11 @@ _ANSWERS = (
     ),
     (
         r"(lora_)?task_type|auto_mapping|inference_mode|runtime_config|fan_in_fan_out|exclude_modules|layers_pattern",
-        ("not needed: set lora.target_modules and lora.layers_to_transform"),
+        "not needed: set lora.target_modules and lora.layers_to_transform",
     ),
     (
         r"(lora_)?bias|init_lora_weights|\w+_pattern|use_\w*(lora|dora)|qalora_\w+|\w+_config|layer_replication|alora_\w+",
-        ("not supported: plain LoRA only, with lora.r, lora.alpha and lora.dropout"),
+        "not supported: plain LoRA only, with lora.r, lora.alpha and lora.dropout",
     ),
     (r"trainable_token_indices|ensure_weight_tying", "set lora.modules_to_save"),
     (r"reward_model_path\w*", "not supported: set rl.reward_funcs to functions"),
@@ -139,7 +139,7 @@ _ANSWERS = (
 
 
 def answer(name: str) -> str | None:
-    """Return an answer that names the setting to use instead of a name of another library. None: unknown name."""
+    """Return advice on what to set instead of a name of another library, or None if no pattern matches the name."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 

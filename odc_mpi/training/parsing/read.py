@@ -55,8 +55,8 @@ class Reader:
         """Return the values and their sources by name of the setting.
 
         Args:
-            document: Content of a YAML file.
-            source: Name of the file in errors.
+            document: Parsed YAML file: a mapping, or None.
+            source: Name of the document, for errors and for the sources that are returned.
             arguments: Words of the command line.
 
         Raises:

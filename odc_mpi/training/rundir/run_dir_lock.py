@@ -64,11 +64,11 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
     def _acquire(self, timeout_s: float) -> socket.socket:
         """Bind the abstract socket of the directory (unix(7)), which only one process of a host can do."""
-        directory, ends = self._path.parent.stat(), time.monotonic() + timeout_s
+        name, ends = f"\0{_socket_name(self._path.parent)}", time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
             try:
-                sock.bind(f"\0odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}")
+                sock.bind(name)
                 return sock
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < ends:
@@ -94,17 +94,12 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock of a directory, as far as this host can know."""
+    """Return True if a run holds the lock of a directory. That of a run on another host is known from its file only."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
-    try:
-        os.kill(record["pid"], 0)
-    except ProcessLookupError:
-        return False  # it was killed
-    except PermissionError:
-        return True
-    return True
+    sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    return any(line.endswith(f" @{_socket_name(run_dir)}") for line in sockets)
 
 
 @contextmanager
@@ -123,6 +118,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _socket_name(run_dir: Path) -> str:
+    directory = run_dir.stat()
+    return f"odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}"
 
 
 def _describe_run(other: Mapping[str, Any]) -> str:
