@@ -95,6 +95,11 @@ class StopRequest(Callback):
 def _print_notice(number: int) -> None:
     """Print what a signal does, on rank 0. Safe in a signal handler, where `print` may interrupt another `print`."""
     ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
-    if launched_rank() == 0 and (ends_at_once or number == signal.SIGINT):
-        with suppress(OSError):
-            os.write(2, _OPEN_MPI if ends_at_once else _INTERRUPTED)
+    with suppress(OSError):
+        if launched_rank() == 0 and ends_at_once:
+            # Open MPI's mpiexec does not forward what ranks print from now on.
+            terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
+            os.write(terminal, _OPEN_MPI)
+            os.close(terminal)
+        elif launched_rank() == 0 and number == signal.SIGINT:
+            os.write(2, _INTERRUPTED)
