@@ -40,7 +40,7 @@ def load(name: str, split: str | None) -> Any:
         UserError: The library is missing, or the data set or its split cannot be loaded.
     """
     try:
-        import datasets  # type: ignore[import-not-found, unused-ignore]
+        import datasets
     except ImportError as error:
         raise UserError(
             f"{name!r} is not a file or folder of files; reading it as a data set of Hugging Face requires the package "
