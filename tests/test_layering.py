@@ -97,7 +97,6 @@ PRIVATE = {
     "rename_source_key": {"models.weights.conversion"},
     "revert_weight_conversion": {"models.weights.conversion"},
     "_keys_to_ignore_on_save": {"models.weights.conversion"},
-    "ForCausalLMLoss": {"models.context_parallel_check"},
     "past_key_values": {"models.decoding"},
     "_disable_adapters": {"training.rl.build"},
 }

@@ -36,9 +36,11 @@ class Microbatch:
             attention implementations that ignore the bounds do not separate the sequences by their positions. Labels
             are -100 for tokens without loss and for the first token of each sequence. A model that shifts labels thus
             never predicts this token from another sequence.
-        num_tokens: Number of loss tokens, which are the tokens whose labels are not -100.
+        num_tokens: Number of loss tokens K, which are the tokens whose labels are not -100.
         num_input_tokens: Number of tokens T.
         indices: Indices of the sequences in the data set, int64 [num_sequences].
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K], ascending.
+        targets: The loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
 
@@ -46,6 +48,8 @@ class Microbatch:
     num_tokens: int
     num_input_tokens: int
     indices: npt.NDArray[np.int64]
+    logit_positions: torch.Tensor
+    targets: torch.Tensor
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
@@ -57,7 +61,9 @@ class Microbatch:
             name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
             for name, value in self.inputs.items()
         }
-        return replace(self, inputs=moved)
+        return replace(
+            self, inputs=moved, logit_positions=self.logit_positions.to(device), targets=self.targets.to(device)
+        )
 
 
 @dataclass(frozen=True)
@@ -151,30 +157,33 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
         "labels": torch.from_numpy(flat_labels)[None],
         **flash_attention_kwargs(lengths),
     }
-    return Microbatch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
+    return _with_targets(inputs, np.append(flat_labels[1:], IGNORED_LABEL), indices)
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
     """Read a chunk of a sequence, its tokens `begin:end`, and return it as a microbatch.
 
-    The chunk's `inputs` have two more entries. `shift_labels`, int64 [1, T], is the label of each token's successor, so
-    that the last token of a chunk predicts the first token of the next chunk. `num_items_in_batch` is the number of
-    loss tokens, but at least 1, because the mean loss of a chunk without loss tokens would otherwise be NaN.
+    Its `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
-    labels[0] = IGNORED_LABEL
-    shifted = labels[begin + 1 : end + 1]
-    num_tokens, num_trained = end - begin, int(np.count_nonzero(shifted != IGNORED_LABEL))
     inputs = {
         "input_ids": torch.from_numpy(tokens[begin:end])[None],
         "position_ids": torch.arange(begin, end)[None],
-        "labels": torch.from_numpy(labels[begin:end])[None],
-        "shift_labels": torch.from_numpy(shifted)[None],
-        "num_items_in_batch": max(1, num_trained),
-        **flash_attention_kwargs([num_tokens]),
+        **flash_attention_kwargs([end - begin]),
     }
-    return Microbatch(inputs, num_trained, num_tokens, np.array([index]), is_chunk=True)
+    return replace(_with_targets(inputs, labels[begin + 1 : end + 1], np.array([index])), is_chunk=True)
+
+
+def _with_targets(
+    inputs: dict[str, Any], next_labels: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+) -> Microbatch:
+    """Create a microbatch from its inputs and the label of each token's successor, int64 [T]."""
+    positions = np.flatnonzero(next_labels != IGNORED_LABEL)
+    targets = next_labels[positions]
+    return Microbatch(
+        inputs, len(targets), len(next_labels), indices, torch.from_numpy(positions), torch.from_numpy(targets)
+    )
 
 
 def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Check whether a model supports context parallelism. The check also finds the size of its keys and values.
 
 The results for a chunk must be the same as in the unsplit sequence. Therefore every layer must attend causally to the
-full sequence through `packed_attention`; the loss must be a sum over tokens, with labels that were shifted before the
-split; and nothing else may depend on other tokens or on their number.
+full sequence through `packed_attention`, and nothing else may depend on other tokens or on their number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.loss.loss_utils import ForCausalLMLoss
 from typing_extensions import override
 
 from odc_mpi.data.loader import flash_attention_kwargs
@@ -46,15 +44,11 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
         raise ContextParallelUnsupportedError(f"its rotary frequencies depend on the length: {', '.join(ropes)}")
     if getattr(config, "output_router_logits", False):
         raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
-    loss_function = module.loss_function
-    if loss_function is not ForCausalLMLoss:
-        raise ContextParallelUnsupportedError("its loss is not the cross entropy of the next token")
-    recorder, loss = _AttentionRecorder(num_tokens), _RecordingLoss()
+    recorder = _AttentionRecorder(num_tokens)
     training = module.training
-    module.loss_function = loss
     try:
         module.train()
-        output = module(**_inputs(), chunk=recorder)
+        module(**_inputs(), chunk=recorder)
     except ContextParallelUnsupportedError:
         raise
     except Exception as error:  # for example a module that reads values, see `build`
@@ -62,10 +56,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
             f"{type(module).__name__} cannot run on the meta device: {one_line_message(error)}"
         ) from error
     finally:
-        module.loss_function = loss_function
         module.train(training)
-    if not loss.is_exact(output.loss):
-        raise ContextParallelUnsupportedError("it does not pass shifted labels to its loss, or adds to it")
     return recorder.shape()
 
 
@@ -94,29 +85,12 @@ class _AttentionRecorder(SequenceChunk):
         return AttentionShape(len(self._layers), max(self._sizes))
 
 
-class _RecordingLoss:
-    """A loss function that records its result and the form of its labels."""
-
-    _value: torch.Tensor | None = None
-    _labels_shifted = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._labels_shifted = all(kwargs.get(name) is not None for name in ("shift_labels", "num_items_in_batch"))
-        self._value = torch.zeros((), device="meta")
-        return self._value
-
-    def is_exact(self, loss: torch.Tensor | None) -> bool:
-        """Return True if `loss` is the unchanged result of this function, called with shifted labels."""
-        return self._labels_shifted and loss is not None and loss is self._value and not loss._version
-
-
 def _inputs() -> dict[str, Any]:
     """Return the arguments of a model for a chunk of three tokens, as in `data.loader.read_chunk`."""
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    inputs = dict.fromkeys(("input_ids", "position_ids", "labels", "shift_labels"), tokens)
     # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
-    inputs["attention_mask"] = torch.ones_like(tokens)
-    return {**inputs, **flash_attention_kwargs([3]), "num_items_in_batch": 3}
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return {**inputs, **flash_attention_kwargs([3])}
 
 
 def _rope_types(content: Any) -> Iterator[str]:

@@ -37,16 +37,14 @@ class PromptGroup(NamedTuple):
 class RolloutMicrobatch(Microbatch):
     """A microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
+    The loss tokens are those of the completions.
+
     Attributes:
-        logit_positions: Positions in the microbatch whose logits predict the targets, int64 `[K]`, ascending.
-        targets: Concatenated tokens of all completions, int64 `[K]`.
         sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
         logps: Log-probability of each target when it was sampled, float32 `[K]`.
         advantages: Advantage of each sequence, float64 `[num_sequences]`.
     """
 
-    logit_positions: torch.Tensor
-    targets: torch.Tensor
     sequence: torch.Tensor
     logps: torch.Tensor
     advantages: torch.Tensor
@@ -95,8 +93,8 @@ def _pack_microbatch(chosen: Sequence[tuple[PromptGroup, int]]) -> RolloutMicrob
         sum(num_targets),
         sum(lengths),
         np.array(sorted({group.prompt_index for group, _ in chosen})),
-        logit_positions=torch.from_numpy(np.concatenate(logit_positions)),
-        targets=torch.tensor([token for completion in completions for token in completion]),
+        torch.from_numpy(np.concatenate(logit_positions)),
+        torch.tensor([token for completion in completions for token in completion]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), num_targets)),
         logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),
         advantages=torch.tensor([float(group.advantages[i]) for group, i in chosen], dtype=torch.float64),

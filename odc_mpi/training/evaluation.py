@@ -20,6 +20,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch, find_strategy
 from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
@@ -84,7 +85,7 @@ class LossEvaluator(PeriodicEvaluator):
         packs: bool,
     ) -> None:
         super().__init__(config.run, model)
-        self._world = world
+        self._world, self._token_logps = world, TokenLogps(model.module)
         strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
         first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
         plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)
@@ -94,28 +95,31 @@ class LossEvaluator(PeriodicEvaluator):
         self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per loss token and the perplexity. Collective, but ranks wait only at the end.
+        """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective.
 
-        Raises `DamageFoundError` on every rank if a rank could not read a sequence.
+        Ranks wait only at the end. Raises `DamageFoundError` on every rank if a rank could not read a sequence.
         """
-        local_loss, training = 0.0, self._model.module.training
+        local_loss, num_correct, training = 0.0, 0, self._model.module.training
+        num_tokens, max_magnitude = self._minibatch.num_tokens, MAX_EXACT_LOSS * self._minibatch.num_tokens
         self._model.eval()
         try:
             with torch.no_grad():
                 for microbatch in self._minibatch.microbatches(self._tickets.draw):
-                    mean_loss = float(self._model(**microbatch.to(self._model.device).inputs).loss)
-                    max_magnitude = MAX_EXACT_LOSS * self._minibatch.num_tokens
-                    local_loss += round_for_exact_sum(mean_loss * microbatch.num_tokens, max_magnitude)
+                    moved = microbatch.to(self._model.device)
+                    scores = self._token_logps(moved.inputs, moved.logit_positions, moved.targets)
+                    local_loss += round_for_exact_sum(-float(scores.logps.sum()), max_magnitude)
+                    num_correct += int(scores.is_top.sum())
         finally:
             self._model.train(training)
-        total = sum(self._world.gather_objects(local_loss))
+        losses, counts = zip(*self._world.gather_objects((local_loss, num_correct)), strict=True)
         self._placeholders.raise_damage(self._world)
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
-        loss = total / self._minibatch.num_tokens
+        loss, accuracy = sum(losses) / num_tokens, sum(counts) / num_tokens
         try:
-            return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+            perplexity = math.exp(loss)
         except OverflowError:
-            return {"eval_loss": loss, "eval_perplexity": math.inf}
+            perplexity = math.inf
+        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
 
     def close(self) -> None:
         """Close the held-out data set."""

@@ -181,7 +181,7 @@ def build_trainer(
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
         chunks = ChunkMicrobatches(windows) if windows else None
         source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
-        objective = SFTObjective()
+        objective = SFTObjective(model.module)
         if config.data.cost == "fitted":
             callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
     else:

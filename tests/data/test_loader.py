@@ -265,13 +265,16 @@ def test_chunks_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Da
     bounds = (*bounds[:-1], length)
     chunks = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
     whole = read_microbatch(dataset, np.array([index]))
-    for name in ("input_ids", "position_ids", "labels"):
+    for name in ("input_ids", "position_ids"):
         assert torch.equal(torch.cat([chunk.inputs[name] for chunk in chunks], 1), whole.inputs[name])
-    successors = torch.cat([chunk.inputs["shift_labels"] for chunk in chunks], 1)
-    assert torch.equal(successors, torch.nn.functional.pad(whole.inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL))
+    positions = [chunk.logit_positions + begin for chunk, begin in zip(chunks, bounds[:-1], strict=True)]
+    assert torch.equal(torch.cat(positions), whole.logit_positions)
+    assert torch.equal(torch.cat([chunk.targets for chunk in chunks]), whole.targets)
+    labels = torch.nn.functional.pad(whole.inputs["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
+    assert torch.equal(labels[whole.logit_positions], whole.targets)
+    assert len(whole.targets) == int((labels != IGNORED_LABEL).sum()) == whole.num_tokens
     assert sum(chunk.num_tokens for chunk in chunks) == whole.num_tokens
     assert sum(chunk.num_input_tokens for chunk in chunks) == length
     for chunk in chunks:
         assert chunk.is_chunk and chunk.indices.tolist() == [index]
-        assert chunk.inputs["num_items_in_batch"] == max(1, chunk.num_tokens)
         assert chunk.inputs["cu_seq_lens_q"].tolist() == [0, chunk.num_input_tokens]

@@ -6,8 +6,8 @@ import torch
 from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
-from odc_mpi.rollout.logps import token_logps
 from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncate_distribution, sample
 
 STOP = (3, 7, 11, 30)
@@ -41,8 +41,9 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
     for batch in pack_microbatches(groups, 40, with_all=False):
         assert batch.num_input_tokens <= 40
         with torch.no_grad():
-            found = token_logps(model.eval(), batch.inputs, batch.logit_positions, batch.targets, DRAWN.temperature)
-        torch.testing.assert_close(found, batch.logps, rtol=0, atol=5e-6)
+            token_logps = TokenLogps(model.eval())
+            found = token_logps(batch.inputs, batch.logit_positions, batch.targets, DRAWN.temperature)
+        torch.testing.assert_close(found.logps, batch.logps, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])

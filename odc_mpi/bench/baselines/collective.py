@@ -9,6 +9,7 @@ from typing_extensions import override
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.bench.baselines.unsharded import run_microbatches
 from odc_mpi.bench.contenders import Contender
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.settings import OptimConfig
@@ -27,14 +28,15 @@ class CollectiveBaseline(Contender):
         self._max_norm, self._inputs = config.max_grad_norm, inputs
         decision = decide_for(world, transport="collective")
         self.model = shard_model(inputs.model.module, world, weights=inputs.model.weights, decision=decision).train()
+        self._token_logps = TokenLogps(self.model.module)
         self._optimizer = make_optimizer(config, self.model.named_shard_parameters(), self.model.parameter_shapes())
 
     @override
     def step(self) -> tuple[float, int]:
         minibatch = next(self._inputs.sequence_loader)
         with self.model.minibatch():
-            loss = run_microbatches(self.model, minibatch, minibatch)
-            run_microbatches(self.model, minibatch, minibatch.dummy_microbatches(), factor=0.0)
+            loss = run_microbatches(self._token_logps, minibatch, minibatch)
+            run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
         if self._max_norm:
             self.model.clip_grad_norm_(self._max_norm)
         self._optimizer.step()

@@ -46,6 +46,6 @@ class FSDPBaseline(UnshardedBaseline):
     @override
     def _run(self, minibatch: Minibatch) -> float:
         # FSDP averages gradients over ranks; the loss needs their sum.
-        loss = run_microbatches(self._model, minibatch, minibatch, factor=self._world.size)
-        run_microbatches(self._model, minibatch, minibatch.dummy_microbatches(), factor=0.0)
+        loss = run_microbatches(self._token_logps, minibatch, minibatch, factor=self._world.size)
+        run_microbatches(self._token_logps, minibatch, minibatch.dummy_microbatches(), factor=0.0)
         return loss

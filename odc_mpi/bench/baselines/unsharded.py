@@ -4,7 +4,7 @@
 the same model over ranks with FSDP2.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from odc_mpi.bench.contenders import Contender
 from odc_mpi.data.loader import Loader, Microbatch, Minibatch
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.training.inputs import build_model
 from odc_mpi.training.settings import Config
 from odc_mpi.training.update import make_optimizer
@@ -52,7 +53,9 @@ class UnshardedBaseline(Contender):
         self._max_norm = config.optim.max_grad_norm
         self._loader = loader
         self._device = device
-        self._model = self._prepare(build_unsharded_model(config, device))
+        module = build_unsharded_model(config, device)
+        self._token_logps = TokenLogps(module)
+        self._model = self._prepare(module)
         trainable = [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
         shapes = {name: tuple(parameter.shape) for name, parameter in trainable}
         self._optimizer = make_optimizer(config.optim, trainable, shapes)
@@ -72,11 +75,11 @@ class UnshardedBaseline(Contender):
         return model
 
     def _run(self, minibatch: Minibatch) -> float:
-        return run_microbatches(self._model, minibatch, minibatch, device=self._device)
+        return run_microbatches(self._token_logps, minibatch, minibatch, device=self._device)
 
 
 def run_microbatches(
-    model: Callable[..., Any],
+    token_logps: TokenLogps,
     minibatch: Minibatch,
     microbatches: Iterable[Microbatch],
     factor: float = 1.0,
@@ -85,7 +88,7 @@ def run_microbatches(
     """Run the forward and the backward of microbatches.
 
     Args:
-        model: Causal language model of Hugging Face. Its calls communicate if it is sharded.
+        token_logps: Function that runs the model, which communicates if it is sharded.
         minibatch: Minibatch to which the microbatches belong. Its number of loss tokens divides the sum of losses.
         factor: Factor by which the gradients are multiplied, but not the returned loss.
         device: Device of the model.
@@ -95,7 +98,8 @@ def run_microbatches(
     """
     total = 0.0
     for microbatch in microbatches:
-        loss = model(**microbatch.to(device).inputs).loss * (microbatch.num_tokens / minibatch.num_tokens)
+        moved = microbatch.to(device)
+        loss = -token_logps(moved.inputs, moved.logit_positions, moved.targets).logps.sum() / minibatch.num_tokens
         (loss * factor).backward()
         total += loss.item()
     return total

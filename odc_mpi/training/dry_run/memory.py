@@ -13,6 +13,7 @@ import torch
 
 from odc_mpi.api import OPTIMIZER_BYTES, dtypes_by_parameter
 from odc_mpi.models.build import MetaModel
+from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes
 from odc_mpi.shard.gradients import MAX_BUFFERS
@@ -27,9 +28,8 @@ _FORMULA_BYTES = 34
 #: Freed blocks that malloc keeps between those in use, as a part of activations and logits. Fitted to the peaks of
 #: models of 1.3 and 135 million parameters on 1 and 2 ranks, for which 0.4 to 0.6 would be exact.
 _MALLOC_SHARE = 0.5
-#: Arrays of the size of the logits, in fp32, at the beginning of the backward: the saved probabilities, and the
-#: gradients of the two operations of the cross entropy.
-_LOGITS_COPIES = 3
+#: Arrays of the size of a block of logits, in fp32: the logits, and their probabilities or gradients.
+_LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,10 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:
     """Return the bytes that autograd saves in the forward of a microbatch, and those of its logits."""
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
-    logits = num_tokens * model.vocab_size * (4 * _LOGITS_COPIES + (dtype.itemsize if dtype.itemsize < 4 else 0))
+    narrow = dtype.itemsize < 4
+    logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))
+    if narrow and not model.adapter:
+        logits += 4 * model.vocab_size * text.hidden_size  # the gradient of the head is summed in fp32
     per_token = _saved_bytes_per_token(model, dtype)
     if per_token is None:
         per_token = _FORMULA_BYTES * text.hidden_size * model.num_layers * dtype.itemsize / 2

@@ -18,9 +18,9 @@ from typing import cast
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import MicrobatchResult, Step
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.rollout.logps import token_logps
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.group_sums import GroupSums
@@ -34,12 +34,16 @@ class GRPOObjective(Objective):
     """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
 
     Args:
+        module: Module of the sharded model.
         num_groups: Largest number of prompt groups in a minibatch.
         reference_logps: Function that computes log-probabilities under the reference policy. Required unless `rl.beta`
             is 0.
     """
 
-    def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None
+    ) -> None:
+        self._token_logps = TokenLogps(module)
         self._rl, self._reference_logps = rl, reference_logps
         self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
         self.gathered_names = ("trained_tokens", "logp_difference_max", *self._sums.gathered_names)
@@ -58,8 +62,9 @@ class GRPOObjective(Objective):
         """Return the loss of a microbatch, summed over its tokens and not yet normalized. One-sided."""
         microbatch = cast(RolloutMicrobatch, microbatch)
         device = model.device
-        logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
-        logps = token_logps(model.module, microbatch.inputs, logit_positions, targets, self._rl.temperature)
+        logps = self._token_logps(
+            microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
+        ).logps
         # The log-probabilities of sampling are of the same policy.
         differences = (logps.detach().cpu() - microbatch.logps).abs()
         self._num_tokens += len(differences)

@@ -3,6 +3,7 @@
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
@@ -15,27 +16,47 @@ class SFTObjective(Objective):
     """Cross entropy in which all loss tokens of a minibatch have the same weight.
 
     The number of loss tokens is known before the first microbatch, so the loss of each microbatch is divided by it.
+
+    Args:
+        module: Module of the sharded model.
     """
 
-    gathered_names = ("loss",)
+    gathered_names = ("loss", "correct_tokens", "entropy")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._token_logps = TokenLogps(module)
 
     def on_step_begin(self, step: Step) -> None:
-        """Set the sum of losses to 0."""
-        self._loss = 0.0
+        """Set all sums of the step to 0."""
+        self._loss, self._num_correct, self._entropy = 0.0, 0, 0.0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
-        loss: torch.Tensor = model(**microbatch.inputs).loss * (microbatch.num_tokens / minibatch.num_tokens)
+        scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
+        # Read after the backward, since a GPU has not computed them yet.
+        self._last_scores = scores.is_top.sum(), scores.entropy.sum() / minibatch.num_tokens
+        loss = -scores.logps.sum() / minibatch.num_tokens
+        if scores.router_loss is not None:
+            loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss of a microbatch to the sum of the step."""
+        """Add the loss and the predictions of a microbatch to the sums of the step."""
+        num_correct, entropy = (value.item() for value in self._last_scores)
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
+        self._num_correct += int(num_correct)
+        self._entropy += round_for_exact_sum(entropy, MAX_EXACT_LOSS)
 
-    def local_values(self) -> tuple[float]:
-        """Return the sum of the losses of this rank's microbatches."""
-        return (self._loss,)
+    def local_values(self) -> tuple[float, ...]:
+        """Return the sums of this rank's microbatches in the order of `gathered_names`."""
+        return self._loss, self._num_correct, self._entropy
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the loss and the number of loss tokens to the metrics of the step."""
-        step.metrics |= {"loss": gathered.sum("loss"), "num_tokens": step.minibatch.num_tokens}
+        """Add the loss, the predictions and the number of loss tokens to the metrics of the step."""
+        num_tokens = step.minibatch.num_tokens
+        step.metrics |= {
+            "loss": gathered.sum("loss"),
+            "mean_token_accuracy": gathered.sum("correct_tokens") / num_tokens,
+            "entropy": gathered.sum("entropy"),
+            "num_tokens": num_tokens,
+        }

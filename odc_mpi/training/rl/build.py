@@ -9,10 +9,10 @@ import torch
 from odc_mpi.api import shard_model
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import warn
+from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback
 from odc_mpi.probe.decision import Decision
 from odc_mpi.rollout.groups import RolloutMicrobatch
-from odc_mpi.rollout.logps import token_logps
 from odc_mpi.rollout.rewards import load_reward_functions
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -48,7 +48,8 @@ def build_grpo(
     callbacks: list[Callback] = []
     if isinstance(inputs.evaluation, PromptDataset):
         callbacks.append(RewardEvaluator(config, world, model, inputs.evaluation, reward_functions))
-    return source, GRPOObjective(rl, config.data.minibatch_sequences // rl.num_generations, reference_logps), callbacks
+    num_groups = config.data.minibatch_sequences // rl.num_generations
+    return source, GRPOObjective(model.module, rl, num_groups, reference_logps), callbacks
 
 
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
@@ -59,12 +60,14 @@ def make_reference_logps(config: Config, world: World, model: ShardedModel, deci
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
+    token_logps = TokenLogps(policy.module)
 
     def logps(microbatch: RolloutMicrobatch) -> torch.Tensor:
         off: AbstractContextManager[None] = adapters_disabled(policy.module) if has_adapters else nullcontext()
         with off, torch.no_grad():
-            positions, targets = (each.to(policy.device) for each in (microbatch.logit_positions, microbatch.targets))
-            return token_logps(policy.module, microbatch.inputs, positions, targets, config.rl.temperature)
+            return token_logps(
+                microbatch.inputs, microbatch.logit_positions, microbatch.targets, config.rl.temperature
+            ).logps
 
     return logps
 

@@ -46,7 +46,18 @@ SUMMARY = {
     "checkpoints_failed",
 }
 LINE = {
-    *("step", "loss", "grad_norm", "learning_rate", "num_tokens", "num_input_tokens", "step_s", "tokens_per_s"),
+    *(
+        "step",
+        "loss",
+        "mean_token_accuracy",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+        "num_input_tokens",
+        "step_s",
+        "tokens_per_s",
+    ),
     *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
     *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
     *("time", "epoch", "tokens_per_s_per_rank", "peak_host_bytes"),

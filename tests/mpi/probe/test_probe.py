@@ -55,7 +55,7 @@ def test_a_window_whose_operations_wait(world, monkeypatch):
         operation = getattr(report.peers.same_node, name)
         assert operation.one_sided is False, name
         # Most of a spell, but on a crowded machine the origin may come to it late.
-        assert operation.busy_s > 10 * operation.idle_s
+        assert operation.busy_s > 3 * operation.idle_s
         assert operation.gb_per_s > 0
     assert seconds < 4.0, seconds
 

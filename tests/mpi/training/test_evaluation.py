@@ -46,7 +46,12 @@ def run(world, base, dataset_path):
 def wanted_before_training(path, count=NUM_HELD_OUT):
     reference = torch_reference.initial_model(configure("unused"))
     with Dataset(path) as dataset, torch.no_grad():
-        return float(torch_reference.compute_loss(reference, dataset, range(count)))
+        correct = trained = 0
+        for tokens, loss_mask in (dataset[index] for index in range(count)):
+            tokens, trains = torch.from_numpy(tokens), torch.from_numpy(loss_mask)[1:].bool()
+            found = reference(input_ids=tokens[None]).logits[0, :-1].argmax(-1)
+            correct, trained = correct + int((found == tokens[1:])[trains].sum()), trained + int(trains.sum())
+        return float(torch_reference.compute_loss(reference, dataset, range(count))), correct / trained
 
 
 @pytest.mark.parametrize(
@@ -65,8 +70,11 @@ def test_it_is_the_loss_of_plain_torch_and_training_does_not_notice(run, held_ou
         **settings,
     )
     first, *lines = lines
-    assert first.keys() == {"step", "time", "epoch", "eval_loss", "eval_perplexity", "eval_s"} and first["step"] == 0
-    assert first["eval_loss"] == pytest.approx(wanted_before_training(held_out, count or NUM_HELD_OUT), rel=1e-6)
+    names = {"step", "time", "epoch", "eval_loss", "eval_perplexity", "eval_mean_token_accuracy", "eval_s"}
+    assert first.keys() == names and first["step"] == 0
+    loss, accuracy = wanted_before_training(held_out, count or NUM_HELD_OUT)
+    assert first["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert first["eval_mean_token_accuracy"] == accuracy
     evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert list(evaluated) == [2, 4, 5]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in without], rel=1e-6)

@@ -1,0 +1,1 @@
+"""Log-probabilities of tokens, in blocks of the head."""

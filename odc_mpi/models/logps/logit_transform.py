@@ -1,0 +1,97 @@
+"""Functions that models apply to the output of their head before it is a logit: a factor, or a soft cap."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import atanh
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+#: Numbers that the function after the head is applied to, to find out what it is.
+_PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """Function that is applied to the output of the head: a factor, then a soft cap (a tanh), then the temperature."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def is_linear(self) -> bool:
+        """True without a soft cap."""
+        return self.soft_cap is None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits, in float32 unless they are float64."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.soft_cap is None:
+            factor = self.scale / self.temperature
+            return logits if factor == 1.0 else logits * factor
+        return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
+
+    def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
+        """Turn the gradient of transformed logits into that of the logits, in place.
+
+        `transformed` is the output of the function. It may be None without a soft cap.
+        """
+        if self.soft_cap is not None:
+            assert transformed is not None
+            gradient *= 1.0 - (transformed * (self.temperature / self.soft_cap)) ** 2
+        factor = self.scale / self.temperature
+        return gradient if factor == 1.0 else gradient.mul_(factor)
+
+    @classmethod
+    def of(cls, module: Any) -> "LogitTransform | None":
+        """Find out what a model of transformers applies to the output of its head. None if it is another function.
+
+        Runs the forward of the model without its decoder and head, so that no parameter is needed.
+        """
+        head = module.get_output_embeddings()
+        probes = torch.tensor(_PROBES)[None, None]
+        hidden = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1))
+        decoders = {module.base_model, module.get_decoder()} - {module, None}
+        forwards = {head: lambda *_, **__: probes} | {each: lambda *_, **__: hidden for each in decoders}
+        try:
+            with torch.no_grad(), replaced_forwards(forwards):
+                found = module(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+            values = dict(zip(_PROBES, found.double().flatten().tolist(), strict=True))
+        except Exception:  # such a forward raises exceptions of many kinds
+            return None
+        for transform in (cls(values[1.0]), cls._capped(values)):
+            if (
+                transform
+                and transform.scale > 0
+                and torch.allclose(transform(probes), found.float(), rtol=1e-5, atol=0)
+            ):
+                return transform
+        return None
+
+    @classmethod
+    def _capped(cls, values: Mapping[float, float]) -> "LogitTransform | None":
+        cap = values[1e6]  # tanh is 1 there
+        if not abs(values[1.0]) < cap:
+            return None
+        scale = cap * atanh(values[1.0] / cap)
+        return cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap)
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the forwards of modules in the enclosed code."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, previous in before.items():
+            if previous is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = previous

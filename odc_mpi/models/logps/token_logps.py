@@ -1,0 +1,184 @@
+"""Log-probabilities of given tokens, computed without storing the logits of all positions.
+
+Only the logits at the given positions are computed, and only a block of them is in memory at a time. The size of a
+block depends neither on the vocabulary size nor on the number of tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from odc_mpi.models.logps.logit_transform import LogitTransform, replaced_forwards
+
+#: Maximum number of logits in memory. In float32 they take 64 MiB.
+MAX_ELEMENTS = 1 << 24
+_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+class TokenScores(NamedTuple):
+    """Predictions of a model for given tokens.
+
+    Attributes:
+        logps: Log-probability of each token, float32 `[K]`, with gradients.
+        entropy: Entropy of each predicted distribution in nats, float32 `[K]`, without gradients.
+        is_top: True for each token that no other token exceeds in probability, bool `[K]`.
+        router_loss: Auxiliary loss of the routers of a mixture of experts, multiplied by its coefficient. None if the
+            model has none, or `output_router_logits` is not set.
+    """
+
+    logps: torch.Tensor
+    entropy: torch.Tensor
+    is_top: torch.Tensor
+    router_loss: torch.Tensor | None = None
+
+
+class TokenLogps:
+    """Computes log-probabilities of given tokens under a model.
+
+    If the head is not a plain linear layer, for example because it has adapters, or if the model applies another
+    function to its output than `LogitTransform`, all logits are computed.
+
+    Args:
+        module: A causal language model of transformers, or the `module` of a sharded model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._head = module.get_output_embeddings()
+        self._transform = LogitTransform.of(module) if type(self._head) is nn.Linear else None
+
+    def __call__(
+        self, inputs: Mapping[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+    ) -> TokenScores:
+        """Run the model and return its predictions for the tokens. One-sided if the model is sharded.
+
+        Args:
+            inputs: Keyword arguments of the model's forward, for a batch of one row. Labels are ignored.
+            positions: Positions whose logits predict the tokens, int64 `[K]`, ascending.
+            targets: The tokens, int64 `[K]`.
+            temperature: Number by which the logits are divided.
+        """
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        if self._transform is None:
+            output = self._module(**inputs)
+            scores = _complete_scores(output.logits[0, positions], targets, temperature)
+        else:
+            transform = replace(self._transform, temperature=temperature)
+            calls: list[TokenScores] = []
+
+            def head(hidden: torch.Tensor) -> torch.Tensor:
+                rows = hidden.flatten(0, -2)[positions]
+                calls.append(
+                    TokenScores(*ChunkedLogps.apply(rows, self._head.weight, self._head.bias, targets, transform))
+                )
+                return hidden.new_zeros(1, 1, 1)  # for the model, which transforms it without use
+
+            with replaced_forwards({self._head: head}):
+                output = self._module(**inputs)
+            (scores,) = calls
+        router_loss = getattr(output, "aux_loss", None)
+        if router_loss is None:
+            return scores
+        return scores._replace(router_loss=router_loss * _router_coefficient(self._module))
+
+
+class ChunkedLogps(torch.autograd.Function):
+    """Autograd function that computes log-probabilities of tokens from hidden states and a linear head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of the tokens `targets`, the entropies, and which are the most likely, `[K]`.
+
+        `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`, `bias` `[vocab_size]` or None, and
+        `targets` int64 `[K]`.
+        """
+        blocks = list(_blocks(len(targets), len(weight)))
+        parts = []
+        probabilities = None
+        for block in blocks:
+            logits = transform(nn.functional.linear(hidden[block], weight, bias))
+            scores, probabilities = _score(logits, targets[block])
+            parts.append(scores)
+        # Saved instead of computed again if there is a single block. A soft cap needs the logits, too.
+        keep = len(blocks) == 1 and transform.is_linear and any(ctx.needs_input_grad)
+        ctx.save_for_backward(hidden, weight, bias, targets, probabilities if keep else None)
+        ctx.transform = transform
+        logps, entropy, is_top = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(entropy, is_top)
+        return logps, entropy, is_top
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        """Return the gradients of the hidden states, the weight and the bias. That of the weight is summed in fp32."""
+        hidden, weight, bias, targets, saved = ctx.saved_tensors
+        transform: LogitTransform = ctx.transform
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = _zeros_like(weight) if ctx.needs_input_grad[1] else None
+        bias_grad = _zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for block in _blocks(len(targets), len(weight)):
+            logits = None
+            if saved is None:
+                logits = transform(nn.functional.linear(hidden[block], weight, bias))
+                logits_grad = logits.softmax(-1).mul_(-gradient[block, None])
+            else:
+                logits_grad = saved * -gradient[block, None]
+            logits_grad.scatter_add_(1, targets[block, None], gradient[block, None].to(logits_grad.dtype))
+            logits_grad = transform.backward_(logits_grad, logits).to(hidden.dtype)
+            hidden_grad[block] = logits_grad @ weight
+            if weight_grad is not None:
+                _add_product_(weight_grad, logits_grad.T, hidden[block])
+            if bias_grad is not None:
+                bias_grad += logits_grad.sum(0)
+        return hidden_grad, weight_grad, bias_grad, None, None
+
+
+def _score(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the log-probabilities, entropies and top flags of targets under logits, and all probabilities."""
+    probabilities = logits.softmax(-1)
+    top, top_index = logits.max(-1)
+    # Unlike `logsumexp`, this needs no further pass over the logits. The largest probability is not small.
+    normalizer = top - probabilities.gather(1, top_index[:, None])[:, 0].log()
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    entropy = normalizer - (probabilities[:, None] @ logits[..., None])[:, 0, 0]
+    return (chosen - normalizer, entropy, chosen == top), probabilities
+
+
+def _router_coefficient(module: Any) -> float:
+    """Return the factor of the routers' loss. The second name is that of JetMoE."""
+    return float(next(getattr(module, name) for name in _ROUTER_COEFFICIENTS if hasattr(module, name)))
+
+
+def _complete_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenScores:
+    logits = logits.float() / temperature
+    logps = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    with torch.no_grad():
+        (_, entropy, is_top), _ = _score(logits, targets)
+    return TokenScores(logps, entropy, is_top)
+
+
+def _blocks(count: int, vocab_size: int) -> Iterator[slice]:
+    step = max(1, MAX_ELEMENTS // vocab_size)
+    return (slice(begin, begin + step) for begin in range(0, max(1, count), step))
+
+
+def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

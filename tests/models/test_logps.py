@@ -1,0 +1,165 @@
+"""Log-probabilities in blocks of the head are those of all logits at once, and so are their gradients."""
+
+import numpy as np
+import pytest
+import torch
+from packed_models import packed_model, plain_model
+from torch.nn.functional import cross_entropy, linear
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from odc_mpi.models.decoding import Prompt
+from odc_mpi.models.logps import token_logps
+from odc_mpi.models.logps.logit_transform import LogitTransform
+from odc_mpi.models.logps.token_logps import ChunkedLogps, TokenLogps
+from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
+from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+
+TRANSFORMS = {
+    "linear": LogitTransform(),
+    "temperature": LogitTransform(temperature=0.7),
+    "scale": LogitTransform(scale=3.0, temperature=0.7),
+    "soft cap": LogitTransform(scale=2.0, soft_cap=1.5, temperature=0.7),
+}
+
+
+def transformed(logits, transform):
+    logits = logits * transform.scale
+    if transform.soft_cap is not None:
+        logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
+    return logits / transform.temperature
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_they_are_the_formula(monkeypatch, transform, with_bias, num_blocks):
+    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 13 * (10 if num_blocks == 1 else 3))
+    transform = TRANSFORMS[transform]
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape).double().requires_grad_() for shape in ((10, 4), (13, 4), (13,)))
+    bias = bias if with_bias else None
+    targets, upstream = torch.randint(13, (10,)), torch.randn(10).double()
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    distribution = torch.distributions.Categorical(logits=transformed(linear(hidden, weight, bias), transform))
+    wanted = distribution.log_prob(targets)
+    found, entropy, is_top = ChunkedLogps.apply(hidden, weight, bias, targets, transform)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-12, atol=1e-12)
+    assert torch.equal(is_top, distribution.logits.argmax(-1) == targets) and not entropy.requires_grad
+    gradients = torch.autograd.grad(found, inputs, upstream)
+    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, inputs, upstream), rtol=1e-12, atol=1e-12)
+
+
+def test_no_tokens_have_gradients_of_zero():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(13, 4, requires_grad=True)
+    found = ChunkedLogps.apply(hidden, weight, None, torch.zeros(0, dtype=torch.int64), LogitTransform())
+    assert [len(part) for part in found] == [0, 0, 0]
+    gradient = torch.autograd.grad(found[0].sum(), [hidden, weight])
+    assert gradient[0].shape == (0, 4) and torch.equal(gradient[1], torch.zeros(13, 4))
+
+
+def test_the_gradient_of_a_16_bit_head_is_summed_in_32_bits(monkeypatch):
+    """512 blocks of one position each. A sum of 16 bits would stop growing at 256."""
+    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 2)
+    hidden, weight = torch.ones(512, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    found = ChunkedLogps.apply(hidden, weight, None, torch.zeros(512, dtype=torch.int64), LogitTransform())
+    (gradient,) = torch.autograd.grad(found[0], weight, torch.full((512,), 2.0))
+    assert gradient.dtype == torch.bfloat16 and gradient.tolist() == [[512.0], [-512.0]]
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "llama": ({**SIZES}, LogitTransform()),
+    "gpt_neox": ({**SIZES}, LogitTransform()),
+    "gemma2": ({**SIZES, "final_logit_softcapping": 2.5, "head_dim": 8}, LogitTransform(soft_cap=2.5)),
+    "cohere": ({**SIZES, "logit_scale": 0.25}, LogitTransform(scale=0.25)),
+    "granite": ({**SIZES, "logits_scaling": 4.0}, LogitTransform(scale=0.25)),
+    "hyperclovax": ({**SIZES, "logits_scaling": 4.0}, LogitTransform(scale=4.0)),
+    "opt": ({"vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "word_embed_proj_dim": 32}, LogitTransform()),
+    "mixtral": ({**SIZES, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True},
+                LogitTransform()),
+}  # fmt: skip
+
+
+def real(kind):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **FAMILIES[kind][0])).eval()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_loss_of_a_model_is_that_of_transformers(kind):
+    model = real(kind)
+    for parameter in model.parameters():
+        parameter.data *= 4.0  # logits that a soft cap changes
+    tokens = torch.randint(61, (1, 9))
+    labels = tokens.clone()
+    labels[0, :3] = labels[0, 6] = -100
+    wanted = model(input_ids=tokens, labels=labels, use_cache=False)
+    positions = (labels[0, 1:] != -100).nonzero()[:, 0]
+    compute = TokenLogps(model)
+    assert compute._transform == FAMILIES[kind][1]
+    found = compute({"input_ids": tokens, "labels": labels, "use_cache": False}, positions, tokens[0, positions + 1])
+    loss = -found.logps.mean() + (0.0 if found.router_loss is None else found.router_loss)
+    assert (found.router_loss is None) == (kind != "mixtral")
+    torch.testing.assert_close(loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    pairs = (torch.autograd.grad(value, parameters, allow_unused=True) for value in (loss, wanted.loss))
+    for one, other in zip(*pairs, strict=True):
+        bound = 1e-6 + 1e-5 * (0.0 if other is None else float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=0, atol=bound)
+    assert "forward" not in model.get_output_embeddings().__dict__
+
+
+def test_unknown_functions_and_wrapped_heads_use_all_logits():
+    model = real("llama")
+    plain = TokenLogps(model)
+    tokens, positions, targets = torch.randint(61, (1, 9)), torch.tensor([2, 3, 6]), torch.tensor([4, 60, 0])
+    wanted = plain({"input_ids": tokens}, positions, targets, 0.5)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    wrapped = TokenLogps(model)
+    forward = model.forward
+    model.forward = lambda **inputs: forward(**inputs | {"use_cache": False})
+    assert plain._transform is not None and wrapped._transform is None
+    for found, expected in zip(wrapped({"input_ids": tokens}, positions, targets, 0.5), wanted, strict=True):
+        assert found is expected is None or torch.allclose(found.float(), expected.float(), rtol=1e-5, atol=1e-6)
+
+    def odd(**inputs):
+        output = forward(**inputs)
+        output.logits = output.logits.sin()
+        return output
+
+    model.lm_head = model.lm_head[0]
+    model.forward = odd
+    assert TokenLogps(model)._transform is None
+    found = TokenLogps(model)({"input_ids": tokens}, positions, targets).logps
+    logits = model(input_ids=tokens).logits[0, positions]
+    torch.testing.assert_close(found, -cross_entropy(logits, targets, reduction="none"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature, sharpness):
+    """To 1e-6, of the log-probability where that is beyond 1: float32 holds seven digits of it."""
+    model, exact = packed_model().eval(), plain_model().double()
+    for each in (model, exact):
+        for parameter in each.parameters():
+            parameter.data *= sharpness if parameter.ndim > 1 else 1.0
+    tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
+    asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
+    sample(model, asked, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
+    ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
+    groups = [PromptGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
+    (batch,) = pack_microbatches(groups, 10_000, with_all=True)
+    compute = TokenLogps(model)
+    found = compute(batch.inputs, batch.logit_positions, batch.targets, temperature).logps.detach()
+    wanted = []
+    for group in groups:
+        for own in group.completions:
+            ids = torch.tensor([[*group.prompt, *own]])
+            logits = exact(input_ids=ids, use_cache=False).logits[0, len(group.prompt) - 1 : -1].double() / temperature
+            wanted.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(own)[:, None])[:, 0].detach())
+    bound = 1e-6 * torch.cat(wanted).abs().clamp(min=1.0)
+    assert ((found - batch.logps).abs() <= bound).all()
+    assert ((found - torch.cat(wanted)).abs() <= bound).all()
+    assert ((batch.logps - torch.cat(wanted)).abs() <= bound).all()
