@@ -2,9 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from odc_mpi.bench.chunk_flags import ChunkFlags
 from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
@@ -43,18 +41,10 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """A microbatch, or a chunk of a split sequence, on one rank.
-
-    Attributes:
-        seconds: Modeled time of all units together, before scaling, in seconds.
-        is_dummy: True for a dummy microbatch.
-        on_step: Function that is called before the forward of each unit, and between its backward and its push. The
-            argument is the index of this step, from 0. Each unit is a step of the forward, and one of the backward.
-    """
+    """A microbatch on one rank. `seconds` is the modeled time of all units together, before scaling."""
 
     seconds: float
     is_dummy: bool = False
-    on_step: Callable[[int], None] = lambda step: None
 
 
 class Runner(ABC):
@@ -79,7 +69,7 @@ class Runner(ABC):
             else:
                 busy_s += scale * microbatch.seconds
         self._transport.complete_gradients(np.zeros(1))
-        self.prepare_next(plan)
+        self.prepare_next()
         self._transport.publish_parameters()
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
@@ -87,9 +77,9 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches and chunks, each after the previous one has run. One-sided."""
+        """Yield this rank's microbatches, each after the previous one has run. One-sided."""
 
-    def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - optional
+    def prepare_next(self) -> None:  # noqa: B027 - optional
         """Reset the state for the next minibatch. Called between completing gradients and publishing parameters."""
 
     def close(self) -> None:
@@ -99,12 +89,10 @@ class Runner(ABC):
     def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:
         num_units, seconds = len(self._units), scale * microbatch.seconds
         for unit in self._units:
-            microbatch.on_step(unit)
             self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
         pushes = []
         for unit in reversed(self._units):
             self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
-            microbatch.on_step(2 * num_units - 1 - unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
@@ -116,35 +104,25 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans on windows. A rank runs its chunks and microbatches, then claims more microbatches from the pool."""
+    """Runs plans on windows. A rank runs its own microbatches, then claims more from the pool."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
         self._tickets = Tickets(world)
-        self._flags = ChunkFlags(world, num_units)
 
     @override
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        rank, is_first = self._world.rank, True
-        for position, split in enumerate(plan.splits):
-            if rank in split.ranks:
-                index = split.ranks.index(rank)
-                seconds = minibatch.chunk_s(rank, split, index, is_first=is_first)
-                yield TimedMicrobatch(seconds, on_step=partial(self._flags.synchronize, position, split, index))
-                is_first = False
+        rank = self._world.rank
         claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
-        for microbatch in chain(filter(None, plan.microbatches[rank]), claimed):
-            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=is_first))
-            is_first = False
+        for k, microbatch in enumerate(chain(filter(None, plan.microbatches[rank]), claimed)):
+            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
 
     @override
-    def prepare_next(self, plan: Plan) -> None:
+    def prepare_next(self) -> None:
         self._tickets.reset()
-        self._flags.next_minibatch(len(plan.splits))
 
     @override
     def close(self) -> None:
-        self._flags.close()
         self._tickets.close()
         super().close()
 
@@ -157,7 +135,6 @@ class CollectiveRunner(Runner):
 
     @override
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        assert not plan.splits, "collectives do not support split sequences"
         rank = self._world.rank
         turns = max(map(len, plan.microbatches))
         for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):

@@ -83,7 +83,7 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 
 
 def simulate_dynamic(
-    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
+    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float]
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they are idle. Of two idle ranks, the lower rank is first.
 
@@ -91,18 +91,17 @@ def simulate_dynamic(
         ready: Earliest time at which each microbatch can run.
         available_at: Time at which each rank begins to claim microbatches.
         duration: Function of a rank and the index of a microbatch that returns the duration of the microbatch.
-        ticket_s: Time to claim a microbatch. Each rank makes one further claim, which finds that none is left.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
     timeline: list[Intervals] = [[] for _ in available_at]
     for microbatch, ready_s in enumerate(ready):
         at, rank = free[0]
-        began = max(at + ticket_s, ready_s)
+        began = max(at, ready_s)
         ended = began + duration(rank, microbatch)
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))
-    return SimulatedTiming(max(at for at, _ in free) + ticket_s, timeline)
+    return SimulatedTiming(max(at for at, _ in free), timeline)
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:

@@ -27,7 +27,6 @@ from odc_mpi.simulate.events import (
     Intervals,
     SimulatedTiming,
     merge_intervals,
-    quartiles,
     simulate_collective,
     simulate_context_parallel,
     simulate_dynamic,
@@ -35,7 +34,7 @@ from odc_mpi.simulate.events import (
 )
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
-BASELINE = "collective/lb_micro"
+BASELINE, SPLIT = "collective/lb_micro", "window/split"
 #: Schedules to compare, as TRANSPORT/BALANCE. With LB-Mini and dynamic plans, ranks run different numbers of
 #: microbatches, so there are no collectives.
 SCHEDULES = (
@@ -45,7 +44,7 @@ SCHEDULES = (
     "window/lb_micro",
     "window/lb_mini",
     "window/dynamic",
-    "window/split",
+    SPLIT,
 )
 #: Plans by the name of their balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
@@ -75,7 +74,6 @@ class SimulationResult:
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
         idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
-        speedup_per_minibatch: Quartiles of the speed-ups of single minibatches over collective/lb_micro.
         step_s: Mean seconds of a minibatch.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
         timeline: Intervals in which each rank computes in the first minibatch, in seconds. Dummy microbatches and
@@ -86,7 +84,6 @@ class SimulationResult:
     speedup: dict[str, float]
     idle_fraction: dict[str, float]
     idle_per_rank: dict[str, list[float]]
-    speedup_per_minibatch: dict[str, dict[str, float]]
     step_s: dict[str, float]
     longest_sequence_bound_fraction: float
     timeline: dict[str, list[Intervals]]
@@ -111,10 +108,6 @@ class SimulationResult:
             **ratios(each, work, BASELINE, scenario.ranks),
             idle_per_rank={
                 name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
-            },
-            speedup_per_minibatch={
-                name: quartiles([baseline / seconds for baseline, seconds in zip(each[BASELINE], ends_s, strict=True)])
-                for name, ends_s in each.items()
             },
             longest_sequence_bound_fraction=sum(longest > even for longest, even in floors) / len(floors),
             timeline=timeline,
@@ -142,7 +135,7 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
     timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
-        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.ticket_s, scenario.num_units)
+        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.num_units)
     return timings
 
 
@@ -191,18 +184,14 @@ def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
-def simulate_timing(
-    minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
-) -> SimulatedTiming:
+def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, num_units: int = 1) -> SimulatedTiming:
     """Simulate one minibatch that is run according to a plan, and return its timing.
 
-    Args:
-        transport: "collective" or "window". A plan with a pool or split sequences requires "window".
-        ticket_s: Time to claim a microbatch, in seconds.
+    `transport` is "collective" or "window". A plan with a pool or split sequences requires "window".
     """
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
-        return _simulate_dynamic(minibatch, plan, ticket_s, num_units)
+        return _simulate_dynamic(minibatch, plan, num_units)
     ranks = list(enumerate(plan.microbatches))
     if transport == "window":
         return simulate_static(
@@ -215,7 +204,7 @@ def simulate_timing(
     return simulate_collective(durations, [minibatch.duration_s(rank, ()) for rank, _ in ranks])
 
 
-def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, ticket_s: float, num_units: int) -> SimulatedTiming:
+def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> SimulatedTiming:
     chunk_timelines, available_at = _simulate_chunks(minibatch, plan, num_units)
     started = {rank for rank, intervals in enumerate(chunk_timelines) if intervals}
 
@@ -224,7 +213,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, ticket_s: float
         started.add(rank)
         return minibatch.window_s(rank, plan.pool[k], is_first=is_first)
 
-    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration, ticket_s if plan.pool else 0.0)
+    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration)
     timeline = [[*chunks, *unsplit] for chunks, unsplit in zip(chunk_timelines, pool.timeline, strict=True)]
     return SimulatedTiming(pool.end_s, timeline)
 
