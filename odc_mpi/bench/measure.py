@@ -1,12 +1,10 @@
-"""Common parts of all benchmarks: interleaved rounds, times of the slowest rank, ratios, goals, sizes and output."""
+"""Common parts of all benchmarks: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
 
 import json
-import operator
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,29 +128,6 @@ def entries(
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
     """Return the speed relative to a reference, as the median over rounds of reference time divided by time."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
-
-
-_BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A bound on a figure of a benchmark.
-
-    Attributes:
-        name: Name of the figure in the JSON object.
-        bound: Comparison of the figure with `expected`: ">=", "<=" or "<".
-        expected: Value to compare with.
-    """
-
-    name: str
-    bound: str
-    expected: float
-
-    def evaluate(self, figure: float, **fields: Any) -> dict[str, Any]:
-        """Compare a figure with the goal, and return an entry of `goals` in the JSON object, with further `fields`."""
-        reached = _BOUNDS[self.bound](figure, self.expected)
-        return {"goal": self.name, **fields, "figure": figure, "expected": self.expected, "reached": reached}
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:

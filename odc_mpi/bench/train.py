@@ -40,7 +40,6 @@ from odc_mpi.training.settings import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    Size,
     load,
 )
 
@@ -74,34 +73,27 @@ COMPARABLE = {
 #: Data set of the quick start, also used here.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
-#: Default models, by value of `--model`: 8 and 9 million parameters.
-MODELS: dict[str, dict[str, Any]] = {
-    name: {
-        "model_type": name,
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    }
-    for name, intermediate_size in (("qwen2", 896), ("llama", 1024))
+#: Default model, with 8 million parameters.
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 
 
-def configuration(
-    world: World, path: Path | None, report: Callable[[str], None], model: str = "qwen2", *, caches: bool = True
-) -> Config:
+def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
     """Load the configuration to train. Collective.
 
     Args:
-        path: Configuration file of `odc-mpi train`. None: a model of `MODELS` on the data set of the quick start, which
-            is prepared if it does not exist.
+        path: Configuration file of `odc-mpi train`. None: `MODEL` on the data set of the quick start, which is prepared
+            if it does not exist.
         report: Function that is called with a line of text before the data set is prepared.
-        model: Name of a model in `MODELS`.
-        caches: False to set both cache sizes to 0, so that each microbatch fetches and pushes all units.
 
     Raises:
         UserError: The configuration is invalid (raised on every rank), or rank 0 cannot prepare the data set.
@@ -110,20 +102,17 @@ def configuration(
         report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
-    config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
+    config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s))
     config, _ = resolve_settings(with_device(config, "cpu"), world)
     if not config.run.steps:  # epochs: the learning rate depends on the number of steps
         config = replace(config, run=replace(config.run, steps=100))
-    if caches:
-        return config
-    none = Size(0)
-    return replace(config, comm=replace(config.comm, parameter_cache_bytes=none, gradient_cache_bytes=none))
+    return config
 
 
-def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
+def default_configuration(timeout_s: float) -> Config:
     """Return the configuration that `bench train` uses if the option `--config` is not given."""
     return Config(
-        model=ModelConfig(config=MODELS[model], param_dtype="float32"),
+        model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
         comm=CommConfig(timeout_s=timeout_s),
         optim=OptimConfig(learning_rate=1e-3),

@@ -27,7 +27,6 @@ benchmarks/README.md describes the JSON object that `measure` returns.
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from statistics import median
 from time import sleep
 from typing import Any
@@ -36,7 +35,7 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, entries, header, interleaved, seconds, slowest
+from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.trial import compute, repeat_for
@@ -50,14 +49,6 @@ MAX_OPERATIONS = 256
 ALONE_S = 0.1
 #: Seconds between the barrier and the first operation of a single rank. By then, the other ranks are computing.
 SETTLE_S = 0.01
-#: Goals for every size on one node: goal, variant, and the figure in the variant's entry of `all_at_once`.
-GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
-    (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
-    (Goal("fetch_of_gloo", ">=", 10.0), "fetch_copy", itemgetter("of_gloo")),
-    (Goal("accumulate_of_memcpy", ">=", 0.4), "push_accumulate", itemgetter("of_memcpy")),
-    (Goal("accumulate_of_gloo", ">=", 10.0), "push_accumulate", itemgetter("of_gloo")),
-    (Goal("zero_copy_us", "<", 20.0), "fetch_zero_copy", lambda entry: 1e6 * entry["seconds"]["median"]),
-)
 
 
 def measure(
@@ -95,17 +86,7 @@ def measure(
         **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
         "left_out": dict.fromkeys(gloo_variants, "for ranks of one node only"),
         "sizes": results,
-        "goals": [goal for result in results for goal in evaluate_goals(result)] if one_node and world.size > 1 else [],
     }
-
-
-def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare the figures of an entry of `sizes` with the goals, and return the entries of `goals` for this size."""
-    return [
-        goal.evaluate(figure, size_bytes=result["size_bytes"], variant=variant)
-        for goal, variant, figure_of in GOALS
-        if (figure := figure_of(result["all_at_once"][variant])) is not None
-    ]
 
 
 def _measure_size(

@@ -134,8 +134,6 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: a small model")
     parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches per round; default: 4")
-    parser.add_argument("--model", choices=("qwen2", "llama"), default="qwen2", help="without --config; default: qwen2")
-    parser.add_argument("--no-caches", action="store_true", help="fetch and push in each microbatch")
     parser.add_argument("--exact", action="store_true", help="measure the cost of run.exact, too")
     _add_rounds(parser, 7)
 
@@ -149,7 +147,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
         "odc_mpi.bench.train",
         lambda train, world, progress: train.measure(
             world,
-            train.configuration(world, arguments.config, progress, arguments.model, caches=not arguments.no_caches),
+            train.configuration(world, arguments.config, progress),
             arguments.steps,
             arguments.repeats,
             progress,
