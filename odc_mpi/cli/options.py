@@ -2,13 +2,10 @@
 
 import argparse
 import os
-import shlex
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
@@ -23,31 +20,11 @@ MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
 
-def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_text: str) -> None:
-    """Add the option --out of a command that requires it. `check_out` checks it."""
-    parser.usage = f"{parser.prog} {inputs} --out {metavar} [options]"
-    parser.add_argument("--out", type=Path, metavar=metavar, default=Path(), help=help_text)
-
-
-def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
-    """Raise a UserError if `prepare` or `export` has no --out. The error has the user's words with --out.
-
-    Args:
-        rest: Words that the parser did not recognize.
-        words: All words of the command line after `odc-mpi`.
-    """
-    is_prepare, new = arguments.command == "prepare", list(words)
-    if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command in ("checkpoint", "export")):
-        return
-    value = "FILE" if is_prepare else "NEW_DIR"
-    last = (rest or getattr(arguments, "sources", ())[1:] or [""])[-1]
-    if last.startswith("-"):
-        return  # an unknown option
-    if last and (not is_prepare or Path(last).suffix in (".h5", ".hdf5")):  # meant as the output
-        new.insert(len(new) - 1 - new[::-1].index(last), "--out")
-    else:
-        new += [value] if new[-1] == "--out" else ["--out", value]
-    raise UserError(f"expected the option --out {value}, got none: write odc-mpi {shlex.join(new)}")
+def output(text: str) -> Path:
+    """Parse the path of a file or directory to write."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty string")
+    return Path(text)
 
 
 def positive_int(text: str) -> int:
