@@ -95,13 +95,9 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients through a transport.
+    """Return a variant that pushes gradients through a transport with `num_units` allocated units.
 
-    Args:
-        transport: Transport with `num_units` allocated units.
-        push: Function that pushes a gradient of ones for the unit with the given index.
-        numel: Number of elements of each unit that this rank owns.
-        attributes: Further attributes of the variant.
+    `push` pushes a gradient of ones for the unit with the given index. This rank owns `numel` elements of each unit.
     """
     num_pushes = np.zeros(num_units)
 
@@ -128,16 +124,8 @@ def pushes(
 class Units:
     """Units of one size, and all variants that move them. Construction allocates the memory, and is collective.
 
-    It raises `AllRanksUserError` if a node has too little memory available.
-
-    Args:
-        num_bytes: Size of each unit in bytes, a multiple of 4.
-        collectives: Communicator for the variants over MPI collectives.
-        gloo: Process group, or None to omit the variants over gloo.
-
-    Attributes:
-        variants: Variants by name.
-        crossing_bytes: Number of bytes of a unit that other ranks own.
+    It raises `AllRanksUserError` if a node has too little memory available. `num_bytes` of a unit, a multiple of 4, are
+    moved; other ranks own `crossing_bytes` of them. Without `gloo`, its variants are omitted.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -242,11 +230,9 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Raise `AllRanksUserError` if a node has too little memory available. Collective.
+    """Raise `AllRanksUserError` if a node has too little memory for the `required` bytes of all its ranks. Collective.
 
-    Args:
-        required: Bytes that all ranks of this node need together.
-        option: Option that the error message advises to lower.
+    The error advises to lower `option`.
     """
 
     def check_available() -> None:

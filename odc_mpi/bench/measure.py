@@ -28,14 +28,7 @@ def interleaved(
     """Call all variants once per round, so that a slow period of the machine affects all of them.
 
     Each round begins with a different variant, since disk and caches may be in a different state for the first one.
-
-    Args:
-        variants: Functions to call, by name.
-        repeats: Number of rounds.
-        on_call: Function that is called before each variant with the index of the round and the variant's name.
-
-    Returns:
-        Results of each variant, in the order of the rounds.
+    `on_call` is called before each variant with the index of the round. Results are in the order of the rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -62,11 +55,9 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object.
+    """Return the first keys of a benchmark's JSON object, with `fields` before `load_average`.
 
-    Args:
-        load: Load average of the node over one minute, read before the benchmark began.
-        fields: Further keys, inserted before `load_average`.
+    `load` is the load average of the node over one minute, read before the benchmark began.
     """
     return {
         "benchmark": benchmark,
@@ -79,10 +70,7 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
-
-    `what` names the work in error messages.
-    """
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective."""
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -102,14 +90,9 @@ def entries(
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of all variants in the JSON object of a benchmark.
 
-    Args:
-        times: Seconds of an operation in each round, by variant.
-        num_bytes: Number of bytes that an operation moves.
-        references: Keys for relative speeds. The value is a function that maps a variant to its reference variant.
-
-    Returns:
-        By variant: `seconds` and `gb_per_s`, as quartiles over the rounds, and for each key of `references` the speed
-        relative to the reference, as the median over the rounds, or None if the reference was not measured.
+    An entry has the quartiles over the rounds of `seconds` of an operation and of `gb_per_s`, for `num_bytes`, and for
+    each key of `references` the speed relative to the variant that its function returns, as the median over the rounds;
+    None if that was not measured.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:

@@ -27,12 +27,10 @@ UNIT_NUMEL = 1024
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """Times of one rank for one minibatch under one schedule.
+    """Times of one rank for one minibatch, in seconds, without dummy microbatches in `busy_s` and `slept`.
 
-    Attributes:
-        end_s: Time from the common beginning until parameters are published, in seconds.
-        busy_s: Total sleep requested in this time, in seconds, without dummy microbatches.
-        slept: Intervals of sleep since the common beginning, divided by the scale, without dummy microbatches.
+    `end_s` is the time from the common beginning until parameters are published, `busy_s` the sleep requested in it,
+    and `slept` has the intervals of sleep since the beginning, divided by the scale.
     """
 
     end_s: float

@@ -35,18 +35,11 @@ def measure(
 ) -> dict[str, Any]:
     """Run all schedules on the same minibatches, and also simulate them. Collective.
 
-    Args:
-        world: Ranks that run the schedules, as many as the scenario has.
-        scenario: Lengths, speeds and limits of the minibatches.
-        step_s: Average sleep for an even share of a minibatch, in seconds. It determines the scale of all times.
-        report: Function that is called with a line of text about the next measurement.
+    `step_s` is the average sleep for an even share of a minibatch; it determines the scale of all times. The JSON
+    object has the keys of `header`, the measured `SimulationResult`, and, on rank 0, the simulator's speed-ups in
+    `simulated`.
 
-    Returns:
-        JSON object with the keys of `header`, the measured `SimulationResult`, and `simulated`, the speed-ups of the
-        simulator. `simulated` is None on ranks other than 0.
-
-    Raises:
-        AllRanksUserError: The ranks run on several nodes.
+    Raises `AllRanksUserError` if the ranks run on several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(

@@ -88,15 +88,9 @@ MODEL: dict[str, Any] = {
 
 
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
-    """Load the configuration to train. Collective.
+    """Load the configuration in the file `path`, or the default one, whose data set is prepared if missing. Collective.
 
-    Args:
-        path: Configuration file of `odc-mpi train`. None: `MODEL` on the data set of the quick start, which is prepared
-            if it does not exist.
-        report: Function that is called with a line of text before the data set is prepared.
-
-    Raises:
-        UserError: The configuration is invalid (raised on every rank), or rank 0 cannot prepare the data set.
+    Raises `UserError` on every rank if the configuration is invalid, or if rank 0 cannot prepare the data set.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
@@ -129,15 +123,9 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Measure the training speed of all contenders. Collective.
+    """Measure the training speed of all contenders on `steps` minibatches a round, on one node. Collective.
 
-    Args:
-        world: Ranks that train, all on one node.
-        config: Configuration of the run. Each contender sets its own balancing strategy.
-        steps: Number of minibatches per round.
-        repeats: Number of rounds after the warm-up.
-        report: Function that is called with a line of text about the next measurement.
-        exact: True to include contenders with `run.exact`.
+    Each contender sets its own balancing strategy. With `exact`, there are contenders with `run.exact`, too.
 
     Returns:
         JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median

@@ -54,19 +54,13 @@ SETTLE_S = 0.01
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for several sizes of units. Collective.
+    """Measure all variants for units of several sizes in bytes, multiples of 4. Collective.
 
-    Args:
-        sizes: Sizes of units in bytes, multiples of 4.
-        repeats: Number of rounds.
-        report: Function that is called with a line of text about the next measurement.
-
-    Returns:
-        JSON object, the same on every rank. benchmarks/README.md describes it.
+    The JSON object, which is the same on every rank, is described in benchmarks/README.md.
 
     Raises:
-        UserError: A node has too little memory for a size. Raised on every rank.
-        RuntimeError: Fetched parameters or sums of gradients are wrong. Raised on every rank.
+        UserError: A node has too little memory for a size.
+        RuntimeError: Fetched parameters or sums of gradients are wrong.
     """
     load = os.getloadavg()[0]
     cores = world.cores_per_rank()

@@ -57,13 +57,8 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
     When a chunk begins the forward of a unit, it publishes its keys and values, and waits for those of all earlier
     chunks. In the backward, it ends a unit when all later chunks have added to the gradients of its keys and values.
 
-    Args:
-        began: Time at which each chunk begins on its rank, in seconds.
-        seconds: Duration of each chunk without waiting.
-        units: Number of units of the model. All units take equally long.
-
-    Returns:
-        For each chunk, one interval per unit of the forward, followed by one interval per unit of the backward.
+    Chunk i begins at `began[i]` and takes `seconds[i]` without waiting; all units take equally long. For each chunk,
+    the result has one interval per unit of the forward, followed by one interval per unit of the backward.
     """
     at = list(began)
     timeline: list[Intervals] = [[] for _ in at]
@@ -87,10 +82,8 @@ def simulate_dynamic(
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they are idle. Of two idle ranks, the lower rank is first.
 
-    Args:
-        ready: Earliest time at which each microbatch can run.
-        available_at: Time at which each rank begins to claim microbatches.
-        duration: Function of a rank and the index of a microbatch that returns the duration of the microbatch.
+    Microbatch k can run from `ready[k]` on, and rank r claims from `available_at[r]` on. `duration(r, k)` is in
+    seconds.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

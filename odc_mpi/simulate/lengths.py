@@ -87,10 +87,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a distribution by its name in `KNOWN_DISTRIBUTIONS`, or by the path of a prepared data set.
-
-    Raises `UserError` if `name` is neither a known name nor the path of a valid data set.
-    """
+    """Return a distribution by its name, or by the path of a data set. Raises `UserError` for any other name."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

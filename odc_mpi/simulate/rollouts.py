@@ -122,9 +122,8 @@ class SimulatedRollouts:
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds of the time that any schedule needs, in seconds.
 
-        Returns:
-            Time at which the fastest rank could have trained a completion of the prompt group that is generated last,
-            and the time of all work on ranks that never wait.
+        The first is the time at which the fastest rank could have trained a completion of the prompt group that is
+        generated last, the second that of all work on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]

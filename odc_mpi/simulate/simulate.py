@@ -142,11 +142,10 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of all minibatches. Each item of `minibatches` is a mapping by schedule.
+    """Collect the timings of all minibatches, each a mapping by schedule.
 
-    Returns:
-        Three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
-        timeline of the first minibatch.
+    Returns three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
+    timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}
@@ -164,12 +163,9 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup`, `idle_fraction` and `step_s`, each by schedule or bound.
+    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each by schedule or bound.
 
-    Args:
-        ends: Seconds of each minibatch, by schedule or bound.
-        work: Total busy seconds of all ranks in all minibatches, by schedule or bound.
-        baseline: Schedule to which speed-ups are relative.
+    `ends` has the seconds of each minibatch, `work` the busy seconds of all ranks in all minibatches.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {
@@ -238,9 +234,8 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
     """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
 
-    Returns:
-        Time of the longest sequence on the fastest rank, and time of all work in the fewest possible microbatches on
-        ranks that never wait.
+    The first is the time of the longest sequence on the fastest rank, the second that of all work in the fewest
+    possible microbatches on ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
