@@ -32,11 +32,7 @@ TrainingData = Dataset | PromptDataset
 class Inputs:
     """Data sets, model and loader of a run, after all checks but before the weights are read.
 
-    Attributes:
-        model: Model on the meta device, with adapters if the settings request them.
-        loader: Loader of `dataset`, the training data.
-        evaluation: Held-out data; None if `data.eval_path` is not set.
-        context_parallel: Decision on whether sequences are split.
+    The model is on the meta device, with adapters if the settings request them.
     """
 
     dataset: TrainingData

@@ -33,10 +33,7 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 class GRPOObjective(Objective):
     """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
 
-    Args:
-        num_groups: Largest number of prompt groups in a minibatch.
-        reference_logps: Function that computes log-probabilities under the reference policy. Required unless `rl.beta`
-            is 0.
+    A minibatch has at most `num_groups` prompt groups. `reference_logps` is required unless `rl.beta` is 0.
     """
 
     def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:

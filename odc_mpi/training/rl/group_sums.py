@@ -11,14 +11,9 @@ from odc_mpi.shard import model as sharded
 
 
 class GroupSums:
-    """Sums of a step, with a separate value for each prompt group.
+    """Sums of a step, by name, with a separate value for each of at most `num_groups` prompt groups of a minibatch.
 
-    Args:
-        sums: Names of the sums.
-        num_groups: Largest number of prompt groups in a minibatch.
-
-    Attributes:
-        gathered_names: Names of the values, one for each pair of a sum and a group.
+    `gathered_names` has a name for each pair of a sum and a group.
     """
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
