@@ -48,7 +48,6 @@ class TensorRecord:
     Attributes:
         kind: "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state.
         dtype: Name of the torch dtype.
-        shape: Shape of the full tensor.
         ranges: Rank, start and stop of each non-empty range of the flattened tensor, in order.
     """
 
@@ -73,18 +72,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The content of a checkpoint, saved by `size` ranks after `step` training steps.
 
     Attributes:
-        step: Number of completed training steps.
-        size: Number of ranks that wrote the checkpoint.
         tensors: Records of the tensors by path of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, such as "step". A dictionary by key of the state, then
-            by parameter.
+        scalars: Optimizer state with one number per parameter, such as "step", by key of the state, then by parameter.
         optimizer: Name of the class of the optimizer.
         metadata: JSON-serializable values, such as the configuration of the run, the position in the data, versions.
-        files: Records of the files by name.
     """
 
     step: int
@@ -126,7 +121,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of the checkpoint in a directory.
 
-    Raise `UserError` if the manifest is missing or damaged, and `VersionError` if its format has another version.
+    Raise `UserError` if it is missing or damaged, and `VersionError` if its format has another version.
     """
     path = directory / MANIFEST
     try:

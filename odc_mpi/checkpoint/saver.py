@@ -74,9 +74,8 @@ class Saver:
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved: Number of published checkpoints. Only counted on rank 0.
-        num_failed: Number of checkpoints that could not be written or published. Only counted on rank 0.
-        last_failed: True if the last checkpoint could not be written or published. Only set on rank 0.
+        num_saved, num_failed: Numbers of checkpoints that were published or failed, on rank 0.
+        last_failed: True if the last checkpoint failed, on rank 0.
     """
 
     def __init__(
@@ -113,10 +112,7 @@ class Saver:
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Wait until the thread that writes this rank's file has ended. Does not raise if the file was not written.
-
-        There is no time limit: call this within `World.deadline`.
-        """
+        """Wait until this rank's file is written or has failed. No time limit: call this within `World.deadline`."""
         if self._pending:
             self._pending.writing.wait()
 
@@ -125,11 +121,8 @@ class Saver:
     ) -> None:
         """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
-        Args:
-            step: Number of completed training steps, equal on all ranks.
-            entries: Content of the file. The arrays must not change until the file is written.
-            manifest: Manifest without records of files on rank 0, None on other ranks.
-            protected_step: Step whose checkpoint is kept in addition to the newest ones.
+        The arrays of `entries` must not change until the file is written. `manifest` has no records of files, and is
+        None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
         writing = BackgroundTask(lambda: self._write(step, entries))
@@ -162,10 +155,7 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """On rank 0, wait until the thread that publishes the checkpoint has ended. Returns at once on other ranks.
-
-        There is no time limit: call this within `World.deadline`.
-        """
+        """On rank 0, wait until the checkpoint is published. No time limit: call this within `World.deadline`."""
         if self._publishing:
             self._publishing.wait()
 

@@ -48,7 +48,7 @@ class ShardEntry:
         values: Elements of the range in the stored type, contiguous, `[n]`.
         start: Index of the first element of the range in the flattened tensor.
         shape: Shape of the full tensor.
-        dtype: Name of the torch dtype of the tensor.
+        dtype: Name of its torch dtype.
     """
 
     path: str
@@ -59,14 +59,9 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a new file, flush it to the disk, and return its record.
+    """Write a new file with `entries`, none of them empty, flush it to the disk, and return its record.
 
     Thread-safe. The h5py lock is not held during the writes.
-
-    Args:
-        path: Path of the file, which must not exist.
-        entries: Ranges of tensors to store, none of them empty.
-        attributes: Attributes of the file.
     """
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
@@ -176,11 +171,7 @@ class _Stored:
 class ShardFile(AbstractContextManager["ShardFile"]):
     """The file of a rank, open for reading. Data is verified with checksums on reading.
 
-    Args:
-        expected: Record of the file in the manifest of the checkpoint.
-
-    Raises:
-        UserError: The file is missing, damaged, or belongs to another checkpoint.
+    Construction raises `UserError` if the file is missing, damaged, or differs from the manifest's record, `expected`.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:

@@ -62,15 +62,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on the ranks and return the exit code. Rank 0 prints the result. Collective under mpiexec.
+    """Run a benchmark on the ranks, or start them, and return the exit code. Rank 0 prints the result. Collective.
 
-    Outside mpiexec, start the ranks and wait for them.
-
-    Args:
-        arguments: Parsed command line.
-        module: Benchmark module, imported by the ranks only.
-        measure: Called with the module, the world and a function that prints progress. Returns the result.
-        ranks: Number of ranks to start; None for `--ranks`, or 2.
+    `measure` gets the benchmark module, which only ranks import, the world and a function that prints progress.
     """
     if not is_launched():
         try:

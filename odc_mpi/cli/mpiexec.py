@@ -31,10 +31,8 @@ GRACE_S = 10.0
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks.
-
-    Returns:
-        Exit code of mpiexec, or 128 plus the number of the signal that killed mpiexec.
+    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks. Returns the
+    exit code of mpiexec, or 128 plus the number of the signal that killed it.
 
     Raises:
         UserError: mpiexec is not installed, or there are too many ranks for one node.

@@ -55,12 +55,9 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack the completions of prompt groups into microbatches. Excluded completions are omitted.
+    """Pack the completions of prompt groups into microbatches of at most `max_tokens`, without excluded completions.
 
-    Args:
-        max_tokens: Maximum number of tokens in a microbatch. No prompt with one of its completions may be longer.
-        with_all: Include completions with an advantage of 0.
-        packs: False for one completion in each microbatch.
+    `with_all` includes completions with an advantage of 0. Without `packs`, each microbatch has one completion.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

@@ -73,12 +73,8 @@ def token_logps(
 ) -> torch.Tensor:
     """Return the log-probabilities of tokens under a model, float32 `[K]`. One-sided if the model is sharded.
 
-    Args:
-        module: A causal language model of transformers, or the `module` of a sharded model.
-        inputs: Keyword arguments of the model's forward, for a batch of one row.
-        logit_positions: Positions whose logits predict the tokens, int64 `[K]`.
-        targets: The tokens, int64 `[K]`.
-        temperature: Number by which the logits are divided.
+    `module` is a causal language model of transformers, `inputs` the arguments of its forward for a batch of one row.
+    Logits at `logit_positions`, int64 `[K]`, predict `targets`, int64 `[K]`, and are divided by `temperature`.
     """
     head = module.get_output_embeddings()
     if type(head) is nn.Linear and not any(getattr(module.config, name, None) for name in _LOGIT_TRANSFORMS):

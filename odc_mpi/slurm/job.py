@@ -57,13 +57,10 @@ class SlurmJob:
 
 
 def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
-    """Return the text of a batch script.
+    """Return the text of a batch script. `headline` and `usage` are in the comment at its start.
 
-    Args:
-        headline: Purpose of the script, for the comment at its start.
-        usage: Command that submits the script, for the same comment.
-        array: Value of `sbatch --array`. Empty: not a job array.
-        settings: Bash code that appends settings to the arguments of the script, such as those of one job of the array.
+    `array` is the value of `sbatch --array`, or empty. `settings` is bash code that appends settings to the arguments
+    of the script, such as those of one job of the array.
     """
     texts = {
         **vars(job),
