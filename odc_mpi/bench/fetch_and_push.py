@@ -41,8 +41,6 @@ class Variant:
         is_right: Function that returns True if all units, moved now or earlier, have arrived correctly. Collective.
         gloo: Name of the gloo variant to compare with, or None.
         moves: True if an operation copies bytes.
-        one_sided: True if a rank can run the operations while the others do not take part.
-        complete: Function that completes the operations of this rank at their target ranks. One-sided.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
     """
@@ -51,8 +49,6 @@ class Variant:
     is_right: Callable[[], bool]
     gloo: str | None = None
     moves: bool = True
-    one_sided: bool = False
-    complete: Callable[[], object] = lambda: None
     finish: Callable[[], object] = lambda: None
     proceed: Callable[[], object] = lambda: None
 
@@ -183,8 +179,8 @@ class Units:
         for i in self._units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
-        attributes = {"gloo": "gloo_all_gather", "moves": transport.parameters.access is Access.COPY, "one_sided": True}
-        return fetches(transport, self._layout, self.num_units, **attributes)
+        moves = transport.parameters.access is Access.COPY
+        return fetches(transport, self._layout, self.num_units, gloo="gloo_all_gather", moves=moves)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
@@ -208,8 +204,6 @@ class Units:
             lambda i: gradients.push(i, ones[i]).wait(),
             self._owned,
             gloo="gloo_reduce_scatter",
-            one_sided=True,
-            complete=gradients.flush,
         )
 
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:

@@ -79,14 +79,10 @@ def _bar_text(bar: Bar, form: str) -> str:
 
 
 def benchmark_report(
-    result: Mapping[str, Any],
-    title: str,
-    subtitle: Sequence[str],
-    figures: Sequence[Figure],
-    tables: Sequence[Table] = (),
+    result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
     """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, skipped, figures, tables)
+    return ReportPage(title, subtitle, skipped, figures, [])

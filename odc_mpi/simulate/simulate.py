@@ -51,14 +51,6 @@ PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_lo
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 #: Pauses in timelines that are shorter, in seconds, are omitted.
 PAUSE_S = 1e-3
-#: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and their scenario.
-PAPER = {
-    "source": "arXiv 2601.19362, 1.5 B parameters on A100s",
-    "lengths": "longalign",
-    "ranks": 8,
-    "per_rank": 4,
-    "speedup": {"window/lb_micro": 1.16, "window/lb_mini": 1.34},
-}
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)
 #: Maximum number of sequences to simulate for each of these numbers, but at least one minibatch. Takes a few seconds.
@@ -114,12 +106,10 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a JSON object. It includes the figures of the ODC paper if `lengths` is "longalign"."""
+        """Return the result as a JSON object."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
-        is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
-        paper = {**PAPER, "same": is_same} if self.scenario.lengths == PAPER["lengths"] else None
-        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline, "paper": paper}
+        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
 
 
 def simulate(scenario: Scenario) -> SimulationResult:

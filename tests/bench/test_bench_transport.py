@@ -16,9 +16,6 @@ def test_the_tables_fit(width):
     ):
         assert words in output
     for cell in (
-        "20 ms; 6.02",
-        "0.12 ms; 8.10",
-        "900 ms; 13.33",
         "1 us",
         "mailbox",
         "accumulate",
@@ -30,8 +27,6 @@ def test_tables_of_one_rank_or_several_nodes():
     made = result()
     made |= {"ranks": 1, "left_out": {"gloo_all_gather": "for ranks of one node only"}}
     for size in made["sizes"]:
-        size["one_alone"] = {}
         del size["all_at_once"]["gloo_all_gather"]
     output = render_report(made)
     assert "left out: gloo_all_gather, for ranks of one node only" in output
-    assert "Only rank 0" not in output

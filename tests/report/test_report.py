@@ -276,12 +276,6 @@ def test_a_page_of_schedules(tmp_path, benchmark):
     assert (tmp_path / "found.html").exists()
 
 
-def test_the_paper_is_drawn_where_it_applies(tmp_path):
-    found = simulate(Scenario(ranks=8, per_rank=4, num_minibatches=1)).as_json()
-    assert "measured in the ODC paper" in written(tmp_path / "a.json", {"benchmark": "simulate", **found})
-    assert "measured in the ODC paper" not in written(tmp_path / "b.json", schedule_result())
-
-
 def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
     found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1)).as_json()}
     with_split = written(tmp_path / "a.json", found, plot_name="gantt")

@@ -11,7 +11,6 @@ from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.report.bench_report import describe
 from odc_mpi.simulate.events import (
     merge_intervals,
     simulate_collective,
@@ -323,33 +322,11 @@ def test_the_command_prints_tables(capsys):
         "window/dynamic",
         "window/split",
         "even_share",
-        "paper",
-        "1.34",
         "it is the longest sequence",
         "per rank are enough",
     ):
         assert words in said
     assert max(map(len, said.splitlines())) < 120
-
-
-def captions(scenario):
-    return [figure.caption for figure in describe({"benchmark": "simulate", **simulate(scenario).as_json()}).figures]
-
-
-def test_the_paper_is_quoted_where_it_applies_only():
-    output = "".join(captions(Scenario(num_minibatches=1)))
-    assert "In the paper, with 8 ranks and 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in output
-    assert "paper" not in output.replace("In the paper, with", "")
-    assert "paper" not in "".join(captions(Scenario(num_minibatches=1, lengths="aime"))).lower()
-
-
-def test_the_papers_figures_are_in_the_json_with_what_they_are_of():
-    same = simulate(Scenario(num_minibatches=1, per_rank=4)).as_json()["paper"]
-    assert same["same"] is True and same["speedup"] == {"window/lb_micro": 1.16, "window/lb_mini": 1.34}
-    other = simulate(Scenario(num_minibatches=1)).as_json()["paper"]
-    assert other == {**same, "same": False}
-    assert (other["lengths"], other["ranks"], other["per_rank"]) == ("longalign", 8, 4)
-    assert simulate(Scenario(num_minibatches=1, lengths="swesmith")).as_json()["paper"] is None
 
 
 def test_idle_time_by_rank():
