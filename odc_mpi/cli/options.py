@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
@@ -25,6 +26,15 @@ def output(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
     return Path(text)
+
+
+def require_config(path: Path, command: str) -> None:
+    """Raise `UserError` if a configuration file does not exist, for example because an option comes before it."""
+    if not path.exists():
+        raise UserError(
+            f"{path}: expected a configuration file, but there is no such file. CONFIG comes first: odc-mpi {command} "
+            "CONFIG --run.steps 5"
+        )
 
 
 def positive_int(text: str) -> int:
