@@ -224,10 +224,7 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Raise `AllRanksUserError` if a node has too little memory for the `required` bytes of all its ranks. Collective.
-
-    The error advises to lower `option`.
-    """
+    """Raise `AllRanksUserError`, with `option`, if a node has too little free memory for its ranks. Collective."""
 
     def check_available() -> None:
         free = available_bytes()

@@ -55,10 +55,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object, with `fields` before `load_average`.
-
-    `load` is the load average of the node over one minute, read before the benchmark began.
-    """
+    """Return the first keys of a benchmark's JSON object. `load` is the load average of the node before it began."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
@@ -137,10 +134,7 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Parse sizes such as `64K,1M,256M` into bytes, without duplicates.
-
-    Raises `UserError` if a size is invalid or not a multiple of 4, the size of an fp32 element.
-    """
+    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` unless all are multiples of 4."""
     sizes = []
     for word in map(str.strip, text.split(",")):
         num_bytes = parse_size(word)

@@ -140,10 +140,7 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps with an exact total. If a sleep takes too long, the next one is shortened by the excess.
-
-    `slept` has the beginning and end of each sleep, in seconds of `time.perf_counter`.
-    """
+    """Sleeps with an exact total: after a long sleep, the next is shorter. `slept` has begin and end of each."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []

@@ -88,10 +88,7 @@ MODEL: dict[str, Any] = {
 
 
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
-    """Load the configuration in the file `path`, or the default one, whose data set is prepared if missing. Collective.
-
-    Raises `UserError` on every rank if the configuration is invalid, or if rank 0 cannot prepare the data set.
-    """
+    """Load the configuration in `path`, or the default one, for which the data set is prepared. Collective."""
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))

@@ -119,10 +119,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in a directory.
-
-    Raise `UserError` if it is missing or damaged, and `VersionError` if its format has another version.
-    """
+    """Read a manifest. Raise `UserError` if it is missing or damaged, and `VersionError` for another version."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())

@@ -59,10 +59,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a new file with `entries`, none of them empty, flush it to the disk, and return its record.
-
-    Thread-safe. The h5py lock is not held during the writes.
-    """
+    """Write `entries`, none empty, to a new file, and sync it. Thread-safe; writes do not hold the lock of h5py."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])

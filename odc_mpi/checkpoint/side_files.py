@@ -93,10 +93,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Return the content of a generation_config.json, or an empty dictionary if the directory has none.
-
-    Raises `UserError` if the file is not a JSON object.
-    """
+    """Return a generation_config.json, or {} if there is none. Raises `UserError` if it is not a JSON object."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

@@ -82,8 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code. Collective if the command is.
 
-    Args:
-        argv: Arguments of the command; None for those of this process, whose standard streams are then replaced.
+    Without `argv`, the arguments are those of this process, whose standard streams are then replaced.
     """
     if argv is not None:
         return _run(argv)

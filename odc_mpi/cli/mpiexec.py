@@ -61,10 +61,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec. An mpiexec in the directory of this Python precedes the one on the PATH.
-
-    Raises a UserError if there is neither.
-    """
+    """Return the path of mpiexec, beside this Python or on the PATH. Raises a UserError if there is neither."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:

@@ -21,10 +21,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution of lengths. Longer sequences are truncated to `max_tokens`.
-
-    `location` and `sigma` are the mean and the standard deviation of the logarithm before truncation.
-    """
+    """Log-normal distribution of lengths, whose logarithms have these two moments before truncation to `max_tokens`."""
 
     location: float
     sigma: float

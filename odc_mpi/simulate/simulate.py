@@ -171,10 +171,7 @@ def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known
 
 
 def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, num_units: int = 1) -> SimulatedTiming:
-    """Simulate one minibatch that is run according to a plan, and return its timing.
-
-    `transport` is "collective" or "window". A plan with a pool or split sequences requires "window".
-    """
+    """Simulate one minibatch. Plans with a pool or split sequences require the transport "window"."""
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
         return _simulate_dynamic(minibatch, plan, num_units)

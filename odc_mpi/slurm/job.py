@@ -81,10 +81,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script with sbatch, which prints the job ID, and return its exit code.
-
-    Raises `UserError` if sbatch is not on the PATH.
-    """
+    """Submit a batch script; return the exit code of sbatch, or raise `UserError` if it is not on the PATH."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")

@@ -21,10 +21,7 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the model of a configuration in this process, with the initial values of a run, and all parameters in fp32.
-
-    Raises `UserError` if the model cannot be built or read.
-    """
+    """Build the model of a configuration in fp32, with the initial values of a run. Raises `UserError` as runs do."""
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
     parameters = {}

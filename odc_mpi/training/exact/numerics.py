@@ -65,10 +65,7 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Describe the differences between the current and a previous fingerprint, that of `checkpoint`.
-
-    Raises `UserError` if `run.threads` differs.
-    """
+    """Describe changes since the fingerprint of `checkpoint`. Raises `UserError` if `run.threads` differs."""
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]

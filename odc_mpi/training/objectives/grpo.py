@@ -104,18 +104,12 @@ def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html.
-
-    `logps` and `reference` are the log-probabilities of the tokens under the policy and the reference policy.
-    """
+    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch.
-
-    `num_tokens` and `num_completions` are the numbers of loss tokens and of completions in the minibatch.
-    """
+    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

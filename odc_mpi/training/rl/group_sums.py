@@ -11,10 +11,7 @@ from odc_mpi.shard import model as sharded
 
 
 class GroupSums:
-    """Sums of a step, by name, with a separate value for each of at most `num_groups` prompt groups of a minibatch.
-
-    `gathered_names` has a name for each pair of a sum and a group.
-    """
+    """Named sums of a step, gathered separately for each of at most `num_groups` prompt groups of a minibatch."""
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
         self._num_groups = num_groups

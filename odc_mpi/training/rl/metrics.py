@@ -26,10 +26,7 @@ _PER_RANK = (
 
 
 class RolloutMetrics:
-    """Counts and sums of a step, from which the metrics of rollouts are computed.
-
-    `num_groups` is the largest number of prompt groups in a minibatch.
-    """
+    """Counts and sums of a step, with at most `num_groups` prompt groups, for the metrics of rollouts."""
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
         self._reward_names = reward_names

@@ -65,10 +65,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Converts prompts into model inputs, and completions into text and arguments of reward functions.
-
-    Construction raises `UserError` if the tokenizer has no end-of-sequence token.
-    """
+    """Converts prompts and completions. Raises `UserError` if the tokenizer has no end-of-sequence token."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
