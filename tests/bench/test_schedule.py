@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench.runners import Runner, TimedMicrobatch
-from odc_mpi.bench.schedule import measure
+from odc_mpi.bench.schedule import Runner, TimedMicrobatch, measure
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError

@@ -23,7 +23,7 @@ from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.rl.group_sums import GroupSums
+from odc_mpi.training.rl.metrics import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
 #: Function that returns the log-probabilities of a microbatch's target tokens under the reference policy, float32 [K].
