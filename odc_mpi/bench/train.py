@@ -120,9 +120,7 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Measure the training speed of all contenders on `steps` minibatches a round, on one node. Collective.
-
-    Each contender sets its own balancing strategy. With `exact`, there are contenders with `run.exact`, too.
+    """Measure the training speed of all contenders, with `exact` also those with `run.exact`, on one node. Collective.
 
     Returns:
         JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median

@@ -43,12 +43,10 @@ class VersionError(UserError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Type and shape of a tensor, and the ranges of it that are stored in the files of the ranks.
+    """Kind, name of the torch dtype, full shape of a tensor, and the ranges of it that are in the files of the ranks.
 
-    Attributes:
-        kind: "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state.
-        dtype: Name of the torch dtype.
-        ranges: Rank, start and stop of each non-empty range of the flattened tensor, in order.
+    A kind is "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state. A
+    range is rank, start and stop of a non-empty part of the flattened tensor; they are in order.
     """
 
     kind: str

@@ -41,14 +41,12 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A range of a flattened tensor to store as a data set.
+    """A range of a flattened tensor of `shape` to store as the data set `path`.
 
     Attributes:
-        path: Path of the data set in the file.
         values: Elements of the range in the stored type, contiguous, `[n]`.
         start: Index of the first element of the range in the flattened tensor.
-        shape: Shape of the full tensor.
-        dtype: Name of its torch dtype.
+        dtype: Name of the torch dtype of the tensor.
     """
 
     path: str

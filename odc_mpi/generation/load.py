@@ -19,12 +19,10 @@ from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, st
 
 @dataclass
 class GenerationModel:
-    """A model on the meta device with its tokenizer.
+    """A model on the meta device, with its tokenizer and the tokens that end a completion of any prompt.
 
-    Attributes:
-        name: Path of the checkpoint or directory.
-        stop: Stop tokens, which end a completion of any prompt.
-        dtype: Dtype of the parameters in computation. None means the dtypes of the module's parameters.
+    `dtype` is that of the parameters in computation; None means those of the module. `name` is a checkpoint or
+    directory.
     """
 
     name: str

@@ -12,13 +12,10 @@ from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
 
 
 class PromptGroup(NamedTuple):
-    """A prompt group: the completions of one prompt with their advantages.
+    """A prompt group: the tokens of the completions of one prompt with their advantages.
 
     Attributes:
-        position: Index of the prompt in the minibatch.
-        prompt_index: Index of the prompt in the prompt file.
-        prompt: Tokens of the prompt.
-        completions: Tokens of each completion.
+        position, prompt_index: Index of the prompt in the minibatch, and in the prompt file.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
         advantages: Advantage of each completion, float64 `[completions]`.
         excluded: True for each completion that is excluded from the loss, bool `[completions]`.

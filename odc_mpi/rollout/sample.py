@@ -49,10 +49,9 @@ class RolloutSamplingParams:
 
 
 class PromptCompletions(NamedTuple):
-    """The completions of a prompt.
+    """The completions of a prompt, with the stop token at the end, if any.
 
     Attributes:
-        tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
         entropy: Sum over all tokens of the entropy of the distribution, before `top_k` and `top_p` apply, in nats.
@@ -120,12 +119,8 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
 class _TokenSampler(LogitsProcessor):
     """Samples the next token of each row, and sets the scores of all other tokens to minus infinity.
 
-    A row is a completion. The completions of a prompt are in consecutive rows.
-
-    Attributes:
-        rows: Indices of the rows in the current batch, int64 in host memory.
-        done: True for each of `rows` that has ended.
-        num_sampled: Number of tokens of the rows that have not ended.
+    A row is a completion; those of a prompt are consecutive. `rows` are those in the batch, `done` those that have
+    ended.
     """
 
     def __init__(

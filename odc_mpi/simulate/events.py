@@ -28,11 +28,9 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     """Simulate ranks that synchronize at every unit of every microbatch.
 
     A unit takes the same fraction of a microbatch on all ranks, so one rank is the slowest at all units of a
-    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time.
-
-    Args:
-        durations: For each rank, the duration of each microbatch in seconds. 0 means an empty microbatch.
-        dummy_s: For each rank, the duration of the dummy microbatch that it runs in place of an empty one.
+    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time. `durations`
+    has the seconds of each rank's microbatches; 0 means that the rank runs a dummy microbatch, which takes `dummy_s` of
+    it.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0

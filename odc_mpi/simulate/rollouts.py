@@ -138,13 +138,12 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run. The result is deterministic.
+    """Simulate all schedules of a GRPO run. The result is deterministic, a JSON object.
 
-    Returns:
-        JSON object. `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches)
-        and `step_s` (mean seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the
-        intervals in which each rank generates or trains in the first minibatch. `generation_fraction` is the fraction
-        of the busy time of collective/barrier that is spent on generation. `scenario` has the attributes of `rollouts`.
+    `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches) and `step_s` (mean
+    seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the intervals in which each
+    rank generates or trains in the first minibatch. `generation_fraction` is that of the busy time of
+    collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

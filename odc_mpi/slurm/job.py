@@ -35,7 +35,6 @@ class SlurmJob:
     """Resources that a batch script requests from Slurm, and the command that it runs.
 
     Attributes:
-        time: Time limit, in the format of sbatch.
         mpi: Value of `srun --mpi`, as a bash expression.
         choices: Further options of sbatch, as pairs of name and value.
         arguments: Arguments of `odc-mpi train`. Arguments given to the script are appended.
