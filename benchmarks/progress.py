@@ -58,12 +58,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from goals import Goal
 from progress_computing import Sample, Spells, Work, find_target, kinds_of_work, take_one_core_each
 from progress_pushes import measure_pushes
 from torch import nn
 
 from odc_mpi.bench.fetch_and_push import require_host_memory, unit_layout
-from odc_mpi.bench.measure import Goal, header, interleaved, make_progress_printer, parse_sizes, slowest_s
+from odc_mpi.bench.measure import header, interleaved, make_progress_printer, parse_sizes, slowest_s
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore

@@ -58,7 +58,7 @@ def built(tmp_path_factory):
 
 @pytest.mark.slow
 def test_wheel_and_sdist_have_all_modules_and_the_sources_of_kernels(built):
-    modules = {f"odc_mpi/{path}" for path in files(ROOT / "odc_mpi", "*.py")}
+    modules = {f"odc_mpi/{path}" for kind in ("*.py", "*.in") for path in files(ROOT / "odc_mpi", kind)}
     kernels = files(ROOT / "src", "*.cu*")
     content = set(zipfile.ZipFile(built[0]).namelist())
     assert modules | {f"odc_mpi/src/{path}" for path in kernels} <= content and kernels

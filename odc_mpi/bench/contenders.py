@@ -27,7 +27,7 @@ MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
-    """A way to train that is compared with others."""
+    """A way to train that is compared with others, with the learning rate at its peak."""
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Collective. May return before the device has finished the step.
@@ -50,13 +50,7 @@ class OdcContender(Contender):
 
 @dataclass(frozen=True)
 class Round:
-    """Measurement of one contender on the minibatches of one round.
-
-    Attributes:
-        seconds: Time of the slowest rank for all minibatches, in seconds.
-        num_tokens: Number of input tokens on all ranks.
-        losses: Loss of each minibatch.
-    """
+    """Measurement of one contender in one round: seconds of the slowest rank, input tokens of all ranks, and losses."""
 
     seconds: float
     num_tokens: int
@@ -71,16 +65,10 @@ def run_rounds(
     report: Callable[[str], None],
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Round]]:
-    """Train with all contenders, round after round. Collective.
+    """Train with all contenders for `steps` minibatches a round: a warm-up and `repeats` rounds. Collective.
 
-    Args:
-        steps: Number of minibatches per round.
-        repeats: Number of rounds after the warm-up.
-        report: Function that is called with a line of text about the next measurement.
-        synchronize: Function that waits for the device, if there is one.
-
-    Returns:
-        Rounds by contender, beginning with the warm-up. The result is the same on every rank.
+    `report` is called with a line about the next measurement. `synchronize` waits for the device, if there is one. The
+    rounds of each contender begin with the warm-up, and are the same on every rank.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
     titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
@@ -136,9 +124,7 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
     """Raise `UserError` if a configuration has a setting with which contenders do different work.
 
-    Args:
-        comparable: Allowed values of each setting, by its name, such as `optim.device`.
-        command: Name of the benchmark, for the error message.
+    `comparable` has the allowed values of each setting, by its name, such as `optim.device`.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

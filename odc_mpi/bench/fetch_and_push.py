@@ -41,8 +41,6 @@ class Variant:
         is_right: Function that returns True if all units, moved now or earlier, have arrived correctly. Collective.
         gloo: Name of the gloo variant to compare with, or None.
         moves: True if an operation copies bytes.
-        one_sided: True if a rank can run the operations while the others do not take part.
-        complete: Function that completes the operations of this rank at their target ranks. One-sided.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
     """
@@ -51,8 +49,6 @@ class Variant:
     is_right: Callable[[], bool]
     gloo: str | None = None
     moves: bool = True
-    one_sided: bool = False
-    complete: Callable[[], object] = lambda: None
     finish: Callable[[], object] = lambda: None
     proceed: Callable[[], object] = lambda: None
 
@@ -95,13 +91,9 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients through a transport.
+    """Return a variant that pushes gradients through a transport with `num_units` allocated units.
 
-    Args:
-        transport: Transport with `num_units` allocated units.
-        push: Function that pushes a gradient of ones for the unit with the given index.
-        numel: Number of elements of each unit that this rank owns.
-        attributes: Further attributes of the variant.
+    `push` pushes a gradient of ones for the unit with the given index. This rank owns `numel` elements of each unit.
     """
     num_pushes = np.zeros(num_units)
 
@@ -128,16 +120,8 @@ def pushes(
 class Units:
     """Units of one size, and all variants that move them. Construction allocates the memory, and is collective.
 
-    It raises `AllRanksUserError` if a node has too little memory available.
-
-    Args:
-        num_bytes: Size of each unit in bytes, a multiple of 4.
-        collectives: Communicator for the variants over MPI collectives.
-        gloo: Process group, or None to omit the variants over gloo.
-
-    Attributes:
-        variants: Variants by name.
-        crossing_bytes: Number of bytes of a unit that other ranks own.
+    It raises `AllRanksUserError` if a node has too little memory available. `num_bytes` of a unit, a multiple of 4, are
+    moved; other ranks own `crossing_bytes` of them. Without `gloo`, its variants are omitted.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -195,8 +179,8 @@ class Units:
         for i in self._units:
             transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
-        attributes = {"gloo": "gloo_all_gather", "moves": transport.parameters.access is Access.COPY, "one_sided": True}
-        return fetches(transport, self._layout, self.num_units, **attributes)
+        moves = transport.parameters.access is Access.COPY
+        return fetches(transport, self._layout, self.num_units, gloo="gloo_all_gather", moves=moves)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
@@ -220,8 +204,6 @@ class Units:
             lambda i: gradients.push(i, ones[i]).wait(),
             self._owned,
             gloo="gloo_reduce_scatter",
-            one_sided=True,
-            complete=gradients.flush,
         )
 
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
@@ -242,12 +224,7 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Raise `AllRanksUserError` if a node has too little memory available. Collective.
-
-    Args:
-        required: Bytes that all ranks of this node need together.
-        option: Option that the error message advises to lower.
-    """
+    """Raise `AllRanksUserError`, with `option`, if a node has too little free memory for its ranks. Collective."""
 
     def check_available() -> None:
         free = available_bytes()

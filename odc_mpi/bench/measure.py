@@ -1,12 +1,10 @@
-"""Common parts of all benchmarks: interleaved rounds, times of the slowest rank, ratios, goals, sizes and output."""
+"""Common parts of all benchmarks: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
 
 import json
-import operator
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,14 +28,7 @@ def interleaved(
     """Call all variants once per round, so that a slow period of the machine affects all of them.
 
     Each round begins with a different variant, since disk and caches may be in a different state for the first one.
-
-    Args:
-        variants: Functions to call, by name.
-        repeats: Number of rounds.
-        on_call: Function that is called before each variant with the index of the round and the variant's name.
-
-    Returns:
-        Results of each variant, in the order of the rounds.
+    `on_call` is called before each variant with the index of the round. Results are in the order of the rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -64,12 +55,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object.
-
-    Args:
-        load: Load average of the node over one minute, read before the benchmark began.
-        fields: Further keys, inserted before `load_average`.
-    """
+    """Return the first keys of a benchmark's JSON object. `load` is the load average of the node before it began."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
@@ -81,10 +67,7 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
-
-    `what` names the work in error messages.
-    """
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective."""
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -104,14 +87,9 @@ def entries(
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of all variants in the JSON object of a benchmark.
 
-    Args:
-        times: Seconds of an operation in each round, by variant.
-        num_bytes: Number of bytes that an operation moves.
-        references: Keys for relative speeds. The value is a function that maps a variant to its reference variant.
-
-    Returns:
-        By variant: `seconds` and `gb_per_s`, as quartiles over the rounds, and for each key of `references` the speed
-        relative to the reference, as the median over the rounds, or None if the reference was not measured.
+    An entry has the quartiles over the rounds of `seconds` of an operation and of `gb_per_s`, for `num_bytes`, and for
+    each key of `references` the speed relative to the variant that its function returns, as the median over the rounds;
+    None if that was not measured.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -130,29 +108,6 @@ def entries(
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
     """Return the speed relative to a reference, as the median over rounds of reference time divided by time."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
-
-
-_BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A bound on a figure of a benchmark.
-
-    Attributes:
-        name: Name of the figure in the JSON object.
-        bound: Comparison of the figure with `expected`: ">=", "<=" or "<".
-        expected: Value to compare with.
-    """
-
-    name: str
-    bound: str
-    expected: float
-
-    def evaluate(self, figure: float, **fields: Any) -> dict[str, Any]:
-        """Compare a figure with the goal, and return an entry of `goals` in the JSON object, with further `fields`."""
-        reached = _BOUNDS[self.bound](figure, self.expected)
-        return {"goal": self.name, **fields, "figure": figure, "expected": self.expected, "reached": reached}
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
@@ -179,10 +134,7 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Parse sizes such as `64K,1M,256M` into bytes, without duplicates.
-
-    Raises `UserError` if a size is invalid or not a multiple of 4, the size of an fp32 element.
-    """
+    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` unless all are multiples of 4."""
     sizes = []
     for word in map(str.strip, text.split(",")):
         num_bytes = parse_size(word)

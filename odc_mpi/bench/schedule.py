@@ -6,26 +6,41 @@ Units are small for the same reason. The benchmark measures how ranks wait for e
 
     one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
                        gradient
-    one chunk          like a microbatch, but it waits for earlier chunks before each sleep of the forward, and for
-                       later chunks after each sleep of the backward (`bench.chunk_flags`)
     one minibatch      ranks begin together; the time of the slowest rank until parameters are published counts
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-Results have the type of the simulator, `SimulationResult`. Their times are divided by the scale.
+Results have the type of the simulator, `SimulationResult`. Their times are divided by the scale. Split sequences are
+simulated only: their chunks wait for each other's keys and values, which are not computed here.
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from typing_extensions import override
 
+from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import header, rotate
-from odc_mpi.bench.runners import CollectiveRunner, MeasuredTiming, Runner, WindowRunner
+from odc_mpi.comm.factory import collective_transport, window_transport
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.comm.transport import Transport
+from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.scenario import Scenario
-from odc_mpi.simulate.simulate import SCHEDULES, SimulationResult, floor_s, plan, simulate
+from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
+from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
+from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, SimulationResult, floor_s, plan, simulate
+
+#: Schedules to measure, all without split sequences.
+MEASURED = tuple(name for name in SCHEDULES if name != SPLIT)
+#: Number of elements of a unit.
+UNIT_NUMEL = 1024
 
 
 def measure(
@@ -33,18 +48,11 @@ def measure(
 ) -> dict[str, Any]:
     """Run all schedules on the same minibatches, and also simulate them. Collective.
 
-    Args:
-        world: Ranks that run the schedules, as many as the scenario has.
-        scenario: Lengths, speeds and limits of the minibatches.
-        step_s: Average sleep for an even share of a minibatch, in seconds. It determines the scale of all times.
-        report: Function that is called with a line of text about the next measurement.
+    `step_s` is the average sleep for an even share of a minibatch; it determines the scale of all times. The JSON
+    object has the keys of `header`, the measured `SimulationResult`, and, on rank 0, the simulator's speed-ups in
+    `simulated`.
 
-    Returns:
-        JSON object with the keys of `header`, the measured `SimulationResult`, and `simulated`, the speed-ups of the
-        simulator. `simulated` is None on ranks other than 0.
-
-    Raises:
-        AllRanksUserError: The ranks run on several nodes.
+    Raises `AllRanksUserError` if the ranks run on several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
@@ -67,10 +75,10 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         "window": WindowRunner(world, scenario.num_units),
         "collective": CollectiveRunner(world, scenario.num_units),
     }
-    samples: dict[str, list[MeasuredTiming]] = {name: [] for name in SCHEDULES}
+    samples: dict[str, list[MeasuredTiming]] = {name: [] for name in MEASURED}
     for turn, minibatch in enumerate(minibatches):
         report(f"minibatch {turn + 1} of {len(minibatches)}")
-        for name in rotate(SCHEDULES, turn):
+        for name in rotate(MEASURED, turn):
             transport, balance = name.split("/")
             samples[name].append(runners[transport].run(minibatch, plan(scenario, minibatch, balance), scale))
     for runner in runners.values():
@@ -81,11 +89,143 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         scenario,
         {
             name: [max(timings[name][turn].end_s for timings in timings_of_ranks) / scale for turn in turns]
-            for name in SCHEDULES
+            for name in MEASURED
         },
         {
             name: np.array([sum(s.busy_s for s in timings[name]) for timings in timings_of_ranks]) / scale
-            for name in SCHEDULES
+            for name in MEASURED
         },
-        {name: [timings[name][0].slept for timings in timings_of_ranks] for name in SCHEDULES},
+        {name: [timings[name][0].slept for timings in timings_of_ranks] for name in MEASURED},
     )
+
+
+@dataclass(frozen=True)
+class MeasuredTiming:
+    """Times of one rank for one minibatch, in seconds, without dummy microbatches in `busy_s` and `slept`.
+
+    `end_s` is the time from the common beginning until parameters are published, `busy_s` the sleep requested in it,
+    and `slept` has the intervals of sleep since the beginning, divided by the scale.
+    """
+
+    end_s: float
+    busy_s: float
+    slept: Intervals
+
+
+class TimedMicrobatch(NamedTuple):
+    """A microbatch on one rank. `seconds` is the modeled time of all units together, before scaling."""
+
+    seconds: float
+    is_dummy: bool = False
+
+
+class Runner(ABC):
+    """Base class of runners, which run plans on a new transport. Construction is collective."""
+
+    def __init__(self, world: World, transport: Transport, num_units: int) -> None:
+        self._world, self._transport = world, transport
+        transport.allocate([unit_layout(UNIT_NUMEL, world.size)] * num_units)
+        self._units = range(num_units)
+        self._gradient = torch.ones(UNIT_NUMEL)
+
+    def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
+        """Run a minibatch on all ranks, which begin together. Collective. Modeled times are multiplied by `scale`."""
+        sleeper, busy_s = Sleeper(), 0.0
+        self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
+        began = time.perf_counter()
+        for microbatch in self.microbatches(minibatch, plan):
+            before = len(sleeper.slept)
+            self._run(sleeper, microbatch, scale)
+            if microbatch.is_dummy:
+                del sleeper.slept[before:]
+            else:
+                busy_s += scale * microbatch.seconds
+        self._transport.complete_gradients(np.zeros(1))
+        self.prepare_next()
+        self._transport.publish_parameters()
+        end_s = time.perf_counter() - began
+        slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
+        return MeasuredTiming(end_s, busy_s, merge_intervals(slept, PAUSE_S))
+
+    @abstractmethod
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        """Yield this rank's microbatches, each after the previous one has run. One-sided."""
+
+    def prepare_next(self) -> None:  # noqa: B027 - optional
+        """Reset the state for the next minibatch. Called between completing gradients and publishing parameters."""
+
+    def close(self) -> None:
+        """Free the transport. Collective."""
+        self._transport.close()
+
+    def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:
+        num_units, seconds = len(self._units), scale * microbatch.seconds
+        for unit in self._units:
+            self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
+        pushes = []
+        for unit in reversed(self._units):
+            self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
+            pushes.append(self._transport.gradients.push(unit, self._gradient))
+        for push in pushes:
+            push.wait()
+
+    def _with_unit(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
+        fetched = self._transport.parameters.fetch(unit).wait()
+        sleeper.sleep(seconds)
+        self._transport.parameters.release(fetched)
+
+
+class WindowRunner(Runner):
+    """Runs plans on windows. A rank runs its own microbatches, then claims more from the pool."""
+
+    def __init__(self, world: World, num_units: int) -> None:
+        super().__init__(world, window_transport(world), num_units)
+        self._tickets = Tickets(world)
+
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        rank = self._world.rank
+        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
+        for k, microbatch in enumerate(chain(filter(None, plan.microbatches[rank]), claimed)):
+            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=not k))
+
+    @override
+    def prepare_next(self) -> None:
+        self._tickets.reset()
+
+    @override
+    def close(self) -> None:
+        self._tickets.close()
+        super().close()
+
+
+class CollectiveRunner(Runner):
+    """Runs plans on collectives. A rank with fewer microbatches than others adds dummy microbatches."""
+
+    def __init__(self, world: World, num_units: int) -> None:
+        super().__init__(world, collective_transport(world), num_units)
+
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
+        rank = self._world.rank
+        turns = max(map(len, plan.microbatches))
+        for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):
+            yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
+
+
+class Sleeper:
+    """Sleeps with an exact total: after a long sleep, the next is shorter. `slept` has begin and end of each."""
+
+    def __init__(self) -> None:
+        self.slept: Intervals = []
+        self._late_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for `seconds`, minus the excess of the previous sleep."""
+        due = seconds - self._late_s
+        began = time.perf_counter()
+        if due > 0:
+            time.sleep(due)
+        ended = time.perf_counter()
+        self._late_s = ended - began - due
+        self.slept.append((began, ended))

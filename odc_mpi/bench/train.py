@@ -1,12 +1,7 @@
 """Benchmark of training speed: FSDP2, the runtime over collectives and over windows, and no communication.
 
-    ceiling    rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the
-               number of ranks
-    apart      all ranks train at once in plain torch, each on its own microbatches, without communication; what another
-               contender needs longer is the cost of communication on cores that share a machine
-
-All contenders train on the same minibatches in rounds (`bench.contenders`). All losses must agree, except those of
-`apart`, where each rank optimizes with its own gradients.
+All contenders train on the same minibatches in rounds (`bench.contenders`), and all losses must agree. For `ceiling`,
+rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the number of ranks.
 """
 
 import math
@@ -40,7 +35,6 @@ from odc_mpi.training.settings import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    Size,
     load,
 )
 
@@ -48,7 +42,6 @@ BASELINE = "fsdp2"
 #: FSDP2 on the plan of `lb_mini`, with counts made equal by dummy microbatches: the baseline of AMD's port of ODC.
 PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
-INDEPENDENT = "apart"
 #: Balance of the contender that uses `dynamic` and splits the longest sequences over ranks (context parallelism).
 SPLIT = "split"
 #: Contenders on the runtime, as TRANSPORT/BALANCE.
@@ -56,7 +49,7 @@ COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: Contenders over windows with `run.exact`, on request.
 EXACT = ("exact/lb_mini", "exact/dynamic")
-CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
+CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, CEILING)
 #: Largest allowed relative difference of losses. fp32 sums in another order cause differences; 4e-7 was observed.
 TOLERANCE = 1e-5
 #: Values of settings that all contenders support, including those in plain torch.
@@ -74,56 +67,37 @@ COMPARABLE = {
 #: Data set of the quick start, also used here.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
-#: Default models, by value of `--model`: 8 and 9 million parameters.
-MODELS: dict[str, dict[str, Any]] = {
-    name: {
-        "model_type": name,
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    }
-    for name, intermediate_size in (("qwen2", 896), ("llama", 1024))
+#: Default model, with 8 million parameters.
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 
 
-def configuration(
-    world: World, path: Path | None, report: Callable[[str], None], model: str = "qwen2", *, caches: bool = True
-) -> Config:
-    """Load the configuration to train. Collective.
-
-    Args:
-        path: Configuration file of `odc-mpi train`. None: a model of `MODELS` on the data set of the quick start, which
-            is prepared if it does not exist.
-        report: Function that is called with a line of text before the data set is prepared.
-        model: Name of a model in `MODELS`.
-        caches: False to set both cache sizes to 0, so that each microbatch fetches and pushes all units.
-
-    Raises:
-        UserError: The configuration is invalid (raised on every rank), or rank 0 cannot prepare the data set.
-    """
+def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
+    """Load the configuration in `path`, or the default one, for which the data set is prepared. Collective."""
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
-    config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
+    config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s))
     config, _ = resolve_settings(with_device(config, "cpu"), world)
     if not config.run.steps:  # epochs: the learning rate depends on the number of steps
         config = replace(config, run=replace(config.run, steps=100))
-    if caches:
-        return config
-    none = Size(0)
-    return replace(config, comm=replace(config.comm, parameter_cache_bytes=none, gradient_cache_bytes=none))
+    return config
 
 
-def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
+def default_configuration(timeout_s: float) -> Config:
     """Return the configuration that `bench train` uses if the option `--config` is not given."""
     return Config(
-        model=ModelConfig(config=MODELS[model], param_dtype="float32"),
+        model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
         comm=CommConfig(timeout_s=timeout_s),
         optim=OptimConfig(learning_rate=1e-3),
@@ -140,20 +114,12 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Measure the training speed of all contenders. Collective.
-
-    Args:
-        world: Ranks that train, all on one node.
-        config: Configuration of the run. Each contender sets its own balancing strategy.
-        steps: Number of minibatches per round.
-        repeats: Number of rounds after the warm-up.
-        report: Function that is called with a line of text about the next measurement.
-        exact: True to include contenders with `run.exact`.
+    """Measure the training speed of all contenders, with `exact` also those with `run.exact`, on one node. Collective.
 
     Returns:
         JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median
-        relative speeds `ratio_to_fsdp2`, `ratio_to_ceiling` and `ratio_to_apart`, and, except for `apart`,
-        `loss_deviation` from FSDP2. `losses` are those of FSDP2. Further keys describe environment and model.
+        relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation` from FSDP2. `losses` are those of
+        FSDP2. Further keys describe environment and model.
 
     Raises:
         AllRanksUserError: There are several nodes, settings, data and model do not fit together, or losses differ.
@@ -166,11 +132,7 @@ def measure(
     contenders = _Contenders(world, config, (*OURS, *EXACT) if exact else OURS)
     rounds = run_rounds(world, contenders.by_name, steps, repeats, report)
     contenders.close()
-    deviations = agreement(
-        {name: rounds_of_contender for name, rounds_of_contender in rounds.items() if name != INDEPENDENT},
-        BASELINE,
-        TOLERANCE,
-    )
+    deviations = agreement(rounds, BASELINE, TOLERANCE)
     return {
         **header(world, "train", before, repeats=repeats, steps=steps, threads=torch.get_num_threads()),
         **_figures(rounds, world.size),
@@ -197,8 +159,7 @@ class _Contenders:
             PADDED: self._fsdp(self._configure("window", "lb_mini")),
             COLLECTIVE: self._collective,
             **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
-            INDEPENDENT: self._unsharded(world.rank, world.size),
-            CEILING: IdleContender() if world.rank else self._unsharded(rank=0, size=1),
+            CEILING: IdleContender() if world.rank else self._unsharded(),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -227,9 +188,9 @@ class _Contenders:
     def _fsdp(self, config: Config) -> Contender:
         return FSDPBaseline(self._world, config, self._inputs(config).sequence_loader)
 
-    def _unsharded(self, rank: int, size: int) -> Contender:
+    def _unsharded(self) -> Contender:
         config = self._configure("window", "lb_mini")
-        return UnshardedBaseline(config, open_inputs(config, rank, size).sequence_loader)
+        return UnshardedBaseline(config, open_inputs(config, 0, 1).sequence_loader)
 
     def _configure(self, kind: str, balance: str) -> Config:
         config, is_split = self._config, balance == SPLIT
@@ -269,7 +230,7 @@ def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str,
         "quartiles": {name: [spread["low"], spread["high"]] for name, spread in spreads.items()},
         **{
             f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
-            for reference in (BASELINE, CEILING, INDEPENDENT)
+            for reference in (BASELINE, CEILING)
         },
         "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
     }

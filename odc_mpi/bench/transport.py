@@ -3,10 +3,9 @@
 Sizes of units are measured one after another. For each size, memory is allocated, touched and checked first. Several
 units of the size are moved one after another, like the units of a model, so that none stays in the cache of a core.
 
-    all at once   all ranks run the same variant at the same time; the variants alternate, round after round. A sample
-                  is a sequence of operations that all ranks begin together; the time of the slowest rank counts
-    one alone     rank 0 fetches and pushes while the other ranks wait inside MPI (idle), and again while they compute
-                  without entering MPI (busy)
+All ranks run the same variant at the same time; the variants alternate, round after round. A sample is a sequence of
+operations that all ranks begin together; the time of the slowest rank counts. `odc-mpi doctor` measures what a single
+rank can do while the others compute.
 
 Variants, all with units in fp32:
 
@@ -27,55 +26,33 @@ benchmarks/README.md describes the JSON object that `measure` returns.
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
-from statistics import median
-from time import sleep
 from typing import Any
 
 import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, entries, header, interleaved, seconds, slowest
+from odc_mpi.bench.measure import entries, header, interleaved, seconds, slowest
 from odc_mpi.comm.collective import CollectiveCommunicator
 from odc_mpi.formatting import format_size
-from odc_mpi.probe.trial import compute, repeat_for
 from odc_mpi.runtime.world import World
 
 #: Minimum bytes that a sample moves, so that its synchronizations, of up to 0.4 ms, are negligible ...
 SAMPLE_BYTES = 64 << 20
 #: ... but at most this number of operations. Variants that move no bytes run this number.
 MAX_OPERATIONS = 256
-#: Minimum seconds for which a single rank fetches or pushes; longer if needed to move each unit four times.
-ALONE_S = 0.1
-#: Seconds between the barrier and the first operation of a single rank. By then, the other ranks are computing.
-SETTLE_S = 0.01
-#: Goals for every size on one node: goal, variant, and the figure in the variant's entry of `all_at_once`.
-GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
-    (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
-    (Goal("fetch_of_gloo", ">=", 10.0), "fetch_copy", itemgetter("of_gloo")),
-    (Goal("accumulate_of_memcpy", ">=", 0.4), "push_accumulate", itemgetter("of_memcpy")),
-    (Goal("accumulate_of_gloo", ">=", 10.0), "push_accumulate", itemgetter("of_gloo")),
-    (Goal("zero_copy_us", "<", 20.0), "fetch_zero_copy", lambda entry: 1e6 * entry["seconds"]["median"]),
-)
 
 
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for several sizes of units. Collective.
+    """Measure all variants for units of several sizes in bytes, multiples of 4. Collective.
 
-    Args:
-        sizes: Sizes of units in bytes, multiples of 4.
-        repeats: Number of rounds.
-        report: Function that is called with a line of text about the next measurement.
-
-    Returns:
-        JSON object, the same on every rank. benchmarks/README.md describes it.
+    The JSON object, which is the same on every rank, is described in benchmarks/README.md.
 
     Raises:
-        UserError: A node has too little memory for a size. Raised on every rank.
-        RuntimeError: Fetched parameters or sums of gradients are wrong. Raised on every rank.
+        UserError: A node has too little memory for a size.
+        RuntimeError: Fetched parameters or sums of gradients are wrong.
     """
     load = os.getloadavg()[0]
     cores = world.cores_per_rank()
@@ -95,17 +72,7 @@ def measure(
         **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
         "left_out": dict.fromkeys(gloo_variants, "for ranks of one node only"),
         "sizes": results,
-        "goals": [goal for result in results for goal in evaluate_goals(result)] if one_node and world.size > 1 else [],
     }
-
-
-def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare the figures of an entry of `sizes` with the goals, and return the entries of `goals` for this size."""
-    return [
-        goal.evaluate(figure, size_bytes=result["size_bytes"], variant=variant)
-        for goal, variant, figure_of in GOALS
-        if (figure := figure_of(result["all_at_once"][variant])) is not None
-    ]
 
 
 def _measure_size(
@@ -116,20 +83,12 @@ def _measure_size(
     samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
     interleaved(samples, 1)  # touches the memory that the check did not use
     times = slowest(world, interleaved(samples, repeats))
-    alone = {}
-    if world.size > 1:
-        alone = {
-            name: _measure_lone_rank(world, collectives, variant)
-            for name, variant in units.variants.items()
-            if variant.one_sided
-        }
     check(world, units.variants)
     result = {
         "size_bytes": num_bytes,
         "num_units": units.num_units,
         "crossing_bytes": units.crossing_bytes,
         "all_at_once": _entries(units.variants, num_bytes, times),
-        "one_alone": alone,
     }
     units.free()
     return result
@@ -147,32 +106,3 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
     measured = entries(times, num_bytes, of_memcpy=lambda _: "memcpy", of_gloo=lambda name: variants[name].gloo)
     no_speed = {"gb_per_s": None, "of_memcpy": None, "of_gloo": None}
     return {name: entry if variants[name].moves else entry | no_speed for name, entry in measured.items()}
-
-
-def _measure_lone_rank(world: World, collectives: CollectiveCommunicator, variant: Variant) -> dict[str, float]:
-    idle_s = _lone_rank_times(world, collectives, variant, ALONE_S)
-    budget_s = max(ALONE_S, 4 * idle_s * len(variant.operations))
-    # Operations begin in the first half of the others' computation: one that ends with it has waited for it.
-    computing_s = SETTLE_S + 2 * budget_s
-    busy_s = _lone_rank_times(world, collectives, variant, budget_s, computing_s)
-    return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
-
-
-def _lone_rank_times(
-    world: World, collectives: CollectiveCommunicator, variant: Variant, budget_s: float, computing_s: float = 0.0
-) -> float:
-    """Run a variant on rank 0 only, for at least `budget_s`; return its median seconds per operation. Collective."""
-    collectives.barrier()
-    times: list[float] = []
-    if world.rank == 0:
-        sleep(SETTLE_S)
-        num_units = len(variant.operations)
-        times = repeat_for(budget_s, lambda: seconds(variant.operations, num_units, variant.complete))
-    elif computing_s:
-        compute(computing_s)
-    # Idle ranks wait for rank 0 here, inside MPI: in the synchronization of gradients, where they also add those in
-    # their mailbox, or in the barrier.
-    variant.finish()
-    variant.proceed()
-    collectives.barrier()
-    return world.gather_objects(median(times) if times else 0.0)[0]

@@ -53,12 +53,9 @@ def export(
 ) -> list[str]:
     """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft, and return the names of the files.
 
-    Args:
-        out: Directory to create. It appears atomically with all files. An existing directory must be empty.
-        exporter: Content of the directory.
-        dtype: Type of floating-point weights, as the name of a torch dtype. By default, `exporter.dtype`.
-        base: Current directory of the model from which the run started, for its side files. By default, the setting
-            `model.path` of the run.
+    The new directory `out` appears atomically with all files; an existing one must be empty. `dtype` is the type of
+    floating-point weights, by default that of the exporter. `base` is the current directory of the model from which the
+    run started, for its side files, by default `model.path` of the run.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or

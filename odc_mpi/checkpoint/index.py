@@ -63,10 +63,8 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
     """Split elements `[start, stop)` of a flattened tensor of at least one dimension into hyperslabs (boxes), in order.
 
     A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
-    the beginning of a row. Parts of rows are split recursively.
-
-    Yields:
-        Start and stop of a range of the flattened tensor, and the hyperslab that has the same elements in this order.
+    the beginning of a row. Parts of rows are split recursively. Yields start and stop of a range of the flattened
+    tensor, and the hyperslab that has the same elements in this order.
     """
     if start >= stop:
         return

@@ -43,13 +43,10 @@ class VersionError(UserError):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Type and shape of a tensor, and the ranges of it that are stored in the files of the ranks.
+    """Kind, name of the torch dtype, full shape of a tensor, and the ranges of it that are in the files of the ranks.
 
-    Attributes:
-        kind: "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state.
-        dtype: Name of the torch dtype.
-        shape: Shape of the full tensor.
-        ranges: Rank, start and stop of each non-empty range of the flattened tensor, in order.
+    A kind is "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state. A
+    range is rank, start and stop of a non-empty part of the flattened tensor; they are in order.
     """
 
     kind: str
@@ -73,18 +70,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The content of a checkpoint, saved by `size` ranks after `step` training steps.
 
     Attributes:
-        step: Number of completed training steps.
-        size: Number of ranks that wrote the checkpoint.
         tensors: Records of the tensors by path of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, such as "step". A dictionary by key of the state, then
-            by parameter.
+        scalars: Optimizer state with one number per parameter, such as "step", by key of the state, then by parameter.
         optimizer: Name of the class of the optimizer.
         metadata: JSON-serializable values, such as the configuration of the run, the position in the data, versions.
-        files: Records of the files by name.
     """
 
     step: int
@@ -124,10 +117,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in a directory.
-
-    Raise `UserError` if the manifest is missing or damaged, and `VersionError` if its format has another version.
-    """
+    """Read a manifest. Raise `UserError` if it is missing or damaged, and `VersionError` for another version."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())

@@ -22,14 +22,10 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish a directory with the files of all ranks as a checkpoint, atomically.
+    """Publish a directory with the files of all ranks as the checkpoint `goal` beside it, atomically.
 
-    The index and the manifest are written into the directory, which is then renamed to `goal`.
-
-    Args:
-        directory: Directory in which the ranks have written their files, in the same parent directory as `goal`.
-        manifest: Manifest with records of the files of all ranks, but not of the index.
-        goal: Path of the checkpoint. An existing checkpoint is replaced.
+    The index and the manifest, which has records of all files but the index, are written into the directory, which is
+    then renamed. An existing checkpoint is replaced.
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))

@@ -28,31 +28,21 @@ from odc_mpi.errors import one_line_message
 T = TypeVar("T")
 
 
-class BackgroundTask(Generic[T]):
-    """A function that runs in a daemon thread, which does not keep the program running.
-
-    Exceptions of the function are ignored, so it must report errors itself.
-    """
+class BackgroundTask(threading.Thread, Generic[T]):
+    """A function that runs in a daemon thread. It must report errors itself, since its exceptions are ignored."""
 
     def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__(name="odc_mpi-checkpoint", daemon=True)
         #: Return value of the function. None until it returns, or if it raised an exception.
         self.result: T | None = None
-        self._thread = threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True)
-        self._thread.start()
+        self._function = function
+        self.start()
 
-    @property
-    def done(self) -> bool:
-        """True if the function has returned or raised."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the function has returned or raised."""
-        while not self.done:
-            self._thread.join(0.1)  # returns now and then, so that signal handlers run
-
-    def _run(self, function: Callable[[], T]) -> None:
+    def run(self) -> None:
+        """Call the function."""
         with suppress(Exception):
-            self.result = function()
+            self.result = self._function()
+        del self._function  # with what it captured, such as the copied state
 
 
 @dataclass(frozen=True)
@@ -74,9 +64,8 @@ class Saver:
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved: Number of published checkpoints. Only counted on rank 0.
-        num_failed: Number of checkpoints that could not be written or published. Only counted on rank 0.
-        last_failed: True if the last checkpoint could not be written or published. Only set on rank 0.
+        num_saved, num_failed: Numbers of checkpoints that were published or failed, on rank 0.
+        last_failed: True if the last checkpoint failed, on rank 0.
     """
 
     def __init__(
@@ -109,27 +98,21 @@ class Saver:
     @property
     def busy(self) -> bool:
         """True while a thread of this rank writes a file or publishes a checkpoint."""
-        writing = self._pending is not None and not self._pending.writing.done
-        return writing or (self._publishing is not None and not self._publishing.done)
+        writing = self._pending is not None and self._pending.writing.is_alive()
+        return writing or (self._publishing is not None and self._publishing.is_alive())
 
     def wait_until_written(self) -> None:
-        """Wait until the thread that writes this rank's file has ended. Does not raise if the file was not written.
-
-        There is no time limit: call this within `World.deadline`.
-        """
+        """Wait until this rank's file is written or has failed. No time limit: call this within `World.deadline`."""
         if self._pending:
-            self._pending.writing.wait()
+            self._pending.writing.join()
 
     def start(
         self, step: int, entries: Sequence[ShardEntry], manifest: Manifest | None, protected_step: int | None = None
     ) -> None:
         """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
-        Args:
-            step: Number of completed training steps, equal on all ranks.
-            entries: Content of the file. The arrays must not change until the file is written.
-            manifest: Manifest without records of files on rank 0, None on other ranks.
-            protected_step: Step whose checkpoint is kept in addition to the newest ones.
+        The arrays of `entries` must not change until the file is written. `manifest` has no records of files, and is
+        None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
         writing = BackgroundTask(lambda: self._write(step, entries))
@@ -140,7 +123,7 @@ class Saver:
 
         The step is negated if the file could not be written, and 0 if there is nothing to report yet.
         """
-        if self._pending is None or not self._pending.writing.done:
+        if self._pending is None or self._pending.writing.is_alive():
             return 0.0, 0.0, 0.0
         written = self._pending.writing.result
         if written is None:
@@ -162,12 +145,9 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """On rank 0, wait until the thread that publishes the checkpoint has ended. Returns at once on other ranks.
-
-        There is no time limit: call this within `World.deadline`.
-        """
+        """On rank 0, wait until the checkpoint is published. No time limit: call this within `World.deadline`."""
         if self._publishing:
-            self._publishing.wait()
+            self._publishing.join()
 
     def _write(self, step: int, entries: Sequence[ShardEntry]) -> FileRecord:
         attributes: dict[str, str | int] = {"format": FORMAT, "version": VERSION, "step": step}

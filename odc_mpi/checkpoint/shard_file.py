@@ -41,13 +41,11 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A range of a flattened tensor to store as a data set.
+    """A range of a flattened tensor of `shape` to store as the data set `path`.
 
     Attributes:
-        path: Path of the data set in the file.
         values: Elements of the range in the stored type, contiguous, `[n]`.
         start: Index of the first element of the range in the flattened tensor.
-        shape: Shape of the full tensor.
         dtype: Name of the torch dtype of the tensor.
     """
 
@@ -59,15 +57,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a new file, flush it to the disk, and return its record.
-
-    Thread-safe. The h5py lock is not held during the writes.
-
-    Args:
-        path: Path of the file, which must not exist.
-        entries: Ranges of tensors to store, none of them empty.
-        attributes: Attributes of the file.
-    """
+    """Write `entries`, none empty, to a new file, and sync it. Thread-safe; writes do not hold the lock of h5py."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -176,11 +166,7 @@ class _Stored:
 class ShardFile(AbstractContextManager["ShardFile"]):
     """The file of a rank, open for reading. Data is verified with checksums on reading.
 
-    Args:
-        expected: Record of the file in the manifest of the checkpoint.
-
-    Raises:
-        UserError: The file is missing, damaged, or belongs to another checkpoint.
+    Construction raises `UserError` if the file is missing, damaged, or differs from the manifest's record, `expected`.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:

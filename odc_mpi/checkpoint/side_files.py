@@ -21,14 +21,10 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SideFiles:
     """Tokenizer files and special tokens of an exported model.
 
-    Args:
-        config: Configuration of the run, as stored in its checkpoints.
-        base: Current directory of the model from which the run started. None: the setting `model.path`.
-
-    Attributes:
-        tokenizer: Contents of the tokenizer files to export, by name: those of the base if it has a chat template, and
-            otherwise those that `read_tokenizer_files` returns. So the export has the template of the base, also if
-            the data was prepared with another one for training.
+    `config` is that of the run, `base` the current directory of the model from which it started, by default
+    `model.path`. `tokenizer` has the contents of the files to export, by name: those of the base if it has a chat
+    template, and otherwise those that `read_tokenizer_files` returns. So the export has the template of the base, also
+    if the data was prepared with another one for training.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -51,8 +47,7 @@ class SideFiles:
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return generation_config.json: that of the base, or else an empty one, with the special tokens.
 
-        Raises:
-            UserError: The file of the base cannot be read.
+        Raises `UserError` if the file of the base cannot be read.
         """
         content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
@@ -83,11 +78,8 @@ class SideFiles:
 def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
     """Read the tokenizer files of a run, and return their contents by file name.
 
-    They are read from the first of these that has any: the data set, the setting `rl.tokenizer`, and the directory of
-    the model, which is `base` or otherwise the setting `model.path`. Return an empty dictionary if none has.
-
-    Args:
-        config: Configuration of the run, as stored in its checkpoints.
+    They are read from the first of these in `config` that has any: the data set, `rl.tokenizer`, and the directory of
+    the model, which is `base` or otherwise `model.path`. Return an empty dictionary if none has.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
@@ -101,11 +93,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Return the content of a generation_config.json, or an empty dictionary if the directory has none.
-
-    Raises:
-        UserError: The file is not a JSON object.
-    """
+    """Return a generation_config.json, or {} if there is none. Raises `UserError` if it is not a JSON object."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

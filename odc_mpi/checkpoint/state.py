@@ -39,9 +39,7 @@ class _TensorRange(NamedTuple):
 class TrainingState:
     """The part of the state of a model and its optimizer that is on this rank.
 
-    Args:
-        optimizer: Optimizer of all or some of the model's slices.
-        omit_frozen_base: True to omit frozen parameters, because the checkpoint refers to the base model for them.
+    With `omit_frozen_base`, frozen parameters are omitted, because the checkpoint refers to the base model for them.
     """
 
     def __init__(
@@ -171,11 +169,7 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """A `WeightSource` that reads parameters from a checkpoint. The checkpoint must stay open.
-
-    `base` is the source of parameters that are not in the checkpoint: those of the base model, if only adapters were
-    saved.
-    """
+    """A `WeightSource` that reads parameters from an open checkpoint, and those that it does not have from `base`."""
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
         self._checkpoint = checkpoint
@@ -196,10 +190,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless a checkpoint has the same parameters and buffers as a module.
-
-    Names, shapes and `requires_grad` are compared. The module may be on the meta device.
-    """
+    """Raise `UserError` unless a checkpoint has tensors of the same names, shapes and kinds as a module."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()

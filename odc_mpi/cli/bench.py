@@ -16,7 +16,7 @@ from odc_mpi.cli.options import add_scenario, build_scenario, positive_int, step
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched
-from odc_mpi.simulate.options import LENGTHS, RANKS
+from odc_mpi.simulate.options import LENGTHS, ScenarioOptions
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -62,15 +62,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on the ranks and return the exit code. Rank 0 prints the result. Collective under mpiexec.
+    """Run a benchmark on the ranks, or start them, and return the exit code. Rank 0 prints the result. Collective.
 
-    Outside mpiexec, start the ranks and wait for them.
-
-    Args:
-        arguments: Parsed command line.
-        module: Benchmark module, imported by the ranks only.
-        measure: Called with the module, the world and a function that prints progress. Returns the result.
-        ranks: Number of ranks to start; None for `--ranks`, or 2.
+    `measure` gets the benchmark module, which only ranks import, the world and a function that prints progress.
     """
     if not is_launched():
         try:
@@ -112,9 +106,9 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start; default: {RANKS.default}")
     parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign")
-    add_scenario(parser, num_minibatches=10, num_units=4)
+    add_scenario(parser, ScenarioOptions, num_minibatches=10, num_units=4)
+    parser.set_defaults(ranks=None)  # under mpiexec, its ranks
     help_text = "seconds of a perfectly balanced minibatch, to which all times are scaled; default: 1"
     parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=help_text)
 
@@ -134,8 +128,6 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: a small model")
     parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches per round; default: 4")
-    parser.add_argument("--model", choices=("qwen2", "llama"), default="qwen2", help="without --config; default: qwen2")
-    parser.add_argument("--no-caches", action="store_true", help="fetch and push in each microbatch")
     parser.add_argument("--exact", action="store_true", help="measure the cost of run.exact, too")
     _add_rounds(parser, 7)
 
@@ -149,7 +141,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
         "odc_mpi.bench.train",
         lambda train, world, progress: train.measure(
             world,
-            train.configuration(world, arguments.config, progress, arguments.model, caches=not arguments.no_caches),
+            train.configuration(world, arguments.config, progress),
             arguments.steps,
             arguments.repeats,
             progress,

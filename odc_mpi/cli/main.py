@@ -17,7 +17,6 @@ from typing import NoReturn
 from odc_mpi import __version__
 from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
-from odc_mpi.cli.options import check_out
 from odc_mpi.errors import UserError, file_error
 from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
@@ -73,7 +72,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises a UserError if the command or an argument is unknown.
     """
     arguments, rest = parser().parse_known_args(argv)
-    check_out(arguments, rest, argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         words = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])
         raise UserError(f"unknown argument {rest[0]}: see {' '.join(words)}")
@@ -84,8 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code. Collective if the command is.
 
-    Args:
-        argv: Arguments of the command; None for those of this process, whose standard streams are then replaced.
+    Without `argv`, the arguments are those of this process, whose standard streams are then replaced.
     """
     if argv is not None:
         return _run(argv)

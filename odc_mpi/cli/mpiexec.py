@@ -31,10 +31,8 @@ GRACE_S = 10.0
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks.
-
-    Returns:
-        Exit code of mpiexec, or 128 plus the number of the signal that killed mpiexec.
+    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks. Returns the
+    exit code of mpiexec, or 128 plus the number of the signal that killed it.
 
     Raises:
         UserError: mpiexec is not installed, or there are too many ranks for one node.
@@ -63,10 +61,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec. An mpiexec in the directory of this Python precedes the one on the PATH.
-
-    Raises a UserError if there is neither.
-    """
+    """Return the path of mpiexec, beside this Python or on the PATH. Raises a UserError if there is neither."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:

@@ -2,16 +2,14 @@
 
 import argparse
 import os
-import shlex
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size
 from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
-from odc_mpi.simulate.options import CACHES, SCENARIO, Option
+from odc_mpi.simulate.options import ScenarioOptions, option_name, options_of
 
 if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
@@ -23,31 +21,20 @@ MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
 
-def add_out(parser: argparse.ArgumentParser, inputs: str, metavar: str, help_text: str) -> None:
-    """Add the option --out of a command that requires it. `check_out` checks it."""
-    parser.usage = f"{parser.prog} {inputs} --out {metavar} [options]"
-    parser.add_argument("--out", type=Path, metavar=metavar, default=Path(), help=help_text)
+def output(text: str) -> Path:
+    """Parse the path of a file or directory to write."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty string")
+    return Path(text)
 
 
-def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> None:
-    """Raise a UserError if `prepare` or `export` has no --out. The error has the user's words with --out.
-
-    Args:
-        rest: Words that the parser did not recognize.
-        words: All words of the command line after `odc-mpi`.
-    """
-    is_prepare, new = arguments.command == "prepare", list(words)
-    if getattr(arguments, "out", None) != Path() or not (is_prepare or arguments.command in ("checkpoint", "export")):
-        return
-    value = "FILE" if is_prepare else "NEW_DIR"
-    last = (rest or getattr(arguments, "sources", ())[1:] or [""])[-1]
-    if last.startswith("-"):
-        return  # an unknown option
-    if last and (not is_prepare or Path(last).suffix in (".h5", ".hdf5")):  # meant as the output
-        new.insert(len(new) - 1 - new[::-1].index(last), "--out")
-    else:
-        new += [value] if new[-1] == "--out" else ["--out", value]
-    raise UserError(f"expected the option --out {value}, got none: write odc-mpi {shlex.join(new)}")
+def require_config(path: Path, command: str) -> None:
+    """Raise `UserError` if a configuration file does not exist, for example because an option comes before it."""
+    if not path.exists():
+        raise UserError(
+            f"{path}: expected a configuration file, but there is no such file. CONFIG comes first: odc-mpi {command} "
+            "CONFIG --run.steps 5"
+        )
 
 
 def positive_int(text: str) -> int:
@@ -83,34 +70,27 @@ def step_seconds(text: str) -> float:
     return seconds
 
 
-def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options of a simulated scenario. `defaults` replaces defaults of `SCENARIO`, by field name."""
-    for field, option in SCENARIO.items():
-        add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
-    for field, option in CACHES.items():
-        add_option(parser, field, option, type=size_in_bytes, metavar="SIZE")
+def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
+    """Add the options of a simulated scenario. `defaults` replaces defaults by field name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
-    """Add an option whose value becomes attribute `field`. `other` overrides arguments of `add_argument`."""
-    kind = type(option.default)
-    arguments = {
-        "type": kind,
-        "default": option.default,
-        "metavar": "N" if kind is int else "X",
-        "help": f"{option.help}; default: {option.default:g}",
-    }
-    parser.add_argument(option.name, dest=field, **(arguments | other))
+    for field, (number, option) in options_of(kind).items():
+        default = defaults.get(field, getattr(kind, field))
+        metavar = "SIZE" if option.is_size else "N" if number is int else "X"
+        parser.add_argument(
+            option_name(field),
+            dest=field,
+            type=size_in_bytes if option.is_size else number,
+            default=default,
+            metavar=metavar,
+            help=f"{option.help}; default: {default:g}",
+        )
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
     """Create a scenario of class `kind` from the parsed options."""
-    from odc_mpi.simulate.scenario import REFERENCE_COST
-
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
+    scenario = kind(**values)
     scenario.length_distribution  # noqa: B018 - an unknown name fails here, before ranks are started
     return scenario
 

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from odc_mpi.cli.mpiexec import signals_handled
-from odc_mpi.cli.options import add_out, positive_int
-from odc_mpi.errors import UserError
+from odc_mpi.cli.options import output, positive_int
 
 HELP = "tokenize JSONL, JSON, CSV or Parquet into an HDF5 data set"
 _EPILOG = """\
@@ -40,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "save_to_disk, OWNER/NAME[/CONFIGURATION] on the Hugging Face Hub, or stdlib, the functions of Python's "
         "standard library; with a weight: SOURCE:WEIGHT",
     )
-    add_out(parser, "SOURCE [SOURCE ...]", "FILE", "data set to write, such as chats.h5")
+    parser.add_argument("--out", type=output, required=True, metavar="FILE", help="data set to write, such as chats.h5")
     parser.add_argument("--force", action="store_true", help="replace a data set that was made from other sources")
-    parser.add_argument("--prompts-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -99,11 +97,6 @@ def _columns(text: str) -> dict[str, str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a data set and return the exit code."""
-    if arguments.prompts_only:
-        raise UserError(
-            "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
-            "prompts, and rl.tokenizer if model.path has no tokenizer"
-        )
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare

@@ -3,13 +3,15 @@
 import argparse
 
 from odc_mpi.bench.measure import print_result
-from odc_mpi.cli.options import add_option, add_scenario, build_scenario
+from odc_mpi.cli.options import add_scenario, build_scenario
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
+from odc_mpi.simulate.options import LENGTHS, RolloutOptions, ScenarioOptions, option_name, options_of
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
 #: Default limit of sequences in all minibatches together. The simulation of a thousand ranks then takes ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
+#: Fields of the options that only `--workload grpo` has.
+GENERATION = tuple(options_of(RolloutOptions).keys() - options_of(ScenarioOptions).keys())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,17 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Estimate the speed-up of windows over collectives, by balancing strategy. Does not need MPI. Large scenarios "
         "have fewer minibatches by default."
     )
-    add_option(parser, "ranks", RANKS)
     parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign, for grpo: aime")
     parser.add_argument(
         "--workload", choices=("sft", "grpo"), default="sft", help="grpo: generation and training; default: sft"
     )
-    for field, option in GENERATION.items():
-        help_text = f"for --workload grpo: {option.help}; default: {option.default:g}"
-        add_option(parser, field, option, default=None, help=help_text)
-    add_scenario(parser)
-    parser.set_defaults(num_minibatches=None)
-    add_option(parser, "ticket_s", TICKET_S)
+    add_scenario(parser, RolloutOptions)
+    parser.set_defaults(num_minibatches=None, **dict.fromkeys(GENERATION))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,13 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.simulate import recommend_batch_size, simulate
 
     is_grpo = arguments.workload == "grpo"
-    for field, option in GENERATION.items():
+    for field in GENERATION:
         if getattr(arguments, field) is not None and not is_grpo:
-            raise UserError(f"{option.name}: expected --workload grpo, got {arguments.workload}")
+            raise UserError(f"{option_name(field)}: expected --workload grpo, got {arguments.workload}")
     if arguments.num_minibatches is None:
-        completions = (arguments.completions or GENERATION["completions"].default) if is_grpo else 1
+        completions = (arguments.completions or RolloutOptions.completions) if is_grpo else 1
         each = max(1, arguments.ranks * arguments.per_rank * completions)
-        arguments.num_minibatches = max(1, min(SCENARIO["num_minibatches"].default, MAX_DEFAULT_SEQUENCES // each))
+        arguments.num_minibatches = max(1, min(ScenarioOptions.num_minibatches, MAX_DEFAULT_SEQUENCES // each))
     if is_grpo:
         result = simulate_rollouts(build_scenario(arguments, RolloutScenario))
     else:

@@ -18,12 +18,9 @@ _PROMPT = "> "
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
     """Read questions from standard input until its end, and print the answers as they are generated.
 
-    Each answer sees the questions and answers before it, in the chat template of the model. If a conversation cannot
-    continue, for example because it is too long for the model, an error is printed and a new one begins.
-
-    Args:
-        arguments: Model and sampling settings. Prompts are ignored.
-        system: Content of a system message at the start, or None.
+    Each answer sees the questions and answers before it, in the chat template of the model, after a message `system` if
+    it is given. If a conversation cannot continue, for example because it is too long for the model, an error is
+    printed and a new one begins.
 
     Raises:
         AllRanksUserError: There are several ranks, the model cannot be used, or its tokenizer has no chat template.

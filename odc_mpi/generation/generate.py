@@ -19,16 +19,10 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings.
+    """Sampling settings. Construction raises `UserError` for a value out of range.
 
-    Attributes:
-        max_new_tokens: Maximum number of tokens in a completion. The positions of the model may limit it further.
-        temperature: Softmax temperature. 0 selects the most likely token.
-        top_p: Threshold of nucleus sampling, in (0, 1]. 1 disables nucleus sampling.
-        seed: Seed of the random numbers, 0 or more.
-
-    Raises:
-        UserError: A value is out of range.
+    The positions of the model may limit the tokens further. Temperature 0 selects the most likely token. `top_p`, in
+    (0, 1], is the threshold of nucleus sampling, which 1 disables.
     """
 
     max_new_tokens: int = 128
@@ -48,12 +42,9 @@ class SamplingParams:
 
 
 class CompletionOutput(NamedTuple):
-    """The completion of a prompt.
+    """The completion of the prompt `number`, with the stop token at the end of its tokens, if any.
 
-    Attributes:
-        number: Number of the prompt.
-        tokens: Generated tokens, including the stop token at the end, if any.
-        finish_reason: "stop" if the completion ended with a stop token, "length" if it reached the maximum length.
+    `finish_reason` is "stop" if it ended with a stop token, "length" if it reached the maximum length.
     """
 
     number: int
@@ -70,12 +61,8 @@ def generate(
 ) -> CompletionOutput:
     """Generate a completion of a prompt. One-sided if the model is sharded.
 
-    Args:
-        module: A causal language model of transformers, or the `module` of a sharded model.
-        streamer: A transformers streamer, which receives each token when it is generated.
-
-    Raises:
-        UserError: The model cannot process the prompt; see `max_new_tokens_for`.
+    A transformers streamer receives each token when it is generated. Raises `UserError` if the model cannot process the
+    prompt; see `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -97,8 +84,7 @@ def generate(
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
     """Return the number of tokens that the model can generate after a prompt. It is 2**30 if the model has no limit.
 
-    Raises:
-        UserError: The prompt is empty, is too long for the model, or has a token outside the model's vocabulary.
+    Raises `UserError` if the prompt is empty, is too long, or has a token outside the model's vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

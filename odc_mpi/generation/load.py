@@ -19,14 +19,10 @@ from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, st
 
 @dataclass
 class GenerationModel:
-    """A model on the meta device with its tokenizer.
+    """A model on the meta device, with its tokenizer and the tokens that end a completion of any prompt.
 
-    Attributes:
-        name: Path of the checkpoint or directory.
-        meta_model: The model, and the source of its weights.
-        tokenizer: A fast tokenizer of transformers.
-        stop: Stop tokens, which end a completion of any prompt.
-        dtype: Dtype of the parameters in computation. None means the dtypes of the module's parameters.
+    `dtype` is that of the parameters in computation; None means those of the module. `name` is a checkpoint or
+    directory.
     """
 
     name: str
@@ -45,15 +41,12 @@ def load_generation_model(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> GenerationModel:
-    """Load the model that `odc-mpi generate` uses. Arguments that are not listed are those of `load_model`.
+    """Load the model that `odc-mpi generate` uses, from a Hugging Face or peft directory, a checkpoint, or a run.
 
-    Args:
-        path: A Hugging Face directory, a peft directory, a checkpoint, or a run directory.
-        step: Checkpoint of a run: a step number, or "best" for the lowest evaluation loss. None selects the newest.
-        tokenizer: Directory of a tokenizer, or a data set that contains one. None selects the tokenizer of the model.
+    `step` selects a checkpoint of a run, by default the newest, or with "best" the one with the lowest evaluation loss.
+    `tokenizer` is a directory or a data set, by default that of the model. The others are arguments of `load_model`.
 
-    Raises:
-        UserError: The model, the checkpoint or the tokenizer is missing or damaged.
+    Raises `UserError` if the model, the checkpoint or the tokenizer is missing or damaged.
     """
     dtype = None
     if is_peft_directory(path) or is_model_directory(path):

@@ -13,12 +13,7 @@ from odc_mpi.models.decoding import Prompt
 
 
 class Request(NamedTuple):
-    """A prompt as text and as tokens.
-
-    Attributes:
-        example: Text of the prompt: a `PromptCompletion` with an empty completion, or a `Conversation`.
-        prompt: Tokens, number and stop tokens of the prompt.
-    """
+    """A prompt as text, a `PromptCompletion` with an empty completion or a `Conversation`, and as tokens."""
 
     example: Example
     prompt: Prompt
@@ -27,9 +22,8 @@ class Request(NamedTuple):
 def read_examples(text: str | None, questions: Sequence[str] | None, path: Path | None) -> list[Example]:
     """Return the prompt `text` or the `questions`, each as a conversation, or read the prompts in the file `path`.
 
-    Raises:
-        UserError: Not exactly one argument is given, a text is empty, or the file cannot be read, contains no prompts
-            or contains an invalid line.
+    Raises `UserError` if not exactly one argument is given, a text is empty, or the file cannot be read, has no prompts
+    or an invalid line.
     """
     options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
     given = [option for option, value in options.items() if value is not None]
@@ -48,10 +42,8 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
     """Tokenize prompts like training data. Messages are formatted by the chat template, up to the assistant's turn.
 
-    Generation ends at a token in `stop`. For a prompt with messages it also ends at the end-of-turn token.
-
-    Raises:
-        UserError: A prompt cannot be encoded; see `encode_prompts`.
+    Generation ends at a token in `stop`. For a prompt with messages it also ends at the end-of-turn token. Raises
+    `UserError` if a prompt cannot be encoded; see `encode_prompts`.
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)

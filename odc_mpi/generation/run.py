@@ -34,15 +34,9 @@ from odc_mpi.shard.model import ShardedModel
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Options of `odc-mpi generate`. Options that are not listed are arguments of `load_generation_model`.
+    """Options of `odc-mpi generate`. One of `prompt`, `prompts` and `chat` is not None.
 
-    Attributes:
-        source: Directory of the model, checkpoint or run.
-        prompt: Text of the only prompt. One of `prompt`, `prompts` and `chat` is not None.
-        prompts: JSONL or Parquet file of prompts.
-        chat: Questions, to which the chat template is applied.
-        out: JSONL file for the completions. None prints them.
-        device: Device of the model, "cpu" or "cuda".
+    Without a file `out` the completions are printed. Paths and `step` are arguments of `load_generation_model`.
     """
 
     source: Path
@@ -59,10 +53,7 @@ class GenerateArguments:
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Generate completions of all prompts by `engine`, and write or print them. Collective.
-
-    Returns:
-        The completions of all prompts, in the order of the prompts, on every rank.
+    """Generate completions of all prompts by `engine`, write or print them, and return them in order. Collective.
 
     Raises:
         AllRanksUserError: The model, a prompt or the output file cannot be used.

@@ -148,11 +148,7 @@ def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Gant
 def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
     wait = result["idle_fraction"]
     is_rl = on_demand == RL_ON_DEMAND
-    paper = result.get("paper")
-    others = {
-        "simulated": result.get("simulated", {}),
-        "measured in the ODC paper": paper["speedup"] if paper and paper["same"] else {},
-    }
+    others = {"simulated": result.get("simulated", {})}
     columns = [
         BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
@@ -170,17 +166,12 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
 
 
 def _floor(result: Mapping[str, Any]) -> str:
-    """Return a caption that explains the floor, with the results of the paper for a similar scenario."""
+    """Return a caption that explains the floor."""
     fraction = result["longest_sequence_bound_fraction"]
-    text = (
+    return (
         "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work distributed "
         f"evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
     )
-    paper = result["paper"]
-    if paper and not paper["same"]:
-        figures = ", ".join(f"{name} {value:.2f}" for name, value in paper["speedup"].items())
-        text += f" In the paper, with {paper['ranks']} ranks and {paper['per_rank']} sequences each: {figures}."
-    return text
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
@@ -189,7 +180,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         for name, speed in result["tokens_per_s"].items()
     }
     columns = [BarColumn("tokens per second, with quartiles", speeds, ",.0f")]
-    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling", "apart": "separate processes"}
+    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling"}
     columns += [
         BarColumn(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
         for name, title in references.items()
@@ -199,10 +190,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         max((n for n in ratios if n.startswith(kind)), key=ratios.__getitem__) for kind in ("window/", "fsdp2")
     )
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
-    caption = (
-        "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks. "
-        "Apart: as many concurrent processes, without communication."
-    )
+    caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
     figures = [bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
     losses_title = (
@@ -230,7 +218,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
     speeds_plot = Plot("curves", "speeds", title, ([curves], "bytes of a unit", lambda x: format_size(round(x))))
     tables = [
-        _table_over_sizes(f"{heading} ± half the interquartile range", sizes, "all_at_once", titles, _gb_per_s)
+        _table_over_sizes(f"{heading} ± half the interquartile range", sizes, titles)
         for heading, titles in panels.items()
     ]
     caption = "GB/s of the full unit per rank; medians over rounds. Zero-copy fetches move no data, so have no speed."
@@ -239,11 +227,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    heading = "Only rank 0 transfers: time while the other ranks are idle; time while they compute, as a multiple"
-    alone = _table_over_sizes(heading, sizes, "one_alone", {**_FETCHES, **_PUSHES}, _idle_and_busy)
-    return benchmark_report(
-        result, title, subtitle, [Figure(speeds_plot, caption, tables)], [alone] if len(alone.columns) > 1 else []
-    )
+    return benchmark_report(result, title, subtitle, [Figure(speeds_plot, caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
@@ -257,18 +241,13 @@ def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[st
     return Panel(heading, curves, "log", 320)
 
 
-def _table_over_sizes(
-    heading: str,
-    sizes: Sequence[Mapping[str, Any]],
-    part: str,
-    titles: Mapping[str, str],
-    cell: Callable[[Mapping[str, Any]], str],
-) -> Table:
+def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     """Return a table with a row for each size and a column for each measured variant."""
-    names = {name: title for name, title in titles.items() if any(name in size[part] for size in sizes)}
+    entries = [size["all_at_once"] for size in sizes]
+    names = {name: title for name, title in titles.items() if any(name in each for each in entries)}
     rows = [
-        [format_size(size["size_bytes"]), *(cell(size[part][name]) if name in size[part] else "-" for name in names)]
-        for size in sizes
+        [format_size(size["size_bytes"]), *(_gb_per_s(each[name]) if name in each else "-" for name in names)]
+        for size, each in zip(sizes, entries, strict=True)
     ]
     return Table(heading, ["unit", *names.values()], rows)
 
@@ -280,10 +259,6 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
         return format_seconds(entry["seconds"]["median"])
     digits = 0 if speed["median"] >= 100 else 1 if speed["median"] >= 10 else 2
     return f"{speed['median']:.{digits}f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
-
-
-def _idle_and_busy(entry: Mapping[str, Any]) -> str:
-    return f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}"
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {

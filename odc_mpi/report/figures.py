@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from odc_mpi.formatting import format_size
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
@@ -13,7 +12,7 @@ _STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
     # References that do not use this package for communication.
-    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\")),
+    **dict.fromkeys(("ceiling", "fsdp2"), Style(SKY, "\\")),
 }
 
 
@@ -80,28 +79,10 @@ def _bar_text(bar: Bar, form: str) -> str:
 
 
 def benchmark_report(
-    result: Mapping[str, Any],
-    title: str,
-    subtitle: Sequence[str],
-    figures: Sequence[Figure],
-    tables: Sequence[Table] = (),
+    result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
-    """Create a report on a benchmark. Adds the load of the node, skipped variants and goals to the given content."""
+    """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, skipped, figures, [*tables, *_goals(result)])
-
-
-def _goals(result: Mapping[str, Any]) -> list[Table]:
-    rows = [
-        [
-            f"{goal['goal']} {goal['variant']}".replace("_", " "),
-            format_size(goal["size_bytes"]),
-            f"{goal['figure']:.3g}",
-            f"{goal['expected']:g}",
-            "yes" if goal["reached"] else "no",
-        ]
-        for goal in result.get("goals", ())
-    ]
-    return [Table("Goals", ["", "size", "figure", "goal", "reached"], rows)] if rows else []
+    return ReportPage(title, subtitle, skipped, figures, [])

@@ -45,10 +45,7 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) ->
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None if it contains no number. Commas between digits are ignored.
-
-    If the text contains ``####``, only the part after the last ``####`` is searched.
-    """
+    """Return the last number, after the last ``####`` if there is one, or None. Commas between digits are ignored."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -12,13 +12,10 @@ from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
 
 
 class PromptGroup(NamedTuple):
-    """A prompt group: the completions of one prompt with their advantages.
+    """A prompt group: the tokens of the completions of one prompt with their advantages.
 
     Attributes:
-        position: Index of the prompt in the minibatch.
-        prompt_index: Index of the prompt in the prompt file.
-        prompt: Tokens of the prompt.
-        completions: Tokens of each completion.
+        position, prompt_index: Index of the prompt in the minibatch, and in the prompt file.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
         advantages: Advantage of each completion, float64 `[completions]`.
         excluded: True for each completion that is excluded from the loss, bool `[completions]`.
@@ -53,12 +50,9 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack the completions of prompt groups into microbatches. Excluded completions are omitted.
+    """Pack the completions of prompt groups into microbatches of at most `max_tokens`, without excluded completions.
 
-    Args:
-        max_tokens: Maximum number of tokens in a microbatch. No prompt with one of its completions may be longer.
-        with_all: Include completions with an advantage of 0.
-        packs: False for one completion in each microbatch.
+    `with_all` includes completions with an advantage of 0. Without `packs`, each microbatch has one completion.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

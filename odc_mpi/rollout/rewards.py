@@ -36,13 +36,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its weight in the sum of rewards.
-
-    Attributes:
-        name: Name of the function without its module, for metrics.
-        spec: Entry for the function in the setting `rl.reward_funcs`.
-        weight: Factor by which its rewards are multiplied in the sum.
-    """
+    """A reward function with its name in metrics, its entry in `rl.reward_funcs`, and its weight in the sum."""
 
     name: str
     spec: str
@@ -75,9 +69,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean and, if `scaled`, divided by their standard deviation plus `EPSILON`.
 
-        Returns:
-            Advantage of each completion, float64 `[completions]`. It is 0 for completions whose reward is NaN, and for
-            all completions if all rewards are equal.
+        They are float64 `[completions]`, 0 for completions whose reward is NaN, and for all if all rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -87,14 +79,10 @@ class GroupRewards:
 
 
 def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None) -> list[RewardFunction]:
-    """Import reward functions. This runs the code of their modules.
+    """Import reward functions with their weights, by default 1. This runs the code of their modules.
 
-    Args:
-        specs: Locations of the functions: ``package.module:name``, ``file.py:name`` or the name of a built-in function.
-        weights: Weight of each function. None means 1 for all functions.
-
-    Raises:
-        UserError: A function does not exist, two functions have the same name, or a module raises an exception.
+    Locations are ``package.module:name``, ``file.py:name`` or the name of a built-in function. Raises `UserError` if a
+    function does not exist, two functions have the same name, or a module raises an exception.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
@@ -116,13 +104,11 @@ def compute_rewards(
     timeout_s: float,
     skip: bool,
 ) -> GroupRewards:
-    """Call all reward functions for the completions of one prompt.
+    """Call all reward functions for the completions of one prompt, whose number and this rank's are for messages.
 
     Args:
         reward_kwargs: Keyword arguments of the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt: Number of the prompt, for messages.
-        rank: Number of this rank, for messages.
         timeout_s: Time limit for each function, in seconds. It is enforced only in the main thread.
         skip: If a function fails, print a warning instead of raising an error. The affected completions have no reward
             (NaN) and the advantage 0. All completions are affected if the whole call failed.
@@ -213,10 +199,7 @@ class _ExpiredError(BaseException):
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raise _ExpiredError in the enclosed code when the time has passed. Has no effect outside of the main thread.
-
-    The error is raised again each second, in case the code catches it.
-    """
+    """Raise _ExpiredError, again each second in case it is caught, after a time. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -33,16 +33,10 @@ _MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """Sampling settings of rollouts.
+    """Sampling settings of rollouts, with the names of the settings `rl`.
 
-    Attributes:
-        num_generations: Number of completions per prompt.
-        max_completion_length: Maximum number of tokens in a completion.
-        temperature: Softmax temperature. 0 selects the most likely token.
-        top_p: Threshold of nucleus sampling. 1 disables nucleus sampling.
-        top_k: Number of most likely tokens from which a token is sampled. 0 means all tokens.
-        seed: Seed of the training run.
-        step: Step of the training run, from 1; 0 outside of training. It is part of the seed of the random numbers.
+    Temperature 0 selects the most likely token, `top_p` 1 and `top_k` 0 truncate nothing. The seed of the random
+    numbers is made of `seed`, that of the run, and `step`, from 1; 0 outside of training.
     """
 
     num_generations: int
@@ -55,10 +49,9 @@ class RolloutSamplingParams:
 
 
 class PromptCompletions(NamedTuple):
-    """The completions of a prompt.
+    """The completions of a prompt, with the stop token at the end, if any.
 
     Attributes:
-        tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
         entropy: Sum over all tokens of the entropy of the distribution, before `top_k` and `top_p` apply, in nats.
@@ -86,11 +79,8 @@ def sample(
 ) -> None:
     """Sample completions of one or more prompts in one decode batch. One-sided if the model is sharded.
 
-    Args:
-        module: A causal language model of transformers, or the `module` of a sharded model. It must have positions for
-            the longest prompt plus `max_completion_length`.
-        on_prompt_done: Function that receives the completions of each prompt.
-        on_token: Function that is called with n, from 1, before the n-th tokens of all completions are sampled.
+    `module` is a causal language model of transformers with positions for the longest prompt plus
+    `max_completion_length`. `on_token` is called with n, from 1, before the n-th tokens of all completions are sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
@@ -129,12 +119,8 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
 class _TokenSampler(LogitsProcessor):
     """Samples the next token of each row, and sets the scores of all other tokens to minus infinity.
 
-    A row is a completion. The completions of a prompt are in consecutive rows.
-
-    Attributes:
-        rows: Indices of the rows in the current batch, int64 in host memory.
-        done: True for each of `rows` that has ended.
-        num_sampled: Number of tokens of the rows that have not ended.
+    A row is a completion; those of a prompt are consecutive. `rows` are those in the batch, `done` those that have
+    ended.
     """
 
     def __init__(

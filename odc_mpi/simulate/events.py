@@ -28,11 +28,9 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     """Simulate ranks that synchronize at every unit of every microbatch.
 
     A unit takes the same fraction of a microbatch on all ranks, so one rank is the slowest at all units of a
-    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time.
-
-    Args:
-        durations: For each rank, the duration of each microbatch in seconds. 0 means an empty microbatch.
-        dummy_s: For each rank, the duration of the dummy microbatch that it runs in place of an empty one.
+    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time. `durations`
+    has the seconds of each rank's microbatches; 0 means that the rank runs a dummy microbatch, which takes `dummy_s` of
+    it.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -57,13 +55,8 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
     When a chunk begins the forward of a unit, it publishes its keys and values, and waits for those of all earlier
     chunks. In the backward, it ends a unit when all later chunks have added to the gradients of its keys and values.
 
-    Args:
-        began: Time at which each chunk begins on its rank, in seconds.
-        seconds: Duration of each chunk without waiting.
-        units: Number of units of the model. All units take equally long.
-
-    Returns:
-        For each chunk, one interval per unit of the forward, followed by one interval per unit of the backward.
+    Chunk i begins at `began[i]` and takes `seconds[i]` without waiting; all units take equally long. For each chunk,
+    the result has one interval per unit of the forward, followed by one interval per unit of the backward.
     """
     at = list(began)
     timeline: list[Intervals] = [[] for _ in at]
@@ -83,26 +76,23 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 
 
 def simulate_dynamic(
-    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
+    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float]
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they are idle. Of two idle ranks, the lower rank is first.
 
-    Args:
-        ready: Earliest time at which each microbatch can run.
-        available_at: Time at which each rank begins to claim microbatches.
-        duration: Function of a rank and the index of a microbatch that returns the duration of the microbatch.
-        ticket_s: Time to claim a microbatch. Each rank makes one further claim, which finds that none is left.
+    Microbatch k can run from `ready[k]` on, and rank r claims from `available_at[r]` on. `duration(r, k)` is in
+    seconds.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
     timeline: list[Intervals] = [[] for _ in available_at]
     for microbatch, ready_s in enumerate(ready):
         at, rank = free[0]
-        began = max(at + ticket_s, ready_s)
+        began = max(at, ready_s)
         ended = began + duration(rank, microbatch)
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))
-    return SimulatedTiming(max(at for at, _ in free) + ticket_s, timeline)
+    return SimulatedTiming(max(at for at, _ in free), timeline)
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:

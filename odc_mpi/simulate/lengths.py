@@ -4,11 +4,9 @@ The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For Lo
 are usually about log-normal up to a maximum. Their spread, sigma, is an assumption; see `KNOWN_DISTRIBUTIONS`.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
@@ -23,36 +21,16 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution of lengths. Longer sequences are truncated to `max_tokens`.
+    """Log-normal distribution of lengths, whose logarithms have these two moments before truncation to `max_tokens`."""
 
-    Attributes:
-        mean_tokens: Mean length after truncation, in tokens.
-        max_tokens: Maximum length, in tokens.
-        sigma: Standard deviation of the logarithm of the length before truncation.
-    """
-
-    mean_tokens: float
-    max_tokens: int
+    location: float
     sigma: float
-
-    def location(self) -> float:
-        """Return the mean logarithm before truncation that results in `mean_tokens`. It is found by bisection."""
-        low, high = math.log(self.mean_tokens) - self.sigma**2, math.log(self.max_tokens) + 8 * self.sigma
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._mean(middle) < self.mean_tokens else (low, middle)
-        return low
+    max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
         """Sample `n` lengths from 1 to `max_tokens`, int64 [n]."""
-        lengths = np.exp(self.location() + self.sigma * rng.standard_normal(n))
+        lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
-
-    def _mean(self, location: float) -> float:
-        """Return E[min(X, max_tokens)] for log-normal X."""
-        sigma, edge, normal = self.sigma, math.log(self.max_tokens), NormalDist().cdf
-        below = math.exp(location + sigma**2 / 2) * normal((edge - location - sigma**2) / sigma)
-        return below + self.max_tokens * (1 - normal((edge - location) / sigma))
 
 
 @dataclass(frozen=True)
@@ -73,24 +51,21 @@ class EmpiricalLengths:
 
 LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
-#: Means are those of the ODC paper.
+#: Locations are such that means after truncation are those of the ODC paper: 16,500, 34,700 and 9,000 tokens.
 KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
     "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in the range
     # and 0.7 % are truncated. Speed-up of LB-Mini for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: 1.20, 1.26, 1.27.
-    "longalign": LogNormal(16_500, 65_536, 0.65),
+    "longalign": LogNormal(9.5076828889233, 0.65, 65_536),
     # Transcripts of agents under the same limits vary less. Longest: 128K, a common context length of models.
-    "swesmith": LogNormal(34_700, 131_072, 0.5),
+    "swesmith": LogNormal(10.330653796542368, 0.5, 131_072),
     # Answers of a reasoning model, from short ones to the 1.6 % that reach the limit of 32K.
-    "aime": LogNormal(9_000, 32_768, 0.75),
+    "aime": LogNormal(8.849234551767974, 0.75, 32_768),
 }
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a distribution by its name in `KNOWN_DISTRIBUTIONS`, or by the path of a prepared data set.
-
-    Raises `UserError` if `name` is neither a known name nor the path of a valid data set.
-    """
+    """Return a distribution by its name, or by the path of a data set. Raises `UserError` for any other name."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -1,65 +1,90 @@
-"""Options of scenarios with their defaults, bounds and help texts, used by the command line and by the classes.
+"""Options of simulated scenarios with their defaults, bounds and help texts, for the command line and the simulation.
 
-Keys are the fields of `simulate.scenario.Scenario` and `simulate.rollouts.RolloutScenario`. This module imports nothing
-slow, because every command imports it for the help.
+This module imports nothing slow, because every command imports it for the help.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from odc_mpi.errors import UserError
 
 #: Larger values are typos.
 MAX_S = MAX_GB_PER_S = 10**6
+LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Option of the command line. The bounds are inclusive, and values have the type of the default."""
+    """Inclusive bounds and help text of an option. `is_size` is True for bytes that can be given as 512M."""
 
-    name: str
-    default: Any
     minimum: float
     maximum: float
     help: str
+    is_size: bool = False
 
 
-def validate_options(options: Mapping[str, Option], values: Any) -> None:
-    """Raise `UserError`, which names the option, if an attribute of `values` is out of the bounds of its option.
+_COUNT, _DEVIATION = (1, 10**5), (0, 10)
+_SPEED = (0, MAX_GB_PER_S)
 
-    `options` has the options by attribute name.
+
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """Options of a simulated run. Construction raises `UserError`, which names the option, for a value out of bounds.
+
+    Attributes:
+        lengths: Name or path for `lengths_by_name`.
+        speed_variation: Speeds are log-normal, and each rank has a new speed in each minibatch. They model everything
+            that slows a rank down for seconds.
+        cost_error: Ratios of a sequence's true duration to its cost are log-normal with mean 1, so the cost is correct
+            on average.
+        num_units: Units are fetched and released together. In each microbatch, a unit is fetched twice, for forward and
+            backward, and its gradient is pushed once.
+        parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
+        gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """
-    for field, option in options.items():
-        value = getattr(values, field)
-        if not option.minimum <= value <= option.maximum:  # nan fails both comparisons
-            raise UserError(f"{option.name}: expected a number from {option.minimum} to {option.maximum}, got {value}")
+
+    ranks: Annotated[int, Option(*_COUNT, "number of ranks")] = 8
+    per_rank: Annotated[int, Option(*_COUNT, "sequences per rank and minibatch")] = 8
+    lengths: str = "longalign"
+    num_minibatches: Annotated[int, Option(1, 10**6, "number of simulated minibatches")] = 30
+    seed: Annotated[int, Option(0, 2**63, "seed of all random numbers")] = 0
+    speed_variation: Annotated[float, Option(*_DEVIATION, "standard deviation of a rank's speed; its mean is 1")] = 0.0
+    cost_error: Annotated[float, Option(*_DEVIATION, "standard deviation of the ratio of time to cost")] = 0.0
+    overhead_s: Annotated[float, Option(0, MAX_S, "constant seconds of a microbatch")] = 0.0
+    num_units: Annotated[int, Option(1, 10**4, "units of the model")] = 28
+    unit_bytes: Annotated[int, Option(0, 10**12, "bytes of a unit; 0: 1.5 B parameters in bf16 / --units")] = 0
+    fetch_gb_per_s: Annotated[float, Option(*_SPEED, "speed of fetches; 0: free")] = 0.0
+    push_gb_per_s: Annotated[float, Option(*_SPEED, "speed of pushes; 0: free")] = 0.0
+    parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
+    gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
+
+    def __post_init__(self) -> None:
+        for field, (_, option) in options_of(type(self)).items():
+            value = getattr(self, field)
+            if not option.minimum <= value <= option.maximum:  # nan fails both comparisons
+                bounds = f"from {option.minimum} to {option.maximum}"
+                raise UserError(f"{option_name(field)}: expected a number {bounds}, got {value}")
 
 
-LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
-RANKS = Option("--ranks", 8, 1, 10**5, "number of ranks")
-TICKET_S = Option("--ticket-s", 0.0, 0, MAX_S, "seconds to claim a ticket")
-SCENARIO = {
-    "per_rank": Option("--per-rank", 8, 1, 10**5, "sequences per rank and minibatch"),
-    "num_minibatches": Option("--minibatches", 30, 1, 10**6, "number of simulated minibatches"),
-    "seed": Option("--seed", 0, 0, 2**63, "seed of all random numbers"),
-    "packing_ratio": Option("--packing-ratio", 1.0, 1, 10**6, "tokens in a microbatch, relative to the longest length"),
-    "speed_variation": Option("--speed-variation", 0.0, 0, 10, "standard deviation of a rank's speed, whose mean is 1"),
-    "cost_error": Option("--cost-error", 0.0, 0, 10, "standard deviation of the ratio of time to cost"),
-    "overhead_s": Option("--overhead-s", 0.0, 0, MAX_S, "constant seconds of a microbatch"),
-    "num_units": Option("--units", 28, 1, 10**4, "units of the model"),
-    "unit_bytes": Option("--unit-bytes", 0, 0, 10**12, "bytes of a unit; 0: 1.5 B parameters in bf16 / --units"),
-    "fetch_gb_per_s": Option("--fetch-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of fetches; 0: free"),
-    "push_gb_per_s": Option("--push-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of pushes; 0: free"),
-    "chunk_factor": Option("--chunk-factor", 1.08, 1, 10**3, "factor on the cost of a chunk of a split sequence"),
-    "kv_gb_per_s": Option("--kv-gb-per-s", 0.0, 0, MAX_GB_PER_S, "speed of keys and values of other chunks; 0: free"),
-}
-CACHES = {
-    f"{kind}_cache_bytes": Option(f"--{kind}-cache-bytes", 0, 0, 10**15, f"for windows: comm.{kind}_cache_bytes")
-    for kind in ("parameter", "gradient")
-}
-#: Options of generation. Seconds are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s: a step reads the 3 GB of
-#: parameters, each sequence the keys and values of 4,500 tokens on average (`simulate.scenario.KV_BYTES` each).
-GENERATION = {
-    "completions": Option("--completions", 8, 1, 10**4, "completions per prompt; a rank has --per-rank prompts"),
-    "decode_step_s": Option("--decode-step-s", 2e-3, 0, MAX_S, "constant seconds of a decode step"),
-    "decode_sequence_s": Option("--decode-sequence-s", 8.6e-5, 0, MAX_S, "seconds of each sequence in a decode step"),
-}
+@dataclass(frozen=True)
+class RolloutOptions(ScenarioOptions):
+    """Options of a GRPO run. `per_rank` is a number of prompts, and `lengths` are those of completions.
+
+    Seconds are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s: a decode step reads the 3 GB of parameters, and
+    for each sequence the keys and values of 4,500 tokens on average, 28,672 bytes each.
+    """
+
+    lengths: str = "aime"
+    completions: Annotated[int, Option(1, 10**4, "completions per prompt; a rank has --per-rank prompts")] = 8
+    decode_step_s: Annotated[float, Option(0, MAX_S, "constant seconds of a decode step")] = 2e-3
+    decode_sequence_s: Annotated[float, Option(0, MAX_S, "seconds of each sequence in a decode step")] = 8.6e-5
+
+
+def options_of(kind: type) -> dict[str, tuple[Any, Option]]:
+    """Return type and option of each field of a dataclass that has an option."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def option_name(field: str) -> str:
+    """Return the name on the command line of the option of a field."""
+    return f"--{field.removeprefix('num_').replace('_', '-')}"

@@ -29,7 +29,7 @@ from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.simulate.events import SimulatedTiming, simulate_dynamic
-from odc_mpi.simulate.options import GENERATION, validate_options
+from odc_mpi.simulate.options import RolloutOptions
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
@@ -43,23 +43,8 @@ SHARES = 4
 
 
 @dataclass(frozen=True)
-class RolloutScenario(Scenario):
-    """Scenario of a GRPO run. `per_rank` is a number of prompts, and `lengths` are those of completions.
-
-    Attributes:
-        completions: Number of completions per prompt.
-        decode_step_s: Constant seconds of a decode step on a rank of speed 1.
-        decode_sequence_s: Additional seconds of a decode step per unfinished sequence on a rank of speed 1.
-    """
-
-    lengths: str = "aime"
-    completions: int = GENERATION["completions"].default
-    decode_step_s: float = GENERATION["decode_step_s"].default
-    decode_sequence_s: float = GENERATION["decode_sequence_s"].default
-
-    def __post_init__(self) -> None:
-        validate_options(GENERATION, self)
-        super().__post_init__()
+class RolloutScenario(RolloutOptions, Scenario):
+    """Scenario of a GRPO run."""
 
     @property
     def num_groups(self) -> int:
@@ -137,9 +122,8 @@ class SimulatedRollouts:
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds of the time that any schedule needs, in seconds.
 
-        Returns:
-            Time at which the fastest rank could have trained a completion of the prompt group that is generated last,
-            and the time of all work on ranks that never wait.
+        The first is the time at which the fastest rank could have trained a completion of the prompt group that is
+        generated last, the second that of all work on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -154,13 +138,12 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run. The result is deterministic.
+    """Simulate all schedules of a GRPO run. The result is deterministic, a JSON object.
 
-    Returns:
-        JSON object. `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches)
-        and `step_s` (mean seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the
-        intervals in which each rank generates or trains in the first minibatch. `generation_fraction` is the fraction
-        of the busy time of collective/barrier that is spent on generation. `scenario` has the attributes of `rollouts`.
+    `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches) and `step_s` (mean
+    seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the intervals in which each
+    rank generates or trains in the first minibatch. `generation_fraction` is that of the busy time of
+    collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -186,7 +169,7 @@ def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTimi
     if name == "window/on_demand":
         return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
     transport, synchronization = name.split("/")
-    training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport, minibatch.scenario.ticket_s)
+    training = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport)
     begins = [max(free)] * len(free) if synchronization == "barrier" else free
     timeline = [
         [(0.0, end), *((begin + began, begin + ended) for began, ended in intervals)]
@@ -206,6 +189,6 @@ def _simulate_shared(
     def duration(rank: int, k: int) -> float:
         return math.fsum(minibatch.minibatch.window_s(rank, each, is_first=False) for each in shares[k])
 
-    training = simulate_dynamic(ready, free, duration, minibatch.scenario.ticket_s)
+    training = simulate_dynamic(ready, free, duration)
     timeline = [[(0.0, end), *intervals] for end, intervals in zip(free, training.timeline, strict=True)]
     return SimulatedTiming(training.end_s, timeline)

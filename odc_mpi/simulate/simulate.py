@@ -27,7 +27,6 @@ from odc_mpi.simulate.events import (
     Intervals,
     SimulatedTiming,
     merge_intervals,
-    quartiles,
     simulate_collective,
     simulate_context_parallel,
     simulate_dynamic,
@@ -35,7 +34,7 @@ from odc_mpi.simulate.events import (
 )
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
-BASELINE = "collective/lb_micro"
+BASELINE, SPLIT = "collective/lb_micro", "window/split"
 #: Schedules to compare, as TRANSPORT/BALANCE. With LB-Mini and dynamic plans, ranks run different numbers of
 #: microbatches, so there are no collectives.
 SCHEDULES = (
@@ -45,21 +44,13 @@ SCHEDULES = (
     "window/lb_micro",
     "window/lb_mini",
     "window/dynamic",
-    "window/split",
+    SPLIT,
 )
 #: Plans by the name of their balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 #: Pauses in timelines that are shorter, in seconds, are omitted.
 PAUSE_S = 1e-3
-#: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and their scenario.
-PAPER = {
-    "source": "arXiv 2601.19362, 1.5 B parameters on A100s",
-    "lengths": "longalign",
-    "ranks": 8,
-    "per_rank": 4,
-    "speedup": {"window/lb_micro": 1.16, "window/lb_mini": 1.34},
-}
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)
 #: Maximum number of sequences to simulate for each of these numbers, but at least one minibatch. Takes a few seconds.
@@ -75,18 +66,15 @@ class SimulationResult:
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
         idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
-        speedup_per_minibatch: Quartiles of the speed-ups of single minibatches over collective/lb_micro.
         step_s: Mean seconds of a minibatch.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Intervals in which each rank computes in the first minibatch, in seconds. Dummy microbatches and
-            bounds are omitted.
+        timeline: Intervals in which each rank computes in the first minibatch, in seconds, without dummies and bounds.
     """
 
     scenario: Scenario
     speedup: dict[str, float]
     idle_fraction: dict[str, float]
     idle_per_rank: dict[str, list[float]]
-    speedup_per_minibatch: dict[str, dict[str, float]]
     step_s: dict[str, float]
     longest_sequence_bound_fraction: float
     timeline: dict[str, list[Intervals]]
@@ -112,21 +100,15 @@ class SimulationResult:
             idle_per_rank={
                 name: np.maximum(0.0, 1.0 - seconds / math.fsum(each[name])).tolist() for name, seconds in busy.items()
             },
-            speedup_per_minibatch={
-                name: quartiles([baseline / seconds for baseline, seconds in zip(each[BASELINE], ends_s, strict=True)])
-                for name, ends_s in each.items()
-            },
             longest_sequence_bound_fraction=sum(longest > even for longest, even in floors) / len(floors),
             timeline=timeline,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a JSON object. It includes the figures of the ODC paper if `lengths` is "longalign"."""
+        """Return the result as a JSON object."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
-        is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
-        paper = {**PAPER, "same": is_same} if self.scenario.lengths == PAPER["lengths"] else None
-        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline, "paper": paper}
+        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
@@ -142,18 +124,17 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
     timings = {}
     for name in SCHEDULES:
         transport, balance = name.split("/")
-        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.ticket_s, scenario.num_units)
+        timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.num_units)
     return timings
 
 
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of all minibatches. Each item of `minibatches` is a mapping by schedule.
+    """Collect the timings of all minibatches, each a mapping by schedule.
 
-    Returns:
-        Three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
-        timeline of the first minibatch.
+    Returns three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
+    timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}
@@ -171,12 +152,9 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup`, `idle_fraction` and `step_s`, each by schedule or bound.
+    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each by schedule or bound.
 
-    Args:
-        ends: Seconds of each minibatch, by schedule or bound.
-        work: Total busy seconds of all ranks in all minibatches, by schedule or bound.
-        baseline: Schedule to which speed-ups are relative.
+    `ends` has the seconds of each minibatch, `work` the busy seconds of all ranks in all minibatches.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {
@@ -191,18 +169,11 @@ def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
-def simulate_timing(
-    minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
-) -> SimulatedTiming:
-    """Simulate one minibatch that is run according to a plan, and return its timing.
-
-    Args:
-        transport: "collective" or "window". A plan with a pool or split sequences requires "window".
-        ticket_s: Time to claim a microbatch, in seconds.
-    """
+def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, num_units: int = 1) -> SimulatedTiming:
+    """Simulate one minibatch. Plans with a pool or split sequences require the transport "window"."""
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
-        return _simulate_dynamic(minibatch, plan, ticket_s, num_units)
+        return _simulate_dynamic(minibatch, plan, num_units)
     ranks = list(enumerate(plan.microbatches))
     if transport == "window":
         return simulate_static(
@@ -215,7 +186,7 @@ def simulate_timing(
     return simulate_collective(durations, [minibatch.duration_s(rank, ()) for rank, _ in ranks])
 
 
-def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, ticket_s: float, num_units: int) -> SimulatedTiming:
+def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> SimulatedTiming:
     chunk_timelines, available_at = _simulate_chunks(minibatch, plan, num_units)
     started = {rank for rank, intervals in enumerate(chunk_timelines) if intervals}
 
@@ -224,7 +195,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, ticket_s: float
         started.add(rank)
         return minibatch.window_s(rank, plan.pool[k], is_first=is_first)
 
-    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration, ticket_s if plan.pool else 0.0)
+    pool = simulate_dynamic([0.0] * len(plan.pool), available_at, duration)
     timeline = [[*chunks, *unsplit] for chunks, unsplit in zip(chunk_timelines, pool.timeline, strict=True)]
     return SimulatedTiming(pool.end_s, timeline)
 
@@ -249,9 +220,8 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
     """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
 
-    Returns:
-        Time of the longest sequence on the fastest rank, and time of all work in the fewest possible microbatches on
-        ranks that never wait.
+    The first is the time of the longest sequence on the fastest rank, the second that of all work in the fewest
+    possible microbatches on ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s

@@ -23,12 +23,7 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision on whether a run uses context parallelism.
-
-    Attributes:
-        sizes: Sizes of the windows for keys and values; None if context parallelism is off.
-        reason: Reason to print at start-up if a run with `data.context_parallel` auto does not use it; else None.
-    """
+    """Decision on context parallelism: sizes of the windows, or None and, unless disabled, a reason to print."""
 
     sizes: KVSizes | None = None
     reason: str | None = None

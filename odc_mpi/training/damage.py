@@ -25,14 +25,8 @@ class DamageFoundError(AllRanksUserError):
 class PlaceholderDataset:
     """View of a data set that yields placeholders for sequences that cannot be read.
 
-    A placeholder has the length and the number of loss tokens of the sequence, and only the token 0. The caller must
-    call `raise_damage` before it uses any result.
-
-    Args:
-        dataset: Data set, which raises `DamagedDatasetError` for these sequences.
-
-    Attributes:
-        damage: First error on this rank; None if all sequences so far were intact.
+    A placeholder has the length and the number of loss tokens of the sequence, and only the token 0. `damage` is then
+    the first error on this rank. The caller must call `raise_damage` before it uses any result.
     """
 
     def __init__(self, dataset: Dataset) -> None:

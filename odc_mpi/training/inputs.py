@@ -30,14 +30,7 @@ TrainingData = Dataset | PromptDataset
 
 @dataclass
 class Inputs:
-    """Data sets, model and loader of a run, after all checks but before the weights are read.
-
-    Attributes:
-        model: Model on the meta device, with adapters if the settings request them.
-        loader: Loader of `dataset`, the training data.
-        evaluation: Held-out data; None if `data.eval_path` is not set.
-        context_parallel: Decision on whether sequences are split.
-    """
+    """Data sets, model (on the meta device, with adapters) and loader of a run, checked, without weights."""
 
     dataset: TrainingData
     model: models.MetaModel
@@ -66,10 +59,9 @@ class Inputs:
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data sets, build the model without its weights, and check that they match.
+    """Open the data sets, build the model without its weights, and check that they match. The loader is that of `rank`.
 
-    Raises `UserError` if settings, data and model do not match, or a file cannot be used. `rank` is the rank whose
-    microbatches the loader yields.
+    Raises `UserError` if settings, data and model do not match, or a file cannot be used.
     """
     validate_context_parallel(config)
     meta_model = build_model(config.model, config.run.seed, rank, size)

@@ -69,17 +69,11 @@ class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     The arguments `objective`, `update` and `source` are callbacks, too. Hooks are called on these three first, then on
-    `callbacks` in order. Only `on_train_end` is called in reverse order.
+    `callbacks` in order. Only `on_train_end` is called in reverse order. The caller can append callbacks before
+    `start`.
 
-    Args:
-        callbacks: Additional callbacks.
-        clock: Function that returns a time in seconds, with which microbatches are timed. The time must not advance
-            while this rank waits for slower ranks.
-
-    Attributes:
-        objective: The objective.
-        callbacks: All callbacks, in the order of the calls. The caller can append more before `start`.
-        completed_steps: Number of completed steps, including those before the run was resumed.
+    `clock` returns a time in seconds, with which microbatches are timed. The time must not advance while this rank
+    waits for slower ranks. `completed_steps` includes those before the run was resumed.
     """
 
     def __init__(

@@ -24,13 +24,9 @@ def resolve_settings(
     """Replace the settings that depend on the machine or on another run. Collective.
 
     While a model is downloaded, `check_stop` is called every half second on all ranks. It may be collective and raise.
-
-    Returns:
-        Configuration, equal on all ranks except for the directories of nodes with different caches; and by setting, a
-        remark to print at start-up.
-
-    Raises:
-        AllRanksUserError: A model is not found, or a run cannot be continued with the other settings.
+    Returns the configuration, equal on all ranks except for the directories of nodes with different caches; and by
+    setting, a remark to print at start-up. Raises `AllRanksUserError` if a model is not found, or a run cannot be
+    continued with the other settings.
     """
     notes = {}
     given = config.model.path

@@ -75,11 +75,9 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train from the first step, or from a checkpoint, to the last step. Collective.
 
-    Args:
-        stop: Handler of stop requests that is already active. By default, a new one is active during this call.
-
-    Returns:
-        Content of summary.json, the same on all ranks except for times. Only `steps` if the run was already complete.
+    `stop` is a handler of stop requests that is already active; by default, a new one is active during this call.
+    Returns the content of summary.json, the same on all ranks except for times; only `steps` if the run was already
+    complete.
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written.

@@ -27,10 +27,7 @@ def startup_lines(
     resume_point: ResumePoint | None,
     notes: Mapping[str, str],
 ) -> str:
-    """Return the lines that describe the run, to print before the first step.
-
-    `notes` are the remarks of `resolve_settings`, by setting.
-    """
+    """Return the lines to print before the first step. `notes` are the remarks of `resolve_settings`, by setting."""
     data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective == "grpo":

@@ -53,16 +53,10 @@ NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_vali
 def validate_value(
     name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
 ) -> Any:
-    """Check a value from YAML and convert it to the type of its setting.
+    """Check a value from YAML and convert it to the type `hint` of its setting. `name` has its source, for the error.
 
-    Args:
-        name: Source and name of the setting, for the error.
-        hint: Type of the setting.
-        checks: Further conditions. They do not apply to None.
-        explain: Function that returns the reason why a value is invalid, to append to the error.
-
-    Raises:
-        UserError: The value has another type or does not meet a condition.
+    The conditions `checks` do not apply to None. Raises `UserError` if the value has another type, with the reason that
+    `explain` returns, or does not meet a condition.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
@@ -139,11 +133,7 @@ def format_value(value: Any) -> str:
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of evaluation contradict each other.
-
-    `values` has the values of all settings that the user gave, by name such as `run.eval_every`. `source` is the file
-    or command line that they are from, for the error.
-    """
+    """Raise `UserError` if the settings of evaluation that the user gave in `source` contradict each other."""
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
             if values.get(key):

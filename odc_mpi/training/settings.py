@@ -181,13 +181,11 @@ class Config:
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration.
+    """Read and check a configuration from a YAML file, or from the defaults, and from command-line arguments.
 
-    Args:
-        path: YAML file; None to use only the defaults and `overrides`.
-        overrides: Command-line arguments ``--section.key value`` or ``--section.key=value``, also with names in
-            `training.parsing.aliases`. They override the file, and a later argument overrides an earlier one.
-            ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
+    The arguments ``--section.key value`` or ``--section.key=value``, also with names in `training.parsing.aliases`,
+    override the file, and a later argument overrides an earlier one. ``--model.config.hidden_size 128`` sets one key of
+    the dictionary `model.config` and keeps its other keys.
 
     Raises:
         UserError: The configuration is invalid. The message is one line with source and setting.

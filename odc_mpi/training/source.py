@@ -19,18 +19,13 @@ from odc_mpi.training.loop import MinibatchSource
 
 
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches of a loader.
+    """Source of the minibatches of a loader. `close` closes its data set.
 
-    The plan of a minibatch assigns microbatches to ranks. Ranks claim the remaining ones one at a time.
+    The plan of a minibatch assigns microbatches to ranks. With `tickets`, ranks claim the remaining ones one at a time.
+    With `chunks`, sequences are split. `seed` is that of random numbers in the model, such as those of dropout.
 
     If a rank cannot read a sequence, `on_gathered` restores the position of the loader before the minibatch, and raises
     `DamageFoundError` on every rank.
-
-    Args:
-        dataset: Data set of the loader. `close` closes it.
-        seed: Seed of random numbers in the model, such as those of dropout.
-        tickets: Shared counter by which ranks claim microbatches; None if plans assign all of them.
-        chunks: Iterator over chunks of split sequences; None without context parallelism.
     """
 
     gathered_names = ("damage",)
@@ -80,10 +75,7 @@ class DatasetSource(MinibatchSource):
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets for the next minibatch. All ranks have claimed their microbatches by now. One-sided.
-
-        Collective if a rank could not read a sequence.
-        """
+        """Reset the tickets, since all microbatches are claimed. One-sided. Collective if a rank could not read."""
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):

@@ -28,13 +28,9 @@ REPEAT_S = 1.0
 class StopRequest(Callback):
     """Context manager that handles `SIGNALS`. The first signal requests a stop; a later one ends this process.
 
-    As a callback, it passes a request on one rank to all ranks. If it is entered outside the main thread, where Python
-    allows no signal handlers, it does not handle signals.
-
-    Attributes:
-        requested: True if this rank has received a request.
-        requested_on_any_rank: True if any rank had received a request at the end of the microbatches of a step. Equal
-            on all ranks.
+    As a callback, it passes a request on one rank to all ranks: `requested_on_any_rank`, equal on all ranks, is True if
+    any had received one at the end of the microbatches of a step. If it is entered outside the main thread, where
+    Python allows no signal handlers, it does not handle signals.
     """
 
     gathered_names = ("stop",)

@@ -37,10 +37,7 @@ class Update(Callback):
         step.metrics["learning_rate"] = rate
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
-        """Divide and clip the gradients, run the optimizer and publish the new parameters. Collective.
-
-        The gradients are divided by `loss_normalizer`. `finite` is True if they are finite on all ranks.
-        """
+        """Divide gradients by `loss_normalizer`, clip, run the optimizer if they are `finite`, publish. Collective."""
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
@@ -53,10 +50,7 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` steps in a row were skipped because of non-finite gradients.
-
-    `metadata` is that of the checkpoint of a resumed run, which continues its count.
-    """
+    """Ends a run after `max_skipped_steps` steps in a row were skipped, counted on from the checkpoint's `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
@@ -83,12 +77,10 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the settings, with the peak learning rate.
+    """Build the optimizer of the settings, with the peak learning rate, for pairs of name and parameter or local shard.
 
-    Args:
-        named_parameters: Pairs of dotted name and parameter, or this rank's shard of the parameter.
-        shapes: Shapes of the parameters before sharding, by dotted name.
-        fused: True to use the fused kernel of torch. By default, it is used for AdamW only.
+    `shapes` are those before sharding, by name. `fused` is True to use the fused kernel of torch, by default for AdamW
+    only.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

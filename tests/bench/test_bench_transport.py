@@ -1,58 +1,6 @@
 import pytest
 from render_report import render_report
-from transport_result import SLOWNESS, result
-
-from odc_mpi.bench.transport import GOALS, evaluate_goals
-
-
-def verdicts(**slowness):
-    goals = result([1 << 20], SLOWNESS | slowness)["goals"]
-    return {goal["goal"]: goal["reached"] for goal in goals}
-
-
-def test_goals_that_are_just_reached():
-    assert verdicts(fetch_copy=1 / 0.6, push_accumulate=2.5, gloo_all_gather=10 / 0.6, gloo_reduce_scatter=25.0) == {
-        "fetch_of_memcpy": True,
-        "fetch_of_gloo": True,
-        "accumulate_of_memcpy": True,
-        "accumulate_of_gloo": True,
-        "zero_copy_us": True,
-    }
-
-
-@pytest.mark.parametrize(
-    ("goal", "slowness"),
-    [
-        ("fetch_of_memcpy", {"fetch_copy": 1.67}),
-        ("fetch_of_gloo", {"gloo_all_gather": 12.4}),
-        ("accumulate_of_memcpy", {"push_accumulate": 2.51, "gloo_reduce_scatter": 30.0}),
-        ("accumulate_of_gloo", {"gloo_reduce_scatter": 24.9}),
-        ("zero_copy_us", {"fetch_zero_copy": 20e-6}),
-    ],
-)
-def test_a_goal_that_is_just_missed(goal, slowness):
-    reached = verdicts(**{"gloo_all_gather": 20.0, "gloo_reduce_scatter": 25.0} | slowness)
-    assert [name for name, is_reached in reached.items() if not is_reached] == [goal]
-
-
-def test_every_goal_states_the_figure_and_what_was_expected():
-    goals = result([1 << 20])["goals"]
-    assert [goal["goal"] for goal in goals] == [goal.name for goal, _, _ in GOALS]
-    fetch = goals[0]
-    assert (fetch["figure"], fetch["expected"], fetch["size_bytes"]) == (0.8, 0.6, 1 << 20)
-    assert fetch["variant"] == "fetch_copy"
-
-
-def test_what_was_not_measured_has_no_verdict():
-    """Without gloo, and with zero-copy fetches between nodes."""
-    made = result([1 << 20])
-    for entry in made["sizes"][0]["all_at_once"].values():
-        entry["of_gloo"] = None
-    assert [goal["goal"] for goal in evaluate_goals(made["sizes"][0])] == [
-        "fetch_of_memcpy",
-        "accumulate_of_memcpy",
-        "zero_copy_us",
-    ]
+from transport_result import result
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -68,25 +16,17 @@ def test_the_tables_fit(width):
     ):
         assert words in output
     for cell in (
-        "20 ms; 6.02",
-        "0.12 ms; 8.10",
-        "900 ms; 13.33",
         "1 us",
         "mailbox",
         "accumulate",
     ):
         assert cell in output, cell
-    assert ["fetch", "of", "memcpy", "fetch", "copy", "64K", "0.8", "0.6", "yes"] in rows
-    assert ["accumulate", "of", "gloo", "push", "accumulate", "1M", "8", "10", "no"] in rows
 
 
 def test_tables_of_one_rank_or_several_nodes():
     made = result()
-    made |= {"ranks": 1, "goals": [], "left_out": {"gloo_all_gather": "for ranks of one node only"}}
+    made |= {"ranks": 1, "left_out": {"gloo_all_gather": "for ranks of one node only"}}
     for size in made["sizes"]:
-        size["one_alone"] = {}
         del size["all_at_once"]["gloo_all_gather"]
     output = render_report(made)
     assert "left out: gloo_all_gather, for ranks of one node only" in output
-    assert "Only rank 0" not in output
-    assert "Goals" not in output

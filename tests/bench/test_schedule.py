@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench.runners import Runner, TimedMicrobatch
-from odc_mpi.bench.schedule import measure
+from odc_mpi.bench.schedule import Runner, TimedMicrobatch, measure
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
@@ -54,7 +53,7 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches():
         ("--step-s 0", "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         ("--step-s inf", "--step-s"),
         ("--ranks 100000", "--ranks 100000: expected at most"),
-        ("--ticket-s 0.1", "unknown argument --ticket-s"),
+        ("--workload grpo", "unknown argument --workload"),
         ("--speed-variation nan", "--speed-variation"),
     ],
 )

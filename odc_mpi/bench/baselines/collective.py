@@ -17,12 +17,7 @@ from odc_mpi.training.update import make_optimizer
 
 
 class CollectiveBaseline(Contender):
-    """Contender that trains over MPI collectives. Construction is collective.
-
-    Args:
-        config: Settings of the optimizer. The learning rate stays at its peak.
-        inputs: Model and data. No other contender may use the same inputs.
-    """
+    """Contender that trains over MPI collectives, on inputs of its own. Construction is collective."""
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
         self._max_norm, self._inputs = config.max_grad_norm, inputs

@@ -20,13 +20,7 @@ from odc_mpi.training.settings import Config
 
 
 class FSDPBaseline(UnshardedBaseline):
-    """Contender that trains with FSDP2. Construction is collective.
-
-    Args:
-        world: Ranks that train, all on one node.
-        loader: Loader of minibatches. If its balancing strategy gives ranks different numbers of microbatches, the
-            plan is padded.
-    """
+    """Contender that trains with FSDP2, on a loader of its own. Construction is collective."""
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
         self._world = world

@@ -22,11 +22,7 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the model of a configuration in this process, with all parameters in fp32.
-
-    It has the same initial values and the same tied parameters as in a run of the configuration. Raises `UserError` if
-    the model cannot be built or read.
-    """
+    """Build the model of a configuration in fp32, with the initial values of a run. Raises `UserError` as runs do."""
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
     parameters = {}
@@ -41,13 +37,7 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains without communication. This process runs its own microbatches of each minibatch.
-
-    Args:
-        config: Configuration of the run. The learning rate stays at its peak.
-        loader: Loader of minibatches. No other contender may use the same loader.
-        device: Device of the model and the optimizer.
-    """
+    """Contender that trains this process's own microbatches without communication, on a loader of its own."""
 
     def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
         self._max_norm = config.optim.max_grad_norm
@@ -85,16 +75,9 @@ def run_microbatches(
     factor: float = 1.0,
     device: torch.device = HOST,
 ) -> float:
-    """Run the forward and the backward of microbatches.
+    """Run the forward and the backward of microbatches, and return their contribution to the minibatch's loss.
 
-    Args:
-        token_logps: Function that runs the model, which communicates if it is sharded.
-        minibatch: Minibatch to which the microbatches belong. Its number of loss tokens divides the sum of losses.
-        factor: Factor by which the gradients are multiplied, but not the returned loss.
-        device: Device of the model.
-
-    Returns:
-        Contribution of the microbatches to the minibatch's loss.
+    Gradients, but not the returned loss, are multiplied by `factor`. The calls of a sharded model communicate.
     """
     total = 0.0
     for microbatch in microbatches:

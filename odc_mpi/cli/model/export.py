@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import BASE_HELP, add_out
+from odc_mpi.cli.options import BASE_HELP, output
 from odc_mpi.errors import UserError
 
 HELP = "write the model as a Hugging Face directory with safetensors, adapters in the format of peft"
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = HELP
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
-    add_out(parser, "DIR", "NEW_DIR", "directory to create")
+    parser.add_argument("--out", type=output, required=True, metavar="NEW_DIR", help="directory to create")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

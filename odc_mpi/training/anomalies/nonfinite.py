@@ -27,10 +27,7 @@ from odc_mpi.training.rundir.records import ANOMALY
 class NonFiniteReport(Callback):
     """Reports, after each skipped step, where a gradient that is not finite came from.
 
-    Args:
-        objective: Objective of the run, whose loss is computed again.
-        run_dir: Directory for anomaly.json.
-        detect_anomaly: True to write the data to anomaly.json, and to end the run.
+    With `detect_anomaly`, it writes the data to anomaly.json in `run_dir`, and ends the run.
     """
 
     def __init__(
@@ -49,10 +46,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """Report a skipped step. Collective if it was skipped.
-
-        With `detect_anomaly`, set `step.failure` to a `TrainingError`.
-        """
+        """Report a skipped step, with `detect_anomaly` as `step.failure`. Collective if it was skipped."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))

@@ -50,14 +50,10 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Estimate the memory of the rank that needs most, at its peak.
+    """Estimate the memory of the rank that needs most, at its peak. `config` has device and dtype resolved.
 
-    Args:
-        config: Settings, with device and dtype resolved.
-        num_ranks: Number of ranks.
-        ranks_per_node: Number of ranks of each node.
-        lengths: Numbers of tokens of the sequences of the largest microbatch.
-        accumulates: True if a rank has several microbatches per step, so that it caches the sum of their gradients.
+    `lengths` are those of the sequences of the largest microbatch. `accumulates` is True if a rank has several
+    microbatches per step, so that it caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)

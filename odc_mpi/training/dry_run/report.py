@@ -25,11 +25,8 @@ _NUM_MINIBATCHES = 50
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     """Print what a run with these settings would need and do, on rank 0. No file is written. Collective.
 
-    Args:
-        num_ranks: Number of ranks of the run, all on one node. By default, the ranks of this job.
-
-    Raises:
-        AllRanksUserError: Settings, data and model do not match, as for a training.
+    The run has `num_ranks` ranks on one node, by default the ranks of this job. Raises `AllRanksUserError` as training
+    does.
     """
     config = resolve_settings(config, world)[0]
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
@@ -54,12 +51,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
 
 def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
-    """Inspect the plans of the first minibatches.
-
-    Returns:
-        Lengths of the sequences of the largest microbatch, indices of the sequences of the first one, and whether a
-        rank may have several microbatches per step.
-    """
+    """Return lengths of the largest microbatch, indices of the first, and if a rank may have several per step."""
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
         return [limit], [], True  # completions are as long as they may be

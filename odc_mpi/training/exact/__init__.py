@@ -3,5 +3,5 @@
 Gradients are summed as integers (`shard.gradient_format.fixed_point`). Microbatches depend on the sequences only, not
 on ranks (`data.plan.rank_independent_packing`), or contain a single prompt group (`training.rl.source`). For reported
 sums, values are rounded so that the order of additions does not matter (`observe.callback.round_for_exact_sum`), or
-they are added in the order of the prompts (`training.rl.group_sums`).
+they are added in the order of the prompts (`training.rl.metrics`).
 """

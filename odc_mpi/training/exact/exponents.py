@@ -14,11 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Args:
-        gradient_format: Gradient format of the model. Construction lowers its exponents by log2 of `loss_normalizer`,
-            rounded up.
-        loss_normalizer: Largest number by which the summed gradients are divided. They are up to this factor larger
-            than the gradients of a mean loss.
+    Construction lowers the exponents by log2 of `loss_normalizer`, rounded up: it is the largest number by which the
+    summed gradients are divided, so these are up to this factor larger than the gradients of a mean loss.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}

@@ -26,12 +26,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return that of this rank. Collective.
 
-    Between ranks, a different processor only causes a warning, and any other difference is an error. If the run was
-    resumed, the fingerprint is also compared with that in the checkpoint. There, a different `run.threads` is an error,
-    and any other difference only causes a warning.
-
-    Raises:
-        AllRanksUserError: The fingerprints differ in an entry that must not differ.
+    Between ranks, a different processor only causes a warning, and any other difference an `AllRanksUserError`. If the
+    run was resumed, the fingerprint is also compared with that in the checkpoint. There, a different `run.threads` is
+    an error, and any other difference only causes a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -68,11 +65,7 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Describe the differences between the current and a previous fingerprint.
-
-    Raises `UserError` if `run.threads` differs. `checkpoint` is the path of the checkpoint with the previous
-    fingerprint, for the error.
-    """
+    """Describe changes since the fingerprint of `checkpoint`. Raises `UserError` if `run.threads` differs."""
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]

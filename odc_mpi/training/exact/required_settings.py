@@ -14,10 +14,7 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Return the configuration with the settings that `run.exact` requires, or unchanged if it is not set.
-
-    Raises `UserError` if the configuration has a setting that `run.exact` does not support.
-    """
+    """Apply what `run.exact` requires, if it is set. Raises `UserError` for a setting that it does not support."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (

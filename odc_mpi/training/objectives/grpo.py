@@ -23,7 +23,7 @@ from odc_mpi.observe.callback import MicrobatchResult, Step
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
-from odc_mpi.training.rl.group_sums import GroupSums
+from odc_mpi.training.rl.metrics import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
 #: Function that returns the log-probabilities of a microbatch's target tokens under the reference policy, float32 [K].
@@ -33,11 +33,7 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 class GRPOObjective(Objective):
     """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
 
-    Args:
-        module: Module of the sharded model.
-        num_groups: Largest number of prompt groups in a minibatch.
-        reference_logps: Function that computes log-probabilities under the reference policy. Required unless `rl.beta`
-            is 0.
+    `module` is that of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps` is required unless `rl.beta` is 0.
     """
 
     def __init__(
@@ -112,18 +108,12 @@ def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html.
-
-    `logps` and `reference` are the log-probabilities of the tokens under the policy and the reference policy.
-    """
+    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch.
-
-    `num_tokens` and `num_completions` are the numbers of loss tokens and of completions in the minibatch.
-    """
+    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

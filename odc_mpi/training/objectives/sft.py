@@ -13,13 +13,7 @@ MAX_EXACT_LOSS = 256.0
 
 
 class SFTObjective(Objective):
-    """Cross entropy in which all loss tokens of a minibatch have the same weight.
-
-    The number of loss tokens is known before the first microbatch, so the loss of each microbatch is divided by it.
-
-    Args:
-        module: Module of the sharded model.
-    """
+    """Cross entropy in which all loss tokens of a minibatch, whose number is known at its start, weigh the same."""
 
     gathered_names = ("loss", "correct_tokens", "entropy")
 

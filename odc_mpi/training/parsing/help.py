@@ -14,15 +14,9 @@ NAMES = "names"
 
 
 def help_text(settings: Mapping[str, Setting], titles: Mapping[str, str], section: str = "") -> str:
-    """Return the help of all settings, or of one section, at most 100 columns wide.
+    """Return the help of all settings, or of the section `section` or `NAMES`, at most 100 columns wide.
 
-    Args:
-        settings: All settings by name.
-        titles: Description of each section.
-        section: Section to describe, `NAMES`, or "" for all settings.
-
-    Raises:
-        UserError: There is no such section.
+    `titles` has the description of each section. Raises `UserError` if there is no such section.
     """
     if section == NAMES:
         return _columns("Names of transformers, TRL, peft and axolotl that are accepted, too:", ALIASES)

@@ -35,12 +35,7 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads values of settings.
-
-    Args:
-        settings: All settings by name.
-        reasons: Functions that return the reason why a value of a setting is invalid, to append to the error.
-    """
+    """Reads values of settings. `reasons` has functions that explain, at the end of an error, what is invalid."""
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
         self._settings, self._reasons = settings, reasons
@@ -52,15 +47,9 @@ class Reader:
         self._by_leaf = own | aliases.ALIASES
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values and their sources by name of the setting.
+        """Return the values and their sources by name of the setting, from a parsed YAML file and a command line.
 
-        Args:
-            document: Parsed YAML file: a mapping, or None.
-            source: Name of the document, for errors and for the sources that are returned.
-            arguments: Words of the command line.
-
-        Raises:
-            UserError: The file or the command line is invalid.
+        `source` is the name of the file. Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         names = self._resolve_all(given)

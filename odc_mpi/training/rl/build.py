@@ -29,8 +29,7 @@ def build_grpo(
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
     """Build the minibatch source, the objective and further callbacks of a GRPO run. Collective.
 
-    This sets the model to evaluation mode, because with dropout the trained policy would differ from the one that
-    generates.
+    Sets the model to evaluation mode: with dropout, the trained policy would differ from the one that generates.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs

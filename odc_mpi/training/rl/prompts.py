@@ -17,12 +17,7 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of prompts.
-
-    Args:
-        num_prompts: Number of prompts in a minibatch, over all ranks.
-        seed: Seed of the order of the prompts.
-    """
+    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, in an order by `seed`."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
@@ -47,13 +42,9 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean length in tokens of the completions of each prompt in `indices`.
 
-    It is the observed length if there is one. For a new prompt, it is read from the regression line of completion
-    length over prompt length, or is the prompt length if there is no such line. All ranks predict the same lengths,
-    because the sums of the regression are exact.
-
-    Args:
-        prompt_lengths: Lengths of all prompts in tokens, int64 [prompts].
-        observed: Mean length of the completions of each prompt that already has some, in tokens, by index.
+    It is the observed mean if there is one, by index in `observed`. For a new prompt, it is read from the regression
+    line of completion length over prompt length, or is the prompt length if there is no such line. All ranks predict
+    the same lengths, because the sums of the regression are exact.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -63,15 +54,10 @@ def predict_lengths(
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Sort prompts by length, longest first, and split them into batches to decode together.
+    """Sort prompts by length, longest first, and split them into batches of indices to decode together.
 
-    Args:
-        lengths: Length of each prompt, or expected length of its completions, in tokens.
-        num_shares: Number of ranks that share the batches.
-        max_prompts: Largest number of prompts in a batch.
-
-    Returns:
-        Batches of indices into `lengths`.
+    `lengths` are those of prompts, or expected ones of their completions, in tokens. A batch is at most an even share
+    of `num_shares` ranks, and at most `max_prompts`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -79,10 +65,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Converts prompts into model inputs, and completions into text and arguments of reward functions.
-
-    Construction raises `UserError` if the tokenizer has no end-of-sequence token.
-    """
+    """Converts prompts and completions. Raises `UserError` if the tokenizer has no end-of-sequence token."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer

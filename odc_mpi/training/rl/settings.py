@@ -54,11 +54,7 @@ _REQUIRED = {
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of GRPO are incomplete, unsupported, or contradict other settings.
-
-    `values` has the values of all settings that the user gave, by name such as `rl.beta`. `source` is the file or
-    command line that they are from, for the error.
-    """
+    """Raise `UserError` if the user's settings of GRPO, given in `source`, are incomplete or contradictory."""
     if values.get("run.objective", "sft") != "grpo":
         defaults = {f"rl.{item.name}": item.default for item in fields(GRPOConfig)}
         changed = [key for key in values if key in defaults and values[key] != defaults[key]]

@@ -54,11 +54,7 @@ class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed and appended to completions.jsonl with their rewards.
-
-    Args:
-        prompts: Data set of the loader.
-        engine: Function that generates completions.
-        packs: False for one completion in each microbatch.
+    `engine` generates completions. Without `packs`, each microbatch has one completion.
     """
 
     columns: ClassVar = (

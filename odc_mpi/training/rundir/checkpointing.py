@@ -49,11 +49,8 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
-    Args:
-        metadata: Metadata of the run. Each checkpoint stores them with the state of the trainer.
-        stop: Handler of stop requests, which must precede this callback in `trainer.callbacks`.
-        directory_lock: Lock of the run directory on rank 0, else None. If another run takes over the directory, no
-            further checkpoint is saved.
+    Each checkpoint stores `metadata` with the state of the trainer. `stop` must precede this callback in
+    `trainer.callbacks`. If another run takes over `directory_lock`, which rank 0 has, no further checkpoint is saved.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -162,11 +159,9 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise an error if the run failed to save or stopped early. Call this after `on_train_end`.
+        """Raise `TrainingError` if the last checkpoint failed, `StoppedError` if the run was stopped after `step`.
 
-        Raises:
-            TrainingError: The last checkpoint could not be written.
-            StoppedError: The run stopped on request after `step`, before its last step.
+        Call this after `on_train_end`.
         """
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
@@ -233,11 +228,7 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
 def _adapter_metadata(
     config: Config, world: World, model: MetaModel, resume_point: ResumePoint | None
 ) -> dict[str, Any]:
-    """Return the metadata about adapters and their base model. Empty without adapters. Collective.
-
-    Each rank computes the digests of a part of the base model. A resumed run uses those in the checkpoint, since
-    `find_resume_point` has compared them with the model.
-    """
+    """Return the metadata about adapters and digests of their base, of which each rank hashes a part. Collective."""
     base = model.base
     if base is None:
         return {}

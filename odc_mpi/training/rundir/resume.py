@@ -47,10 +47,8 @@ class ResumePoint:
     """Checkpoint from which a run starts.
 
     Attributes:
-        checkpoint: Open checkpoint.
         continues_this_run: True if the checkpoint is in `run.dir`, so its run is continued; False if a new run begins.
-        path: Path of the checkpoint from which the run originally started, before any resumption; None if it started
-            from scratch.
+        path: Checkpoint from which the run originally started, before any resumption; None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -106,15 +104,10 @@ class DeferredErrorWeights(CheckpointWeights):
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Find the checkpoint from which a run starts. Collective.
+    """Find the checkpoint from which a run starts, or None if it starts from scratch. Collective.
 
-    If there is one, check that it matches the inputs, and restore the buffers of the model.
-
-    Returns:
-        Resume point with the open checkpoint; None if the run starts from scratch.
-
-    Raises:
-        AllRanksUserError: The checkpoint does not match the inputs, or no candidate is complete.
+    It is open, matches the inputs, and the buffers of the model are restored. Raises `AllRanksUserError` if it does not
+    match, or no candidate is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -139,10 +132,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def fresh_start_line(config: Config) -> str:
-    """Return the line to print if a run does not continue another one. Empty for a new directory.
-
-    It says that no checkpoint was found, if the user may expect one, and where the files of an earlier run are moved.
-    """
+    """Return the line to print about a missing checkpoint and an earlier run's files. Empty for a new directory."""
     run_dir = Path(config.run.dir)
     is_used = has_records(run_dir)
     if not is_used and not (config.run.checkpoint_every and config.run.resume == "auto"):
@@ -159,8 +149,7 @@ def fresh_start_line(config: Config) -> str:
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
     """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do.
 
-    Raises:
-        AllRanksUserError: Other settings are given, such as another learning rate, which would have no effect.
+    Raises `AllRanksUserError` for other settings, such as another learning rate, which would have no effect.
     """
     resume_point.checkpoint.close()
     if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):

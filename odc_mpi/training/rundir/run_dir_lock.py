@@ -28,12 +28,9 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock on a run directory, which rank 0 holds. The constructor acquires it; as a context manager, exit releases it.
 
-    Args:
-        timeout_s: Time in seconds after which the other ranks, which wait meanwhile, give up. The constructor waits
-            for another holder of the lock for at most half of this time, and at most `LOCK_TIMEOUT_S`.
-
-    Raises:
-        UserError: Another run on this host holds the lock, or the directory cannot be written.
+    The other ranks give up after `timeout_s`, so the constructor waits for another holder for at most half of this
+    time, and at most `LOCK_TIMEOUT_S`. It raises `UserError` if another run on this host holds the lock, or the
+    directory cannot be written.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:

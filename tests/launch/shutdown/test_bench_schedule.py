@@ -5,7 +5,7 @@ import json
 import pytest
 from mpi_launch import odc_mpi
 
-from odc_mpi.simulate.simulate import SCHEDULES
+from odc_mpi.bench.schedule import MEASURED
 
 RANKS = 4
 #: The time is that of the sleeps: six schedules by two minibatches of somewhat more than a second. What the ranks do
@@ -18,7 +18,7 @@ TOLERANCE = 0.05
 
 
 def deviations(figures):
-    return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in SCHEDULES}
+    return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in MEASURED}
 
 
 @pytest.mark.timeout(600)
@@ -31,21 +31,20 @@ def test_the_simulator_agrees_with_the_real_runtime():
             break
     else:
         raise AssertionError(deviations(figures))
-    assert set(figures["speedup"]) == set(figures["idle_fraction"]) == {*SCHEDULES, "floor", "even_share"}
+    assert set(figures["speedup"]) == set(figures["idle_fraction"]) == {*MEASURED, "floor", "even_share"}
     assert figures["speedup"]["collective/lb_micro"] == 1.0
     assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
     assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
     for name, ranks in figures["idle_per_rank"].items():
         assert len(ranks) == RANKS
         assert sum(ranks) / RANKS == pytest.approx(figures["idle_fraction"][name], abs=0.01)
-    assert set(figures["speedup_per_minibatch"]) == set(figures["speedup"])
-    assert figures["paper"]["speedup"]["window/lb_mini"] == 1.34 and len(figures["load_average"]) == 2
-    assert set(figures["timeline"]) == set(SCHEDULES)
+    assert len(figures["load_average"]) == 2
+    assert set(figures["timeline"]) == set(MEASURED)
     for ranks in figures["timeline"].values():
         assert len(ranks) == RANKS
         ends = [0.0, *(second for own in ranks[:1] for span in own for second in span)]
         assert ends == sorted(ends)
-    # Of all schedules the same work, as it was slept for, and of pieces a little more.
+    # Of all schedules the same work, as it was slept for.
     busy = [sum(ended - began for own in ranks for began, ended in own) for ranks in figures["timeline"].values()]
     assert max(busy) < 1.1 * min(busy)
 
@@ -54,7 +53,7 @@ def test_fewer_sequences_than_ranks_have_use_for():
     """One sequence each: under tickets some ranks draw none, and collectives have nothing to pad."""
     done = odc_mpi(0, "bench", "schedule", "--ranks", 3, "--per-rank", 1, "--minibatches", 2, "--step-s", 0.1)
     assert done.code == 0, done.err
-    for name in (*SCHEDULES, "floor"):
+    for name in (*MEASURED, "floor"):
         assert name in done.out
     assert "measuring minibatch 2 of 2" in done.err
 

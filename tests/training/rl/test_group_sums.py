@@ -3,7 +3,7 @@
 import numpy as np
 
 from odc_mpi.shard.minibatch_stats import MinibatchStats
-from odc_mpi.training.rl.group_sums import GroupSums
+from odc_mpi.training.rl.metrics import GroupSums
 
 PARTS = np.random.default_rng(0).normal(size=12) * 10.0 ** np.arange(-6, 6)
 
