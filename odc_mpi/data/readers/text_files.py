@@ -114,6 +114,8 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
     try:
         with path.open("rb") as file:
             stream = decompressed(file, path)
+            if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path}: expected UTF-8, got UTF-16: convert it with iconv -f UTF-16 -t UTF-8")
             if format_ is not _LINES:
                 # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
                 stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -148,7 +150,8 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
     names = next(reader, [])
-    if len(set(names)) < len(names):
+    named = [name for name in names if name]  # spreadsheets add empty columns
+    if len(set(named)) < len(named):
         raise ValueError("expected column names in the first line, got a name twice")
     while True:
         number = reader.line_num + 1

@@ -119,6 +119,17 @@ def test_rows_with_other_numbers_of_cells() -> None:
         read("a,a\n1,2", "a.csv")
 
 
+def test_empty_columns_of_a_spreadsheet() -> None:
+    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
+    assert (row["prompt"], row["completion"]) == ("x", "y")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])
+def test_utf_16_is_an_error_of_the_file(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}: expected UTF-8, got UTF-16: convert it with iconv"):
+        read('[{"text": "x"}]'.encode("utf-16"), name)
+
+
 def test_bytes_that_are_not_utf_8_make_a_bad_record() -> None:
     for content, name in ((b'[{"text": "a"}, {"text": "\xff"}]', "a.json"), (b"text\na\n\xff\n", "a.csv")):
         (_, good), (location, bad) = read(content, name)
