@@ -19,8 +19,8 @@ from typing import Any
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.files import parse_json
 
-#: OWNER/NAME, or NAME for the oldest models.
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+#: OWNER/NAME, or NAME for the oldest models, and optionally @REVISION: a branch, tag or commit.
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?", re.ASCII)
 #: Directory of a snapshot in a cache, maybe of another machine: name of the repository, and commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -45,14 +45,23 @@ except Exception as error:
 """
 
 
-def hub_name(path: str) -> str | None:
-    """Return the name on the hub that a name, or the directory of a snapshot in a cache, refers to, or None."""
-    return parsed[0] if (parsed := _parse(path)) else None
+def parse_name(path: str) -> tuple[str, str | None] | None:
+    """Return name and revision on the Hub of a missing path or of a snapshot's directory in a cache; None for others.
+
+    Without a revision, the Hub's default branch is meant.
+    """
+    if match := _SNAPSHOT.fullmatch(path):
+        return match[1].replace("--", "/"), match[2]
+    match = _NAME.fullmatch(path)
+    if match is None or path.endswith((".h5", ".hdf5")) or os.path.exists(path):  # noqa: PTH110 - see _find
+        return None
+    return match[1], match[2]
 
 
 def download_hint(path: str) -> str:
     """Return the end of an error message about a missing model: how to download it, or "" if `path` is no Hub name."""
-    return f", or run hf download {name}" if (name := hub_name(path)) else ""
+    name, revision = parse_name(path) or ("", None)
+    return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
 
 
 def cached_model_path(path: str) -> str:
@@ -114,7 +123,7 @@ class _Download:
     """A download in a child process, which is ended if no new bytes arrive for `STALL_S` seconds."""
 
     def __init__(self, path: str, weights: bool, report: Callable[[str], None]) -> None:
-        name, revision = _parse(path) or ("", None)
+        name, revision = parse_name(path) or ("", None)
         self._folder = Path(_cache(), f"models--{name.replace('/', '--')}")
         self._what, self._report = f"downloading {name} from the Hugging Face Hub", report
         self._problem: str | None = None
@@ -162,17 +171,9 @@ def _size(file: Path) -> int:
     return 0
 
 
-def _parse(path: str) -> tuple[str, str | None] | None:
-    """Return name and revision of the model that a path that does not exist refers to, or None."""
-    if match := _SNAPSHOT.fullmatch(path):
-        return match[1].replace("--", "/"), match[2]
-    is_name = _NAME.fullmatch(path) and not path.endswith((".h5", ".hdf5"))
-    return (path, None) if is_name else None
-
-
 def _find(path: str, weights: bool) -> str | None:
     """Return `path` if it exists or cannot be a name, otherwise the complete snapshot in the cache, or None."""
-    parsed = _parse(path)
+    parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
     # Imported late: only needed for names.

@@ -42,7 +42,21 @@ def test_a_name_in_the_cache(cache, name):
     snapshot = store(cache, name)
     assert hub.resolve_model_path(name, "model.path") == hub.cached_model_path(name) == str(snapshot)
     elsewhere = f"/home/somebody/hub/{snapshot.relative_to(cache)}"
-    assert hub.cached_model_path(elsewhere) == str(snapshot) and hub.hub_name(elsewhere) == name
+    assert hub.cached_model_path(elsewhere) == str(snapshot) and hub.parse_name(elsewhere) == (name, COMMIT)
+
+
+def test_a_revision_in_the_cache(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snapshot = store(cache)
+    (snapshot.parents[1] / "refs" / "main").write_text("f" * 40)
+    (snapshot.parents[1] / "refs" / "v1").write_text(COMMIT)
+    for revision in (COMMIT, "v1"):
+        assert hub.resolve_model_path(f"Owner/Name-1.5@{revision}", "model.path") == str(snapshot)
+    with pytest.raises(UserError, match=r"hf download Owner/Name-1.5 --revision v2$"):
+        hub.resolve_model_path("Owner/Name-1.5@v2", "model.path")
+    assert hub.cached_model_path("Owner/Name-1.5") == "Owner/Name-1.5"
+    Path("Owner/Name@x").mkdir(parents=True)
+    assert hub.parse_name("Owner/Name@x") is None
 
 
 def test_what_is_no_name_stays(cache, tmp_path, monkeypatch):

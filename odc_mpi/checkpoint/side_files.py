@@ -13,6 +13,7 @@ from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.tokenizer import load_files, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
+from odc_mpi.hub import cached_model_path
 
 GENERATION_CONFIG = "generation_config.json"
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -29,7 +30,7 @@ class SideFiles:
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
         path = base or config["model"]["path"]
-        self._base = Path(path) if path else None
+        self._base = Path(cached_model_path(str(path))) if path else None
         trained_with = read_tokenizer_files(config, base)
         of_base = _tokenizer_files(self._base) if self._base else {}
         loaded = _load(trained_with)
@@ -87,6 +88,7 @@ def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[s
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    path = Path(cached_model_path(str(path)))
     if (path / MANIFEST).is_file():  # the run began with this checkpoint
         return read_tokenizer_files(read_manifest(path).metadata["config"], None)
     return tokenizer_files(path)

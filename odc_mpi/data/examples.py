@@ -371,5 +371,5 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def _kind(value: Any) -> str:
     """Return the JSON name of a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")

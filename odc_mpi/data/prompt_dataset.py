@@ -16,7 +16,7 @@ import numpy.typing as npt
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.encode import encode_prompts
 from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, parse_prompt
-from odc_mpi.data.sources import DataSource
+from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 
 #: Fields that make up the prompt. All other fields of a record are columns.
@@ -60,7 +60,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     expected = f"{setting}: expected a file of prompts, such as JSON lines or Parquet, got {path}, which"
     try:
         if not path.is_file():
-            raise UserError(f"{expected} is not a file")
+            raise UserError(f"{expected} is not a file{suggest_name(path)}")
         with path.open("rb") as file:
             begin = file.read(len(_HDF5))
     except OSError as error:  # no permission, or a name too long

@@ -18,6 +18,7 @@ from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import compressed, hf_datasets, parquet, text_files
 from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
 
 STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
@@ -147,14 +148,24 @@ def _find(spec: str, split: str | None) -> DataSource:
         return DataSource(name, weight, (path,))
     if path.is_dir() and not hf_datasets.is_saved_dataset(path):
         return DataSource(name, weight, _data_files(path))
-    has_suffix = is_supported(path) or path.suffix in (".txt", ".h5")
-    if not (path.is_dir() or (hf_datasets.is_hub_name(name) and not has_suffix)):
+    if not (path.is_dir() or (hf_datasets.is_hub_name(name) and not _looks_like_path(path))):
         raise UserError(
-            f"SOURCE {spec!r} is not a file or folder: give a JSONL, JSON, CSV or Parquet file, a folder of such "
-            f"files, a data set of the Hugging Face Hub (OWNER/NAME), or {STDLIB}"
+            f"SOURCE {spec!r}: no such file or folder{suggest_name(path)}: give a JSONL, JSON, CSV or Parquet file, a "
+            f"folder of such files, a data set of the Hugging Face Hub (OWNER/NAME), or {STDLIB}"
         )
     dataset = hf_datasets.load(name, split)
     return DataSource(name, weight, tuple(Path(file["filename"]) for file in dataset.cache_files), dataset)
+
+
+def _looks_like_path(path: Path) -> bool:
+    """Return True if the name of a missing file or folder is not to be looked up on the Hub."""
+    suffix = compressed.bare_suffix(path).lower()
+    return suffix in (*_TEXT_SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
+
+
+def suggest_name(path: Path) -> str:
+    """Return " (did you mean NAME?)" with the most similar name beside a missing file, or "" if none is similar."""
+    return did_you_mean(path.name, (each.name for each in path.parent.glob("*")))
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:

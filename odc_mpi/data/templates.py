@@ -7,6 +7,7 @@ instead. This module works with characters only; `encode` converts them to token
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ class ChatRenderer:
         is_marked = self._is_marked(chat)
         if is_marked and trained == answers and self._split_turns != "always":
             [marked] = self._render_marked(chat, [len(chat.messages)])
-            if _find_incomplete(chat, trained, marked) is None:
+            if _find_incomplete(chat, trained, marked) is None and _find_trained_prompt(chat, marked) is None:
                 return [marked]
         found, text = self._find_answers(chat, trained)
         if (shared := self._share(chat, text, found)) is not None:
@@ -107,6 +108,11 @@ class ChatRenderer:
                 raise InvalidRecordError(
                     f"{chat.location}: the chat template drops a part of message {incomplete + 1}, an answer to train "
                     f"on: {_REPLACE}"
+                )
+            if is_marked and (trained_prompt := _find_trained_prompt(chat, example)) is not None:
+                raise InvalidRecordError(
+                    f"{chat.location}: the chat template marks message {trained_prompt + 1}, of the user, as an "
+                    f"answer: {_REPLACE}"
                 )
         return examples
 
@@ -273,13 +279,26 @@ def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Render
     span: it is then a part of the generation prompt, such as "<think>".
     """
     text, spans, position = example.text, list(example.spans), 0
-    for i in indices:
+    is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
+    for number, i in enumerate(indices):
         content, end = chat.messages[i]["content"].strip(), None
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
-        if end is None or not _contains_all(_called_names(chat.messages[i]), text, spans):
+        own = example.spans[number : number + 1] if is_one_each else spans
+        if end is None or not _contains_all(_called_names(chat.messages[i]), text, own):
             return i
         position = end
+    return None
+
+
+def _find_trained_prompt(chat: Conversation, example: Rendered) -> int | None:
+    """Return the index of the first user message whose content is only in the spans of an example, or None."""
+    bounds = [0, *itertools.chain(*example.spans), len(example.text)]
+    context = "\0".join(example.text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+    for i, message in enumerate(chat.messages):
+        content = message["content"].strip()
+        if message["role"] == "user" and content not in context and content in example.text:
+            return i
     return None
 
 

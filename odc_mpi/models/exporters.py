@@ -15,7 +15,7 @@ from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.errors import UserError
-from odc_mpi.hub import hub_name
+from odc_mpi.hub import parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
 from odc_mpi.models.load import load_base, load_checkpoint
 from odc_mpi.models.weights.conversion import published_tensors
@@ -54,8 +54,9 @@ class AdapterExporter(Exporter):
 
     @override
     def config(self, dtype: str) -> dict[str, Any]:
-        base = (hub_name(self._base) if self._base else None) or self._base  # as peft names a base from the hub
-        return {**self._checkpoint.manifest.metadata["adapter"], "base_model_name_or_path": base}
+        base, revision = parse_name(self._base or "") or (self._base, None)  # as peft names a base from the Hub
+        adapter = self._checkpoint.manifest.metadata["adapter"]
+        return {**adapter, "base_model_name_or_path": base, "revision": revision}
 
 
 class PublishedExporter(Exporter, WeightSource):

@@ -45,13 +45,15 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
     Raises:
         UserError: adapter_config.json cannot be read or names no base model, or the directory has no model.
     """
-    name = base or _read_config(path).get("base_model_name_or_path")
+    config = {"base_model_name_or_path": base} if base else _read_config(path)
+    name = config.get("base_model_name_or_path")
     if not name:
         raise UserError(
             f"{path / _CONFIG}: base_model_name_or_path, the directory of the base, is missing. A randomly initialized "
             "base is not on disk: use the run instead of the exported adapter"
         )
-    name = cached_model_path(str(name))
+    revision = config.get("revision")
+    name = cached_model_path(f"{name}@{revision}" if revision and not Path(name).exists() else str(name))
     if not build.is_model_directory(Path(name)):
         raise UserError(
             f"{path} is a LoRA adapter, but its base model is not in {name} (no config.json there). Pass --base DIR, "

@@ -57,7 +57,7 @@ _NOT_EMPTY = Check("not empty", lambda value: value not in ("", []))
 class ModelConfig:
     """Settings of the model and of the types in which parameters are stored and gradients are summed."""
 
-    path: Annotated[str | None, "Hugging Face directory, its name on the hub, or a run", _NOT_EMPTY] = None
+    path: Annotated[str | None, "Hugging Face directory, OWNER/NAME[@REVISION] on the Hub, or a run", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers settings: over model.path, or of a new model"] = None
     param_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], "type of stored and fetched parameters; auto: bfloat16 on GPUs"

@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -92,6 +93,23 @@ def test_the_base_has_its_own_template_and_settings(tokenizer, end, tmp_path, ha
     (base / "generation_config.json").write_text("[]")
     with pytest.raises(UserError, match=r"generation_config.json: expected a generation configuration in JSON, got"):
         side_files.generation_config(CONFIG)
+
+
+def test_the_base_is_a_snapshot_of_a_cache_that_was_moved(tokenizer, tmp_path, monkeypatch):
+    repository = tmp_path / "models--Owner--Base"
+    for commit in ("a" * 40, "b" * 40):
+        base = repository / "snapshots" / commit
+        base.mkdir(parents=True)
+        write_files(serialize_tokenizer(tokenizer), base)
+        for file in ("config.json", "model.safetensors", "generation_config.json"):
+            (base / file).write_text(json.dumps({"transformers_version": commit}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("b" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    data = write_data(tmp_path / "data.h5", {})
+    side_files = SideFiles(settings(data, f"/elsewhere/models--Owner--Base/snapshots/{'a' * 40}"), None)
+    assert side_files.generation_config(CONFIG)["transformers_version"] == "a" * 40
+    assert "tokenizer.json" in side_files.tokenizer
 
 
 def test_generate_of_transformers_ends_at_the_end_of_a_turn(tokenizer, end, tmp_path):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -206,6 +206,14 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
     assert spans(with_template(tokenizer, "{# {% generation %} #}" + tokenizer.chat_template), chat) == spans(
         tokenizer, chat
     )
+    # Marks of other messages are not used, but one that covers several messages cannot be divided.
+    everything = MARKED.replace("m.role == 'assistant'", "true")
+    assert spans(with_template(tokenizer, everything), chat) == spans(tokenizer, chat)
+    one_mark = everything.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    covering = with_template(tokenizer, "{% generation %}" + one_mark.replace(PROMPT, "{% endgeneration %}" + PROMPT))
+    for split_turns in get_args(SplitTurns):
+        with pytest.raises(InvalidRecordError, match="marks message 1, of the user, as an answer: replace"):
+            spans(covering, chat, split_turns)
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
     with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
         spans(nothing, chat)
@@ -235,6 +243,11 @@ def test_an_answer_that_a_template_shortens_is_refused(tokenizer: Any) -> None:
     # So are calls of functions, which the plain template does not know; the user's words do not replace the answer's.
     with pytest.raises(InvalidRecordError, match="drops a part of message 4"):
         encode(tokenizer, [CONVERSATIONS["tools"]])
+    # Nor do the words of a later answer.
+    with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
+        encode(
+            tokenizer, [Conversation("", [turn(1)[0], CALL, RESULT, {"role": "assistant", "content": "By lookup."}])]
+        )
     silent = with_template(
         tokenizer, HEADER + "{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
     )

@@ -254,7 +254,7 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
 def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
-    assert "not a file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
+    assert "no such file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     for of in ("stdlib", source):

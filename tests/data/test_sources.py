@@ -72,7 +72,7 @@ def test_files_and_folders_in_order() -> None:
     assert folder.describe_folder() == "d: 6 files, 10.jsonl, 2.jsonl.gz, 30.ndjson.zst, 4.parquet, 5.json, 6.csv"
     Path("empty").mkdir()
     assert "no file in the folder 'empty'" in refused("empty")
-    assert "is not a file or folder" in refused("missing.jsonl")
+    assert "no such file or folder" in refused("missing.jsonl")
 
 
 def test_a_colon_in_a_name_is_no_weight() -> None:
@@ -82,7 +82,7 @@ def test_a_colon_in_a_name_is_no_weight() -> None:
     assert [source.weight for source in find_sources(["a:0.5", "b"])] == [None, None]
     assert "weight above 0" in refused("b:0") and "weight above 0" in refused("b:-1", "b:nan")
     assert "got none for 'b': write b:WEIGHT" in refused("a:0.5:1", "b")
-    assert "'b:x' is not a file or folder" in refused("b:x")
+    assert "'b:x': no such file or folder" in refused("b:x")
 
 
 def test_weights_are_shares_drawn_by_the_seed() -> None:

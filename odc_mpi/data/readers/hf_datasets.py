@@ -14,7 +14,7 @@ from odc_mpi.errors import UserError, one_line_message
 
 _BATCH_ROWS = 256
 #: Owner and name on the Hub, optionally with a configuration, such as "openai/gsm8k/main".
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(/[\w.-]+)?")
 _DEFAULT_SPLIT = "train"
 
 

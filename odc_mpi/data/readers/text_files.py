@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ _READ_CHARS = 1 << 20  # of an array at a time
 #: A value whose decoding fails so few characters before the end of the buffer may be incomplete, such as `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
+#: Begin of an object, with its first key.
+_OPENING = re.compile(r'\{\s*("[^"\\]*")\s*:')
+_MAX_OPENING_CHARS = 1000
+_SHOWN_CHARS = 30  # of invalid text
 _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
 
@@ -109,6 +114,8 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
     try:
         with path.open("rb") as file:
             stream = decompressed(file, path)
+            if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{path}: expected UTF-8, got UTF-16: convert it with iconv -f UTF-16 -t UTF-8")
             if format_ is not _LINES:
                 # Bytes that are not UTF-8 become surrogates, which `parse_example` rejects in the affected record.
                 stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -125,8 +132,7 @@ def _read_items(path: Path, format_: _Format, on_bytes_read: Callable[[int], Non
 
 
 def _error(path: Path, place: str, error: Exception) -> UserError:
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else error  # its line is one of the buffer
-    return UserError(f"{path}, {place}: cannot be read ({reason}); the file may be damaged, or in another format")
+    return UserError(f"{path}, {place}: cannot be read ({error}); the file may be damaged, or in another format")
 
 
 def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
@@ -144,47 +150,102 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
     names = next(reader, [])
-    if len(set(names)) < len(names):
+    named = [name for name in names if name]  # spreadsheets add empty columns
+    if len(set(named)) < len(named):
         raise ValueError("expected column names in the first line, got a name twice")
-    number = reader.line_num + 1
-    for row in reader:
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, InvalidRecordError(f"expected a row in lines {number} to {reader.line_num}, got {error}"), 0
+            continue
         if len(row) == len(names):
             yield number, dict(zip(names, row, strict=True)), sum(map(len, row))
         elif row:
             yield number, InvalidRecordError(f"expected {len(names)} columns as in the first line, got {len(row)}"), 0
-        number = reader.line_num + 1
 
 
 def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
-    """Yield each element of a JSON array."""
-    buffer, number = _JsonBuffer(stream), 0
-    buffer.take("[")
-    while buffer.peek() != "]":
-        number += 1
-        yield number, *buffer.decode()
-        if buffer.peek() != ",":
-            break
-        buffer.take(",")
-    buffer.take("]")
-    buffer.take("")
+    """Yield each element of a JSON array. An error stands for invalid text up to the next element."""
+    array = _JsonArray(stream)
+    for number in itertools.count(1):
+        try:
+            value, num_chars = array.next_element()
+        except StopIteration:
+            return
+        except ValueError as error:
+            value, num_chars = InvalidRecordError(array.skip_invalid(error)), 0
+        yield number, value, num_chars
 
 
-class _JsonBuffer:
-    """Part of a stream of JSON text, from which complete values are decoded."""
+class _JsonArray:
+    """Array in a stream of JSON text, from which complete elements are decoded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._text, self._position = "", 0
+        self._offset = 0  # of the text in the file, in characters
         self._raw_decode = json.JSONDecoder().raw_decode
+        self._is_after_element = False
+        self._first_key = ""  # of the last element, with its quotes
+        self._take("[")
+
+    def next_element(self) -> tuple[Any, int]:
+        """Return the next element and its number of characters.
+
+        Raises:
+            StopIteration: The array or the file has ended.
+            ValueError: The text is invalid.
+        """
+        following = self._peek()
+        if following == "]":
+            self._is_after_element = True
+            self._take("]")
+            self._take("")
+        if following == "]" or not (following or self._is_after_element):
+            raise StopIteration
+        if self._is_after_element:
+            self._take(",")
+            self._is_after_element = False
+            self._peek()
+        value, end = self._decode()
+        begin, self._position = self._position, end
+        if opening := _OPENING.match(self._text, begin):
+            self._first_key = opening[1]
+        self._is_after_element = True
+        return value, end - begin
+
+    def skip_invalid(self, error: ValueError) -> str:
+        """Skip to the next object that begins with the key of the last element. Return an error message."""
+        place, reason = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (self._position, error)
+        found = self._text[place : place + _SHOWN_CHARS]
+        problem = f"invalid JSON ({reason}) at character {self._offset + place + 1:,}, {found!r}; "
+        own = None if self._is_after_element else _OPENING.match(self._text, self._position)
+        keys = "|".join(re.escape(key) for key in (self._first_key, own and own[1]) if key)
+        opening = re.compile(rf"\{{\s*({keys})\s*:") if keys else re.compile("(?!)")
+        begin = min(self._position + (not self._is_after_element), len(self._text))
+        self._is_after_element = False
+        while not (match := opening.search(self._text, begin)):
+            self._position = max(begin, len(self._text) - _MAX_OPENING_CHARS)
+            if not self._extend():
+                self._position = len(self._text)
+                return f"{problem}the rest of the file cannot be read"
+            begin = 0
+        self._position = match.start()
+        return f"{problem}the next element is at character {self._offset + self._position + 1:,}"
 
     def _extend(self) -> bool:
         """Read more text, at least as much as remains, so that few values are decoded repeatedly. False at the end."""
         rest = self._text[self._position :]
-        more = self._stream.read(max(_READ_CHARS, len(rest)))
-        self._text, self._position = rest + more, 0
+        if more := self._stream.read(max(_READ_CHARS, len(rest))):
+            self._offset += self._position
+            self._text, self._position = rest + more, 0
         return bool(more)
 
-    def peek(self) -> str:
+    def _peek(self) -> str:
         """Return the next character that is not white space, or "" at the end."""
         while True:
             match = _SPACE.match(self._text, self._position)
@@ -195,17 +256,16 @@ class _JsonBuffer:
             if not self._extend():
                 return ""
 
-    def take(self, character: str) -> None:
+    def _take(self, character: str) -> None:
         """Skip a character; "" is the end of the file. Raises a ValueError if another one follows."""
-        found = self.peek()
+        found = self._peek()
         if found != character:
             expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
             raise ValueError(f"expected {expected} in a JSON array, got {got}")
         self._position += len(character)
 
-    def decode(self) -> tuple[Any, int]:
-        """Return the next value and its number of characters. Raises a ValueError if it is invalid."""
-        self.peek()
+    def _decode(self) -> tuple[Any, int]:
+        """Return the value at the position, and the position of its end. Raises a ValueError if it is invalid."""
         while True:
             try:
                 value, end = self._raw_decode(self._text, self._position)
@@ -215,9 +275,7 @@ class _JsonBuffer:
                     continue
                 raise
             if end < len(self._text) or not self._extend():  # more digits of a number may follow
-                num_chars = min(end, len(self._text)) - self._position
-                self._position += num_chars
-                return value, num_chars
+                return value, min(end, len(self._text))
 
 
 _LINES = _Format("line", _lines)

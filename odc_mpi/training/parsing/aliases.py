@@ -118,7 +118,8 @@ _ANSWERS = (
     (r"(gradient|activation)_(checkpointing_kwargs|offloading)", "set model.gradient_checkpointing to true"),
     (r"lr_scheduler_kwargs|min_lr", "set optim.min_lr_ratio and optim.decay_ratio"),
     (r"label_smoothing_factor|neftune_noise_alpha|router_aux_loss_coef|model_init_kwargs|rope_\w+", _MODEL_SETTINGS),
-    (r"model_revision|revision|trust_remote_code", "not supported: model.path is a directory, or a name on the hub"),
+    (r"model_revision|revision", "append it to the name in model.path: OWNER/NAME@REVISION"),
+    (r"trust_remote_code", "not supported: code of models is never run"),
     (r"dataloader_\w+", "not needed: sequences are read from the HDF5 file as they are used"),
     (r"load_in_[48]bit|bnb_\w+|use_bnb_\w+|quantization\w*", "not supported: the base of adapters is not quantized"),
     (

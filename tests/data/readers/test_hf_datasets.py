@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from odc_mpi.data.examples import Conversation, parse_example
+from odc_mpi.data.readers import hf_datasets
 from odc_mpi.data.readers.hf_datasets import is_hub_name
 from odc_mpi.data.sources import find_sources
 from odc_mpi.errors import UserError
@@ -39,8 +40,17 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in ("saved", "openai/gsm8k/main", "owner/name:0.5"):
         assert "pip install 'odc_mpi[datasets]'" in refused(source)
     assert "expected a directory of save_to_disk" in refused("stdlib", split="test")
-    assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c")))
-    assert "is not a file or folder" in refused("data/missing.jsonl")
+    assert not any(map(is_hub_name, ("a", "a/b/c/d", "/a/b", "a//b", "a b/c", "./a", "../a/b", "~/a")))
+
+
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_datasets, "load", None)
+    Path("mine").mkdir()
+    Path("mine/chats.jsonl").write_text("")
+    for name in ("mine/chat.jsonl", "./mine/chats.json", "mine/chats", "mine/../mine/chats.jsonl.gz"):
+        assert f"{name!r}: no such file or folder (did you mean chats.jsonl?): give" in refused(name)
+    for name in ("data/chat.csv", "data/a.txt.gz", "./chat", "../a/b", "~/a/b", "mine/CHATS.JSONL", "mine/other/data"):
+        assert f"{name!r}: no such file or folder: give" in refused(name)
 
 
 def test_saved_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:

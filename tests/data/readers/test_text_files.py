@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +58,37 @@ def test_elements_that_are_no_records_can_be_skipped(monkeypatch: pytest.MonkeyP
     assert [text.rpartition("got ")[2] for text in found[1:]] == list(kinds)
 
 
+@pytest.mark.parametrize("num_chars", [1, 5, 1 << 20])
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "used", "words"),
     [
-        ('[{"a": 1}, {"a": ', "element 2: cannot be read .Expecting value"),
-        ('[{"a": 1}', "element 2: cannot be read .expected ']' in a JSON array, got the end of the file"),
-        ('[{"a": 1} {"a": 2}]', "element 2: .*got '{'"),
-        ('[{"a": "x}]', "element 1: .*Unterminated string"),
-        ('[{"a": 1}]\n[{"a": 1}]', "element 2: .*expected the end of the file"),
-        ("[" * 100_000, "element 1: .*recursion"),
-        ('[{"a": ' + "9" * 5000 + "}]", "element 1: .*digits"),
+        ('[{"a": 1}, {broken, {"a": 2}, {"a": 3}]', [1, 2, 3], "element 2: .* at character 13, 'broken, .* 21$"),
+        ('[{"a": 1}, {"a": "x"y"}, {"a": [{"b": 1}, {b}, {"b": 1}]}, {"a": 2}]', [1, 2], "element 2.*delimiter"),
+        ('[{"a": 1} \n{"a" : 2}]', [1, 2], "element 2: .*expected ',' in a JSON array, got '{'.* at character 12"),
+        ('[{"a": 1}]\n[{"a": 2}]', [1, 2], "element 2: .*expected the end of the file.* at character 13"),
+        ('[{"a": {b}}, {"a": 2}]', [2], "element 1: .* at character 14"),
+        ('[{"a": 1}, {"a": ', [1], "element 2: .*Expecting value.* the rest of the file"),
+        ('[{"a": 1}', [1], "element 2: .*got the end of the file.*, ''; the rest"),
+        ('[{"a": 1},]', [1], "element 2: .*Expecting value.* at character 11, ']'; the rest"),
+        ('[{b}, {"a": 1}]', [], "element 1: .* the rest"),
+        ('[{"a": 1}, {"a": "x}]', [1], "element 2: .*Unterminated string"),
+        ('[{"a": ' + "9" * 5000 + '}, {"a": 1}]', [1], "element 1: .*digits"),
     ],
 )
-def test_damaged_arrays(content: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as raised:
-        read(content, "a.json")
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+def test_damaged_arrays_are_read_from_the_next_similar_element(
+    monkeypatch: pytest.MonkeyPatch, content: str, used: list[int], words: str, num_chars: int
+) -> None:
+    monkeypatch.setattr(text_files, "_READ_CHARS", num_chars)
+    monkeypatch.setattr(text_files, "_MAX_OPENING_CHARS", 10)
+    found = [record for _, record in read(content, "a.json")]
+    assert [record["a"] for record in found if isinstance(record, dict)] == used
+    errors = [text for text in found if isinstance(text, str)]
+    assert re.search(words, errors[0]) and not any("\n" in text or len(text) > 400 for text in errors)
+
+
+def test_arrays_nested_too_deeply() -> None:
+    with pytest.raises(UserError, match=r"element 1: .*recursion"):
+        read("[" * 100_000, "a.json")
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
@@ -94,9 +110,24 @@ def test_rows_with_other_numbers_of_cells() -> None:
     assert [found[0][1], found[3][1]] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
     assert found[1][1] == "a.csv, line 4: expected 2 columns as in the first line, got 1"
     assert read("", "a.csv") == read("a,b\n", "a.csv") == []
-    for content, words in (('a\n"x', "unexpected end"), ('a\n"x"y', "expected after"), ("a,a\n1,2", "name twice")):
-        with pytest.raises(UserError, match=f"^a.csv, line .*cannot be read .*{words}"):
-            read(content, "a.csv")
+    [(_, bad), (location, good)] = read('a\n"x"y\nz\n', "a.csv")
+    assert re.search(r"a.csv, line 2: expected a row in lines 2 to 2, got .*expected after", bad)
+    assert (location, good) == ("a.csv, line 3", {"a": "z"})
+    [(_, rest)] = read('a\n"x\ny\nz\n', "a.csv")
+    assert rest == "a.csv, line 2: expected a row in lines 2 to 4, got unexpected end of data"
+    with pytest.raises(UserError, match=r"^a.csv, line .*cannot be read .*name twice"):
+        read("a,a\n1,2", "a.csv")
+
+
+def test_empty_columns_of_a_spreadsheet() -> None:
+    [(_, row)] = read("prompt,,completion,\nx,,y,\n", "a.csv")
+    assert (row["prompt"], row["completion"]) == ("x", "y")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json.gz"])
+def test_utf_16_is_an_error_of_the_file(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}: expected UTF-8, got UTF-16: convert it with iconv"):
+        read('[{"text": "x"}]'.encode("utf-16"), name)
 
 
 def test_bytes_that_are_not_utf_8_make_a_bad_record() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from test_adapter_training import configure, losses_in
@@ -68,7 +69,7 @@ def test_the_run_goes_on_over_it_and_remembers_the_place(world, moved, dataset_p
         assert checkpoint.step == 3 and checkpoint.manifest.metadata["base"]["path"] == str(place)
 
 
-def test_it_is_exported_over_it(world, moved, tmp_path, capsys):
+def test_it_is_exported_over_it(world, moved, tmp_path, capsys, monkeypatch):
     run_dir, place, _ = moved
     if world.rank:
         return
@@ -76,8 +77,17 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys):
         export = ["checkpoint", "export", str(run_dir), "--out", str(tmp_path / name), *more]
         assert main([*export, "--base", str(place)]) == 0
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(place)
-    assert torch.equal(trained(load_model(tmp_path / "adapters")), trained(load_model(run_dir, base=place)))
+    assert (config["base_model_name_or_path"], config["revision"]) == (str(place), None)
+    expected = trained(load_model(run_dir, base=place))
+    assert torch.equal(trained(load_model(tmp_path / "adapters")), expected)
+    snapshot = tmp_path / "models--Owner--Base" / "snapshots" / ("0123456789" * 4)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(place)
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "named"), "--base", str(snapshot)]) == 0
+    config = json.loads((tmp_path / "named" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("Owner/Base", snapshot.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert torch.equal(trained(load_model(tmp_path / "named")), expected)
     capsys.readouterr()
     assert (
         main(["checkpoint", "export", str(tmp_path / "merged"), "--out", str(tmp_path / "x"), "--base", str(place)])
