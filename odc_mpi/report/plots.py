@@ -73,7 +73,8 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
 def _draw_marks(axes: Axes, chart: GanttChart) -> None:
     for at, text in chart.marks:
         axes.drawing.line([(axes.x(at), axes.top - 14), (axes.x(at), axes.top + axes.height)], Style(INK))
-        axes.drawing.text(axes.x(at) + 4, axes.top - 4, text)
+        x, is_right = axes.x(at), axes.x(at) > WIDTH - 80
+        axes.drawing.text(x - 4 if is_right else x + 4, axes.top - 4, text, text_anchor="end" if is_right else "start")
     if chart.saved_s > 0:
         begin, end, y = axes.x(chart.end_s), axes.x(chart.end_s + chart.saved_s), axes.top + axes.height / 2
         arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
