@@ -6,6 +6,7 @@ Everything that differs by color also differs by hatching, by a marker or by a l
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, GanttChart, GanttRow, Histogram, Panel, Style
@@ -153,6 +154,8 @@ def _draw_panel(
     drawing.legend(left, top + 34, labeled)
     space = 46 if labeled else 26
     low, high = _limits(panel)
+    if panel.form == ".0%" and high < 0.03:
+        panel = replace(panel, form=".1%")
     ends = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
     axes = Axes(drawing, left + _LEFT, top + space, width - _LEFT - 8, panel.height - space - 44, ends, (low, high))
     axes.log_x, axes.log_y = x_form is not None, panel.form == "log"
