@@ -8,7 +8,7 @@ from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.rundir.resume import ResumePoint, fresh_start_line
+from odc_mpi.training.rundir.resume import ResumePoint, start_line
 from odc_mpi.training.settings import Config, default_learning_rate
 
 
@@ -61,7 +61,7 @@ def startup_lines(
     usual = default_learning_rate(config)
     if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
-    start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
+    start = start_line(config, resume_point)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 

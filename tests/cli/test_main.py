@@ -133,11 +133,13 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert "already complete" in capsys.readouterr().out
     assert cli.main([*train, "--lr", "0.5"]) == 2
     assert "complete run with other settings (optim.learning_rate 0.0001 -> 0.5)" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "other")
     assert cli.main(train) == 0
     earlier = tmp_path / "run" / "earlier-1"
     assert f"the files of the earlier run are moved to {earlier}" in capsys.readouterr().out
     assert (earlier / "metrics.jsonl").exists()
+    assert cli.main([*train, "--run.resume", str(tmp_path / "other"), "--run.steps", "4"]) == 0
+    assert f"the files of the earlier run are moved to {earlier.with_name('earlier-2')}" in capsys.readouterr().out
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
