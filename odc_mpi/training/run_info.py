@@ -43,6 +43,9 @@ def startup_lines(
         trainable = f"{num_trainable:,} of {num_parameters:,} parameters trainable ({share:.1%})"
     if config.lora.r is not None:
         trainable += f", LoRA r={config.lora.r}"
+    # Printed in advance: if a rank is killed, the launcher ends the others before they can print anything.
+    every = config.run.checkpoint_every
+    saved = f"saved every {every} steps, from where the same command resumes" if every else "saved after the last step"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
@@ -54,7 +57,7 @@ def startup_lines(
         f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
-        "output": config.run.dir,
+        "output": f"{config.run.dir}, {saved}",
     }
     if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
         lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
