@@ -20,7 +20,7 @@ Settings on the command line override those in FILE, which is YAML. Lists take c
 words; a setting that is true or false may stand alone.
 
   odc-mpi train --help SECTION    one section
-  odc-mpi train --help names      names of transformers, TRL, peft and axolotl that are accepted, too
+  odc-mpi train --help names      names of other libraries that are accepted, too
   odc-mpi config FILE             all values, and where they come from
   odc-mpi train --dry-run ...     memory per rank, steps and the first batch, without training
 

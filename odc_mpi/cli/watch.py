@@ -9,7 +9,10 @@ HELP = "follow a run: loss or rewards, idle time, time left"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.description = "Print the steps of a run until it ends, from the files in its directory. Does not need MPI."
+    parser.description = (
+        "Show loss or rewards, idle time and time left of a run, from the files in its directory, until it ends: on a "
+        "terminal a block that is drawn again, elsewhere a line per step. Does not need MPI."
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for its start (600)")
 

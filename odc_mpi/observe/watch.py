@@ -1,36 +1,55 @@
-"""View of a run from another process: the rows of its table, from the files in its directory, as they are written."""
+"""View of a run from another process, from the files in its directory as they are written.
+
+On a terminal it is a block of the latest values and their course, which is drawn again; elsewhere a line per step.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.live import Live
+from rich.table import Table
 
 from odc_mpi import yaml_dialect
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
+from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_metrics
-from odc_mpi.observe.terminal import ProgressReporter
+from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console
 
 #: Number of earlier lines that are shown at the start, and time between two looks at the files, in seconds.
 _BACKLOG, _POLL_S = 20, 1.0
+#: Heights of the bars that show the course of a value, their number, and the steps that determine the time left.
+_HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
 
 
-def _column(title: str, width: int, key: str, form: str) -> ProgressColumn:
-    return ProgressColumn(title, width, lambda line: "-" if line[key] is None else format(line[key], form))
+class _Value(NamedTuple):
+    """A value that is shown: its title, the width of its column, its metric and its format."""
+
+    title: str
+    width: int
+    key: str
+    form: str
+
+    def format(self, line: Mapping[str, Any]) -> str:
+        return "-" if line[self.key] is None else format(line[self.key], self.form)
 
 
 _FIRST = {
-    "sft": [_column("loss", 8, "loss", ".4f"), _column("held-out", 8, "eval_loss", ".4f")],
+    "sft": [_Value("loss", 8, "loss", ".4f"), _Value("held-out", 8, "eval_loss", ".4f")],
     "grpo": [
-        _column("reward", 8, "reward", ".4f"),
-        _column("held-out", 8, "eval_reward", ".4f"),
-        _column("length", 7, "completions/mean_length", ".1f"),
+        _Value("reward", 8, "reward", ".4f"),
+        _Value("held-out", 8, "eval_reward", ".4f"),
+        _Value("length", 7, "completions/mean_length", ".1f"),
     ],
 }
-_LAST = [_column("tokens/s", 9, "tokens_per_s", ",.0f"), _column("idle", 6, "idle_fraction", ".1%")]
+_LAST = [_Value("tokens/s", 9, "tokens_per_s", ",.0f"), _Value("idle", 6, "idle_fraction", ".1%")]
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
-    """Print the steps of a run until it ends, and its summary.
+    """Show a run until it ends, and its summary.
 
     Args:
         is_running: Function that returns True while the run may write further lines.
@@ -45,20 +64,61 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
             raise UserError(f"{run_dir}: expected a run directory, with config.yaml, within {wait_s:g} s (--wait)")
         time.sleep(_POLL_S)
     run = yaml_dialect.read_file(run_dir / "config.yaml")["run"]
-    with ProgressReporter(run["steps"], [*_FIRST.get(run["objective"], _FIRST["sft"]), *_LAST]) as reporter:
-        shown, size, goes_on = -1, -1, True
-        while goes_on:
-            goes_on = is_running()  # before reading: a run writes its last line before it ends
-            metrics = run_dir / METRICS
-            previous, size = size, metrics.stat().st_size if metrics.exists() else -1
-            if size != previous:
-                lines = [line for line in read_metrics(run_dir, run["steps"]) if line["step"] > shown]
-                for line in lines if shown >= 0 else lines[-_BACKLOG:]:
+    shown = [*_FIRST.get(run["objective"], _FIRST["sft"]), *_LAST]
+    console, last = make_console(), -1
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            console.show_cursor(True)  # a killed process could not restore it
+            for lines in _updates(run_dir, run["steps"], is_running):
+                live.update(_block(lines, run["steps"], shown), refresh=True)
+                last = lines[-1]["step"]
+    else:
+        columns = [ProgressColumn(value.title, value.width, value.format) for value in shown]
+        reporter = ProgressReporter(run["steps"], columns, console)
+        for lines in _updates(run_dir, run["steps"], is_running):
+            for line in lines if last >= 0 else lines[-_BACKLOG:]:
+                if line["step"] > last:
                     reporter.report(line)
-                    shown = line["step"]
-            if goes_on:
-                time.sleep(_POLL_S)
-        if (run_dir / "summary.json").is_file():
-            reporter.finish(parse_json((run_dir / "summary.json").read_text(encoding="utf-8")))
-        else:
-            reporter.console.print(f"the run ended after step {max(0, shown)} of {run['steps']}, without a summary")
+                    last = line["step"]
+    if (run_dir / "summary.json").is_file():
+        console.print(closing_table(parse_json((run_dir / "summary.json").read_text(encoding="utf-8"))))
+    else:
+        console.print(f"the run ended after step {max(0, last)} of {run['steps']}, without a summary")
+
+
+def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
+    """Return all lines of metrics.jsonl each time that it has changed, until the run ends."""
+    metrics, size, goes_on = run_dir / METRICS, -1, True
+    while goes_on:
+        goes_on = is_running()  # before reading: a run writes its last line before it ends
+        previous, size = size, metrics.stat().st_size if metrics.exists() else -1
+        if size != previous and (lines := read_metrics(run_dir, num_steps)):
+            yield lines
+        if goes_on:
+            time.sleep(_POLL_S)
+
+
+def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[_Value]) -> Table:
+    """Return a row for the progress, and for each value a row of the latest, its course, its minimum and maximum."""
+    table = Table.grid(padding=(0, 2))
+    step, recent = lines[-1]["step"], [line for line in lines if line["step"]][-_RECENT:]
+    done = round(_NUM_BARS * step / num_steps)
+    times = [datetime.fromisoformat(line["time"]) for line in recent]
+    left_s = (times[-1] - times[0]).total_seconds() / (len(times) - 1) * (num_steps - step) if len(times) > 1 else None
+    left = "" if left_s is None else f"{format_duration(left_s)} left"
+    table.add_row("step", f"{step}/{num_steps}", "█" * done + "▁" * (_NUM_BARS - done), left)
+    for value in shown:
+        found = [line for line in lines if line.get(value.key) is not None]
+        if found:
+            ends = [value.format(each(found, key=lambda line: line[value.key])) for each in (min, max)]
+            course = _bars([line[value.key] for line in found])
+            table.add_row(value.title, value.format(found[-1]), course, f"{ends[0]} to {ends[1]}")
+    return table
+
+
+def _bars(values: Sequence[float]) -> str:
+    """Return at most `_NUM_BARS` characters whose heights are those of the values, from the lowest to the highest."""
+    count = min(_NUM_BARS, len(values))
+    picked = [values[(number + 1) * len(values) // count - 1] for number in range(count)]
+    low, high = min(picked), max(picked)
+    return "".join(_HEIGHTS[int(7 * (value - low) / (high - low or 1) + 0.5)] for value in picked)

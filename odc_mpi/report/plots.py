@@ -6,6 +6,7 @@ Everything that differs by color also differs by hatching, by a marker or by a l
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, GanttChart, GanttRow, Histogram, Panel, Style
@@ -73,7 +74,8 @@ def _draw_row(axes: Axes, y: float, height: float, row: GanttRow, styles: Mappin
 def _draw_marks(axes: Axes, chart: GanttChart) -> None:
     for at, text in chart.marks:
         axes.drawing.line([(axes.x(at), axes.top - 14), (axes.x(at), axes.top + axes.height)], Style(INK))
-        axes.drawing.text(axes.x(at) + 4, axes.top - 4, text)
+        x, is_right = axes.x(at), axes.x(at) > WIDTH - 80
+        axes.drawing.text(x - 4 if is_right else x + 4, axes.top - 4, text, text_anchor="end" if is_right else "start")
     if chart.saved_s > 0:
         begin, end, y = axes.x(chart.end_s), axes.x(chart.end_s + chart.saved_s), axes.top + axes.height / 2
         arrow = f"M{begin + 6:.1f},{y - 4} l-6,4 l6,4 m-6,-4 H{end:.1f} m-6,-4 l6,4 l-6,4"
@@ -152,6 +154,8 @@ def _draw_panel(
     drawing.legend(left, top + 34, labeled)
     space = 46 if labeled else 26
     low, high = _limits(panel)
+    if panel.form == ".0%" and high < 0.03:
+        panel = replace(panel, form=".1%")
     ends = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
     axes = Axes(drawing, left + _LEFT, top + space, width - _LEFT - 8, panel.height - space - 44, ends, (low, high))
     axes.log_x, axes.log_y = x_form is not None, panel.form == "log"

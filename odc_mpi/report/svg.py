@@ -91,19 +91,18 @@ class Drawing:
                 self.line([(x, y - 4), (x + 24, y - 4)], style)
                 self.marker(x + 12, y - 4, marker, style.color)
             self.text(x + 30, y, label)
-            x += 46 + CHARACTER * len(label)
+            x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
         """Return the drawing as an SVG document. The lines of `title` are drawn above it, on a background."""
-        top = LINE_HEIGHT * 1.4 * len(title) + 8 if title else 0
-        size = (
-            f'width="{WIDTH}" height="{self.height + top:.0f}" viewBox="0 {-top:.0f} {WIDTH} {self.height + top:.0f}"'
-        )
+        margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
+        width, height = WIDTH + 2 * margin, round(self.height) + top + margin
+        size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'
         head = Drawing()
         if title:
-            head.add("rect", x=0, y=-top, width=WIDTH, height=self.height + top, fill=PAPER)
+            head.add("rect", x=-margin, y=-top, width=width, height=height, fill=PAPER)
         for number, text in enumerate(title):
-            head.text(4, LINE_HEIGHT * 1.4 * (number + 1) - top, text, font_size=15, font_weight="bold")
+            head.text(0, LINE_HEIGHT * 1.4 * (number + 1) - top, text, font_size=15, font_weight="bold")
         hatches = "".join(
             f'<pattern id="{name}-{key}" width="8" height="8" patternUnits="userSpaceOnUse"><path '
             f'd="{_HATCHES[style.hatch[0]]}" stroke="{MUTED if style.color == "none" else PAPER}"/></pattern>'

@@ -8,7 +8,7 @@ from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.rundir.resume import ResumePoint, fresh_start_line
+from odc_mpi.training.rundir.resume import ResumePoint, start_line
 from odc_mpi.training.settings import Config, default_learning_rate
 
 
@@ -40,6 +40,9 @@ def startup_lines(
         trainable = f"{num_trainable:,} of {num_parameters:,} parameters trainable ({share:.1%})"
     if config.lora.r is not None:
         trainable += f", LoRA r={config.lora.r}"
+    # Printed in advance: if a rank is killed, the launcher ends the others before they can print anything.
+    every = config.run.checkpoint_every
+    saved = f"saved every {every} steps, from where the same command resumes" if every else "saved after the last step"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
@@ -51,14 +54,14 @@ def startup_lines(
         f"{config.optim.lr_scheduler_type}",
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
-        "output": config.run.dir,
+        "output": f"{config.run.dir}, {saved}",
     }
     if config.lora.target_modules == "all-linear" and (names := _weights_without_adapters(config, inputs)):
         lines["lora"] = f"all-linear left out: {', '.join(names)} (set lora.target_parameters)"
     usual = default_learning_rate(config)
     if config.model.path is not None and cast(float, config.optim.learning_rate) > 10 * usual:
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
-    start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
+    start = start_line(config, resume_point)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _INTERRUPTED = b"odc_mpi: interrupted; saving after this step. Press Ctrl-C again to end at once\n"
 _OPEN_MPI = (
-    b"odc_mpi: mpiexec of Open MPI ends the ranks 0.25 s after Ctrl-C and SIGTERM, before they can save: to save and "
-    b"stop, send SIGUSR1 to mpiexec\n"
+    b"odc_mpi: mpiexec of Open MPI ends the ranks 0.25 s after Ctrl-C, SIGTERM or the end of a rank, before they can "
+    b"save: to save and stop, send SIGUSR1 to mpiexec. The same command resumes from the newest checkpoint\n"
 )
 #: Time in seconds after the first signal in which others are ignored, since a launcher may forward the same signal.
 REPEAT_S = 1.0

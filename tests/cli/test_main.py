@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import types
@@ -119,17 +118,20 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     output = capsys.readouterr().out
     assert "loss (first -> last)" in output and "starting from scratch" not in output
+    assert f"output  {tmp_path / 'run'}, saved after the last step" in output
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
     assert cli.main([*train, "--run.steps", "1"]) == 0
     assert "already complete" in capsys.readouterr().out
     assert cli.main([*train, "--lr", "0.5"]) == 2
     assert "complete run with other settings (optim.learning_rate 0.0001 -> 0.5)" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "other")
     assert cli.main(train) == 0
     earlier = tmp_path / "run" / "earlier-1"
     assert f"the files of the earlier run are moved to {earlier}" in capsys.readouterr().out
     assert (earlier / "metrics.jsonl").exists()
+    assert cli.main([*train, "--run.resume", str(tmp_path / "other"), "--run.steps", "4"]) == 0
+    assert f"the files of the earlier run are moved to {earlier.with_name('earlier-2')}" in capsys.readouterr().out
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):

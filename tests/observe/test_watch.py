@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -57,6 +58,27 @@ def test_a_run_that_goes_on_and_ends(run, capsys):
     thread.join()
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == ["0/4", "1/4", "2/4", "3/4", "4/4", "the"]
+
+
+def test_a_terminal(run, capsys, monkeypatch):
+    """One block, which is drawn again in the same place."""
+    monkeypatch.setenv("ODC_MPI_PROGRESS", "bar")
+    monkeypatch.setenv("TERM", "xterm")
+    grows = iter([(3,), (4,), ()])
+
+    def is_running():
+        new = next(grows)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(lines(*new))
+        return bool(new)
+
+    watch.watch(run, is_running, 1)
+    first, *_, last = re.split(r"(?:\x1b\[1A|\x1b\[2K)+", re.sub(r"\x1b\[\?25.", "", capsys.readouterr().out))
+    cells = [line.split() for line in last.splitlines()]
+    assert first.split()[:2] == ["step", "3/4"]
+    assert cells[0][:2] == ["step", "4/4"] and cells[0][3:] == ["0:00:00", "left"]
+    assert cells[1] == ["loss", "5.0000", "█▆▃▁", "5.0000", "to", "8.0000"]
+    assert cells[2][:2] == ["held-out", "9.5000"] and cells[4][:2] == ["idle", "25.0%"]
 
 
 def test_a_run_that_was_killed(run, capsys):

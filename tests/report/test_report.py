@@ -329,6 +329,12 @@ def test_a_page_has_colours_for_both_backgrounds(run):
     assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[Figure(plot)]))
 
 
+def test_numbers_at_axes_differ():
+    panel = Panel("", [Curve("", [1, 2], [0.0, 0.005])], ".0%")
+    drawn = Plot("curves", "p", "", ([[panel]], "step")).svg()
+    assert ">0.2%<" in drawn and ">0.4%<" in drawn and ": 0.5%" in drawn
+
+
 def user_error(capsys, *arguments):
     assert cli.main(["report", *map(str, arguments)]) == 2
     errors = capsys.readouterr()

@@ -33,7 +33,8 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 class GRPOObjective(Objective):
     """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
 
-    `module` is that of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps` is required unless `rl.beta` is 0.
+    `module` is that of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps` is
+    required unless `rl.beta` is 0.
     """
 
     def __init__(

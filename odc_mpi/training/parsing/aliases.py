@@ -10,13 +10,13 @@ from typing import Any
 
 #: Settings of odc_mpi by the names that mean the same.
 ALIASES = {
-    **dict.fromkeys(("model_name_or_path", "base_model", "base_model_name_or_path", "pretrained_model"), "model.path"),
+    **dict.fromkeys(("model_name_or_path", "base_model", "base_model_name_or_path", "hf_assets_path"), "model.path"),
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "model.param_dtype"),
     "activation_checkpointing": "model.gradient_checkpointing",
     "torch_compile": "model.compile",
     **{f"lora_{name}": f"lora.{name}" for name in ("r", "alpha", "dropout", "target_modules", "target_parameters")},
     "lora_modules_to_save": "lora.modules_to_save",
-    "lora_layers_to_transform": "lora.layers_to_transform",
+    **dict.fromkeys(("lora_layers_to_transform", "peft_layers_to_transform"), "lora.layers_to_transform"),
     "lr": "optim.learning_rate",
     **dict.fromkeys(("min_lr_rate", "min_lr_factor", "cosine_min_lr_ratio"), "optim.min_lr_ratio"),
     **dict.fromkeys(("lr_scheduler", "scheduler"), "optim.lr_scheduler_type"),
@@ -28,7 +28,7 @@ ALIASES = {
     **dict.fromkeys(("num_epochs", "epochs"), "run.num_train_epochs"),
     "eval_steps": "run.eval_every",
     "save_steps": "run.checkpoint_every",
-    "save_total_limit": "run.keep_checkpoints",
+    **dict.fromkeys(("save_total_limit", "keep_latest_k"), "run.keep_checkpoints"),
     **dict.fromkeys(("output_dir", "dump_folder"), "run.dir"),
     "resume_from_checkpoint": "run.resume",
     "use_cpu": "run.device",
@@ -54,14 +54,15 @@ _MODEL_SETTINGS = "set model.config, entries of the model's config.json"
 #: What to do instead, by a pattern for the name. The first that matches the full name applies.
 _ANSWERS = (
     (r"optim|optim_args|optim_target_modules", "optim is a section here: set optim.optimizer to adamw or sgd"),
-    (r"(per_device_|auto_find_|micro_|local_|global_)?(train_)?batch_size", _FULL_BATCH),
+    (r"rl|trl", "rl is a section here: set run.objective to sft or grpo, and the settings of the section rl"),
+    (r"(per_device_|auto_find_|micro_|local_|global_)?(train_)?batch_size|num_tokens_per_train_step", _FULL_BATCH),
     (r"gradient_accumulation_steps|generation_batch_size|steps_per_generation", _FULL_BATCH),
     (
-        r"per_device_eval_batch_size|eval_accumulation_steps|batch_eval_metrics|eval_do_\w+|eval_use_\w+",
+        r"(per_device_)?eval_batch_size|eval_accumulation_steps|batch_eval_metrics|eval_do_\w+|eval_use_\w+",
         "not needed: data.max_tokens_per_microbatch limits the memory of evaluation, too",
     ),
     (
-        r"(eval_)?packing(_strategy)?|sample_packing|padding_free|pad_to_\w+|group_by_length|length_column_name",
+        r"(eval_)?(sample_)?packing(_strategy)?|padding_free|pad_to_\w+|group_by_length|length_column_name",
         "not needed: sequences are always packed without padding, up to data.max_tokens_per_microbatch",
     ),
     (
@@ -69,19 +70,23 @@ _ANSWERS = (
         "set run.seed, which decides the order of the data; run.exact gives the same bits on any number of ranks",
     ),
     (
-        r"max_length|max_seq_length|seq_len|sequence_len|truncation_mode|max_prompt_length",
+        r"max_(seq_|prompt_|context_)?length|seq_len|sequence_len|truncation_mode|num_tokens_per_microbatch_\w+",
         "set odc-mpi prepare --max-length; and data.max_tokens_per_microbatch, the tokens of one forward",
     ),
     (
-        r"dataset\w*|datasets|(train|eval)_(dataset|file)|chat_template\w*|completion_only_loss|assistant_only_loss|eos_token",
+        r"dataset\w*|(\w+_)?dataset|(train|eval)_file|test_datasets|chat_template\w*|(completion|assistant)_only_loss",
         _PREPARE,
     ),
-    (r"pad_token|val_set_size|test_datasets|tokenizer_\w+|train_on_inputs|remove_unused_columns|label_names", _PREPARE),
+    (
+        r"(eos|pad|special|eot)_tokens?|tokens|val_set_size|tokenizer_\w+|train_on_\w+|remove_unused_columns|label_names",
+        _PREPARE,
+    ),
+    (r"(context_parallel|cp)_(size|degree)", "set data.context_parallel to auto, which splits the longest sequences"),
     (
         r"fsdp\w*|deepspeed|ds3_\w+|ddp_\w+|local_rank|parallelism_config|accelerator_config|average_tokens_\w+",
         _SHARDED,
     ),
-    (r"megatron_\w+|\w*_parallel_(size|degree)|data_parallel_\w+", _SHARDED),
+    (r"megatron_\w+|\w*_parallel_(size|degree)|data_parallel_\w+|dp_\w+_size|enable_cpu_offload", _SHARDED),
     (r"use_vllm|vllm_\w+|use_transformers_\w+|transformers_continuous_\w+|cache_implementation|use_cache", _ON_POLICY),
     (r"epsilon\w*|delta|importance_sampling_\w+|off_policy_\w+|use_bias_correction_kl|sapo_\w+|vespo_\w+", _ON_POLICY),
     (r"(ref_model|sync_ref)_\w+", "not supported: the reference policy of rl.beta is model.path, unchanged"),
@@ -89,7 +94,7 @@ _ANSWERS = (
         r"min_p|repetition_penalty|generation_kwargs|num_generations_eval|multi_objective_\w+|max_tool_\w+",
         "not supported: rl.temperature, rl.top_p and rl.top_k select the tokens; rl.reward_weights the rewards",
     ),
-    (r"(\w+_)?entropy(_\w+)?", "not supported by the losses here: see rl.loss_type"),
+    (r"(?!liger|flash)(\w+_)?entropy(_\w+)?", "not supported by the losses here: see rl.loss_type"),
     (
         r"log_multimodal|num_completions_to_print|log_unique_prompts|log_completions_hub_repo",
         "set rl.log_completions, the steps between printed completions",
@@ -99,9 +104,12 @@ _ANSWERS = (
         r"logging_\w+|log_(level|on|freq)\w*|include_\w+|disable_tqdm|debug|skip_memory_metrics|prediction_loss_only",
         _LOGGED,
     ),
-    (r"run_name|project|trackio_\w+|wandb_\w+|mlflow_\w+", "set run.dir, whose name is the run's, and run.report_to"),
     (
-        r"eval(uation)?_strategy|do_eval|do_train|do_predict|eval_delay|evals_per_epoch",
+        r"run_name|project|(trackio|wandb|mlflow)_\w+|(use|enable)_(tensorboard|trackio|wandb|mlflow)",
+        "set run.dir, whose name is the run's, and run.report_to",
+    ),
+    (
+        r"eval(uation)?_strategy|do_eval|do_train|do_predict|eval_delay|evals_per_epoch|validator",
         "set data.eval_path, and run.eval_every to the steps between evaluations",
     ),
     (
@@ -114,14 +122,31 @@ _ANSWERS = (
     ),
     (r"push_to_hub|hub_\w+", "export with odc-mpi export, then upload with hf upload"),
     (r"fp16\w*|tf32|bf16_full_eval|cast_lm_head_to_fp32|mixed_precision\w*", "set model.param_dtype; sums are float32"),
-    (r"torch_compile_\w+|use_liger_kernel|liger_kernel_config|torch_empty_cache_steps", "set model.compile"),
-    (r"(gradient|activation)_(checkpointing_kwargs|offloading)", "set model.gradient_checkpointing to true"),
-    (r"lr_scheduler_kwargs|min_lr", "set optim.min_lr_ratio and optim.decay_ratio"),
-    (r"label_smoothing_factor|neftune_noise_alpha|router_aux_loss_coef|model_init_kwargs|rope_\w+", _MODEL_SETTINGS),
-    (r"model_revision|revision", "append it to the name in model.path: OWNER/NAME@REVISION"),
+    (
+        r"torch_compile_\w+|use_(liger_kernel|kernels)|liger_\w+|lora_\w+_kernel|flash_attn_\w+|torch_empty_cache_steps",
+        "set model.compile",
+    ),
+    (r"(flash|flex|sage|sdp|eager|xformers|s2)_attention", "set model.attn_implementation to sdpa or eager"),
+    (
+        r"(gradient|activation)_(checkpointing_kwargs|offloading)|activation_checkpoint",
+        "set model.gradient_checkpointing to true",
+    ),
+    (r"lr_scheduler_kwargs|min_lr|cosine_constant_lr_ratio|decay_type", "set optim.min_lr_ratio and optim.decay_ratio"),
+    (r"total_steps", "set run.steps, over which the learning rate decays"),
+    (
+        r"label_smoothing_factor|neftune_noise_alpha|router_aux_loss_coef|model_init_kwargs|rope_\w+|"
+        r"(overrides_of_)?model_(config|kwargs)|experts_implementation",
+        _MODEL_SETTINGS,
+    ),
+    (r"(model|processor)_type|type_of_model", "not needed: config.json in model.path names the type"),
+    (r"lora_model_dir|checkpoint", "set run.checkpoint_every, run.keep_checkpoints, run.resume and run.dir"),
+    (r"(model_)?revision(_of_model)?", "append it to the name in model.path: OWNER/NAME@REVISION"),
     (r"trust_remote_code", "not supported: code of models is never run"),
     (r"dataloader_\w+", "not needed: sequences are read from the HDF5 file as they are used"),
-    (r"load_in_[48]bit|bnb_\w+|use_bnb_\w+|quantization\w*", "not supported: the base of adapters is not quantized"),
+    (
+        r"load_in_[48]bit|(use_)?bnb_\w+|(model_)?quantization\w*|gptq\w*|qat",
+        "not supported: the base of adapters is not quantized",
+    ),
     (
         r"adapter|peft_config|use_peft|lora_target_linear|peft_\w+",
         "set lora.r; all linear layers get adapters by default",

@@ -19,7 +19,7 @@ def help_text(settings: Mapping[str, Setting], titles: Mapping[str, str], sectio
     `titles` has the description of each section. Raises `UserError` if there is no such section.
     """
     if section == NAMES:
-        return _columns("Names of transformers, TRL, peft and axolotl that are accepted, too:", ALIASES)
+        return _columns("Names of transformers, TRL, peft, axolotl and torchtitan that are accepted, too:", ALIASES)
     if section and section not in titles:
         raise UserError(f"--help: expected one of {', '.join([*titles, NAMES])}, got {section}")
     parts = []

@@ -131,19 +131,24 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
     return directory_lock
 
 
-def fresh_start_line(config: Config) -> str:
-    """Return the line to print about a missing checkpoint and an earlier run's files. Empty for a new directory."""
+def start_line(config: Config, resume_point: ResumePoint | None) -> str:
+    """Return the line to print before the first step: where the run starts, and which files are moved to `earlier-N`.
+
+    Empty for a new directory, unless the user may expect a checkpoint in it.
+    """
     run_dir = Path(config.run.dir)
-    is_used = has_records(run_dir)
-    if not is_used and not (config.run.checkpoint_every and config.run.resume == "auto"):
-        return ""
-    reason = (
-        f"no checkpoint in {run_dir / CHECKPOINTS}"
-        if config.run.resume == "auto"
-        else f"run.resume {config.run.resume}"
-    )
-    moved = f"; the files of the earlier run are moved to {next_earlier(run_dir)}" if is_used else ""
-    return f"starting from scratch: {reason}{moved}"
+    moved = "files of the earlier run" if has_records(run_dir) else ""
+    if resume_point and resume_point.continues_this_run:
+        newest = max(steps_in(run_dir / CHECKPOINTS), default=0)
+        moved = "checkpoints of later steps" if newest > resume_point.step else ""
+    tail = f"; the {moved} are moved to {next_earlier(run_dir)}" if moved else ""
+    if resume_point:
+        return f"resuming {resume_point.one_line(config)}{tail}"
+    if config.run.resume != "auto":
+        return f"starting from scratch: run.resume {config.run.resume}{tail}" if moved else ""
+    if moved or config.run.checkpoint_every:
+        return f"starting from scratch: no checkpoint in {run_dir / CHECKPOINTS}{tail}"
+    return ""
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
