@@ -15,7 +15,7 @@ from small_run import write_sequences
 
 from odc_mpi import __version__
 from odc_mpi.cli import main as cli
-from odc_mpi.errors import StoppedError
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
 
 QWEN2 = {
@@ -105,6 +105,9 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
         (["bench", "transport", "--ranks", "0"], ["--ranks", "'0'"]),
         (["bench", "transport", "--repeats", "many"], ["--repeats", "'many'"]),
         (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
+        (["bench", "train", "--steps", "0"], ["--steps: expected an integer above 0"]),
+        (["bench", "train", "--repeats", "1" + 20 * "0"], ["--repeats: expected an integer above 0, at most"]),
+        (["bench", "train", "--ranks", "100000"], ["--ranks 100000: expected at most"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
         (["bench", "transport", "more"], ["more"]),
         (["doctor", "--colour"], ["--colour"]),
@@ -127,6 +130,7 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     output = capsys.readouterr().out
     assert "loss (first -> last)" in output and "starting from scratch" not in output
+    assert "single rank, no communication" in output
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
     assert cli.main([*train, "--run.steps", "1"]) == 0
@@ -187,6 +191,16 @@ def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code)
         f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={tmp_path / 'no/note'}: No such file or directory"
     ] * (note == "no/note" and rank == 0)
     assert (tmp_path / "note").exists() == (note == "note" and rank == 0)
+
+
+@pytest.mark.parametrize(("error", "code"), [(TrainingError("diverged"), 1), (AllRanksUserError("no data"), 2)])
+def test_an_error_of_all_ranks_is_printed_by_the_first(capsys, error, code):
+    def fail():
+        raise error
+
+    for rank in range(2):
+        assert ranks.run_on_all_ranks(types.SimpleNamespace(rank=rank), fail) == code
+        assert capsys.readouterr().err == f"odc-mpi: error: {error}\n" * (rank == 0)
 
 
 def test_settings_from_a_pipe(config, tmp_path):
