@@ -2,22 +2,12 @@ import pytest
 from render_report import render_report
 from transport_result import SLOWNESS, result
 
-from odc_mpi.bench.transport import GOALS, evaluate_goals
+from odc_mpi.bench.transport import evaluate_goals
 
 
 def verdicts(**slowness):
     goals = result([1 << 20], SLOWNESS | slowness)["goals"]
     return {goal["goal"]: goal["reached"] for goal in goals}
-
-
-def test_goals_that_are_just_reached():
-    assert verdicts(fetch_copy=1 / 0.6, push_accumulate=2.5, gloo_all_gather=10 / 0.6, gloo_reduce_scatter=25.0) == {
-        "fetch_of_memcpy": True,
-        "fetch_of_gloo": True,
-        "accumulate_of_memcpy": True,
-        "accumulate_of_gloo": True,
-        "zero_copy_us": True,
-    }
 
 
 @pytest.mark.parametrize(
@@ -35,14 +25,6 @@ def test_a_goal_that_is_just_missed(goal, slowness):
     assert [name for name, is_reached in reached.items() if not is_reached] == [goal]
 
 
-def test_every_goal_states_the_figure_and_what_was_expected():
-    goals = result([1 << 20])["goals"]
-    assert [goal["goal"] for goal in goals] == [goal.name for goal, _, _ in GOALS]
-    fetch = goals[0]
-    assert (fetch["figure"], fetch["expected"], fetch["size_bytes"]) == (0.8, 0.6, 1 << 20)
-    assert fetch["variant"] == "fetch_copy"
-
-
 def test_what_was_not_measured_has_no_verdict():
     """Without gloo, and with zero-copy fetches between nodes."""
     made = result([1 << 20])
@@ -55,27 +37,16 @@ def test_what_was_not_measured_has_no_verdict():
     ]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_fit(width):
-    output = render_report(result(), width)
+def test_the_tables_fit():
+    output = render_report(result())
     assert "…" not in output
-    assert max(len(line.rstrip()) for line in output.splitlines()) <= width
+    assert max(len(line.rstrip()) for line in output.splitlines()) <= 80
     rows = [line.split() for line in output.splitlines()]
     assert next(row for row in rows if row[:1] == ["1M"])[:4] == ["1M", "0.00", "±", "10%"]
-    for words in (
-        "Open MPI 5.0.11, 2 ranks on 1 node, 1 core each, 7 rounds, all ranks at once",
-        "load of the node: 0.5 before, 2.0 after",
-    ):
-        assert words in output
-    for cell in (
-        "20 ms; 6.02",
-        "0.12 ms; 8.10",
-        "900 ms; 13.33",
-        "1 us",
-        "mailbox",
-        "accumulate",
-    ):
-        assert cell in output, cell
+    head = "Open MPI 5.0.11, 2 ranks on 1 node, 1 core each, 7 rounds, all ranks at once"
+    cells = ("20 ms; 6.02", "0.12 ms; 8.10", "900 ms; 13.33", "1 us", "mailbox", "accumulate")
+    missing = [words for words in (head, "load of the node: 0.5 before, 2.0 after", *cells) if words not in output]
+    assert missing == []
     assert ["fetch", "of", "memcpy", "fetch", "copy", "64K", "0.8", "0.6", "yes"] in rows
     assert ["accumulate", "of", "gloo", "push", "accumulate", "1M", "8", "10", "no"] in rows
 
