@@ -23,7 +23,7 @@ from odc_mpi.training.rundir import checkpointing
 from odc_mpi.training.source import FitCostModel
 from odc_mpi.training.stop import StopRequest
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 STEPS = 6
 #: So that the learning rate does not depend on the number of steps, which differs between runs here.
@@ -55,10 +55,8 @@ def losses(run_dir):
     return [line["loss"] for line in found]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "balance"),
-    [("float32", "lb_mini"), ("bfloat16", "dynamic")],
-)
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize(("dtype", "balance"), [("float32", "lb_mini"), ("bfloat16", "dynamic")])
 def test_interrupted_and_resumed(world, run, dtype, balance):
     settings = {"model__param_dtype": dtype, "data__balance": balance}
     settings["data__cost"] = "fitted"
@@ -217,6 +215,7 @@ def test_the_newest_is_damaged(run, world, capfd):
     assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [4], "nothing is thrown away"
 
 
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_tensor_is_damaged(run, world, part):
     """It shows when it is read, on the ranks that read it, and all of them end."""
@@ -337,6 +336,7 @@ def test_all_are_damaged(run, world):
         run("run")
 
 
+@pytest.mark.sizes(2, 3)
 def test_stop_signal_on_one_rank(run, world, monkeypatch):
     def values_after_signal(self):
         if world.rank == world.size - 1 and not self.requested:

@@ -7,7 +7,7 @@ import pytest
 from odc_mpi.bench.chunk_flags import ChunkFlags
 from odc_mpi.data.plan.chunks import SequenceSplit
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
 UNITS = 3
 
 

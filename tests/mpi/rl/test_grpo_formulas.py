@@ -14,7 +14,7 @@ from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.rl.source import RolloutSource
 from odc_mpi.training.run import build_trainer, decide
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 TEMPERATURE = 0.8
 #: What the first step changes sets policy and reference apart in the second.

@@ -27,7 +27,7 @@ from odc_mpi.training.run import build_trainer, decide, train
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.sizes(1, 2, 3),
+    pytest.mark.sizes(2, 3),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
 ]
 
