@@ -13,7 +13,6 @@ import transformers
 import yaml
 from small_run import write_sequences
 
-from odc_mpi import __version__
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
@@ -212,13 +211,6 @@ def test_settings_from_a_pipe(config, tmp_path):
     os.close(reader)
 
 
-def test_help_names_every_setting(capsys):
-    assert cli.main(["train", "--help"]) == 0
-    said = capsys.readouterr().out
-    for setting in ("data.minibatch_sequences", "optim.learning_rate", "comm.timeout_s", "run.max_skipped_steps"):
-        assert setting in said
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -255,10 +247,3 @@ def test_no_mpi_library(config):
 def test_without_a_command_the_help_is_printed(capsys):
     assert cli.main([]) == 0
     assert "usage: odc-mpi" in capsys.readouterr().out
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert __version__ in capsys.readouterr().out
