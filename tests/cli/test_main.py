@@ -11,22 +11,13 @@ import numpy as np
 import pytest
 import transformers
 import yaml
-from small_run import write_sequences
+from small_run import MODEL, write_sequences
 
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+QWEN2 = MODEL | {"num_hidden_layers": 1}
 
 
 @pytest.fixture
