@@ -1,4 +1,3 @@
-import gzip
 import io
 import json
 import subprocess
@@ -22,7 +21,6 @@ from odc_mpi.data.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 
-GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
 FEW = [StdlibFunction(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
 
 
@@ -97,24 +95,6 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
     )
     assert first == second
     assert first.keys() == {Path("x.h5")}
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k is not here")
-def test_gsm8k(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
-    report = prepare(
-        str(GSM8K),
-        tmp_path / "gsm8k.h5",
-        tokenizer=stdlib_report.tokenizer,
-        columns={"prompt": "question", "completion": "answer"},
-    )
-    with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
-    assert report.num_sequences == len(records) == 7473
-    with Dataset(report.path) as dataset:
-        for i in (0, 5000, 7472):
-            tokens, mask = dataset[i]
-            assert tokenizer.decode(tokens[mask]) == records[i]["answer"] + "<|endoftext|>"
-            assert tokenizer.decode(tokens[~mask]) == records[i]["question"]
 
 
 def test_conversations(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
