@@ -97,18 +97,6 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
     assert first.keys() == {Path("x.h5")}
 
 
-def test_conversations(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    source = write_lines(tmp_path / "a.jsonl", {"messages": chat}, {"text": "x y"})
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
-    with Dataset(report.path) as dataset:
-        tokens, mask = dataset[0]
-        assert tokenizer.decode(tokens[mask]) == "Hello<|im_end|>"
-        assert dataset[1][1].all()
-        # Nothing predicts a first token, so it is not counted.
-        assert report.num_trained_tokens == mask.sum() + len(dataset[1][0]) - 1
-
-
 def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "gugugu gugu?"}, {"role": "assistant", "content": "lalala lala"}]
     records = [{"messages": chat}, {"prompt": "mimimi", "completion": "dododo"}, 3, {"messages": []}] * 5
@@ -236,9 +224,6 @@ def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Pa
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
     assert "not a file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
-    assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
-    for of in ("stdlib", source):
-        assert "--vocab-size from 260 to 1048576" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
     assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
@@ -340,12 +325,6 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         assert f"{report.eval_path}: held out {len(held_out)} sequences" in report.describe()
         both.append((set(train), set(held_out)))
     assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_fraction_that_is_none(tmp_path: Path, few_functions: None, fraction: float) -> None:
-    message = refused("stdlib", tmp_path / "out.h5", eval_fraction=fraction)
-    assert "--eval-fraction of 0 or more and below 1" in message
 
 
 def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:

@@ -144,10 +144,8 @@ CASES = [
     ("dapo", "group", False, 0.0, False, False),
     ("dapo", "none", True, 0.1, False, True),
     ("dapo", "group", False, 0.3, True, False),
-    ("grpo", "group", True, 0.0, False, True),
     ("grpo", "none", False, 0.1, False, False),
     ("grpo", "group", True, 0.1, True, True),
-    ("dr_grpo", "none", False, 0.0, False, False),
     ("dr_grpo", "group", True, 0.1, False, False),
 ]
 
