@@ -2,7 +2,6 @@
 
     python tests/lint_wording.py                                  the package and the project's Markdown
     python tests/lint_wording.py odc_mpi/comm docs/windows.md     only these files and folders
-    python tests/lint_wording.py --count                          occurrences of all idioms, also of those that may stay
 
 Docstrings, comments and Markdown may not contain the idioms of `wording_idioms`. Names, string literals and code in
 backticks or fences are not checked. Docstrings begin with a verb or a noun (`OPENERS`), and so do their entries.
@@ -17,18 +16,16 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from wording_idioms import COUNTED, ENTRIES, FORBIDDEN, OPENERS, POINTS, POINTS_DEFINED_IN, SPELLINGS
+from wording_idioms import ENTRIES, FORBIDDEN, OPENERS, POINTS, POINTS_DEFINED_IN, SPELLINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKDOWN = ("*.md", "docs/**/*.md", "jobs/**/*.md", "benchmarks/**/*.md")
-#: The columns of `--count`; the first two are checked where no paths are given.
-COLUMNS = {"package": ("odc_mpi/**/*.py",), "Markdown": MARKDOWN, "tests": ("tests/**/*.py",)}
+#: Files that are checked where no paths are given.
+CHECKED = ("odc_mpi/**/*.py", "*.md", "docs/**/*.md", "jobs/**/*.md", "benchmarks/**/*.md")
 
 _COLLECTIVES = (
     "Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Reduce_scatter_block Scatter Iallgather Iallreduce "
@@ -83,16 +80,6 @@ def faults(source: str, path: str = "odc_mpi/module.py") -> Iterator[tuple[int, 
             missing = words and not re.search(rf"(?:^\s*|[.:;?!)]\s+)(?:{expected})\b", text, re.MULTILINE)
             if missing and text and not re.match(r"See `[\w.]+`", text):  # ruff demands the docstring
                 yield node.lineno, f"{node.name}: expected a sentence that begins with {expected.replace('|', ' or ')}"
-
-
-def count(sources: Iterable[tuple[str, str]]) -> Counter[str]:
-    """Return the number of occurrences of each pattern in files, which are given as path and content."""
-    counts: Counter[str] = Counter()
-    for path, source in sources:
-        for passage in passages(source, path):
-            for pattern in (*_rules(passage, path), *COUNTED):
-                counts[pattern] += len(list(_find(pattern, passage)))
-    return counts
 
 
 def passages(source: str, path: str) -> Iterator[Passage]:
@@ -196,27 +183,13 @@ def _patterns(path: Path) -> list[str]:
     return [f"{name}/**/*.{kind}" for kind in ("py", "md")] if path.is_dir() else [name]
 
 
-def _print_counts() -> None:
-    columns = {name: count(_read(patterns)) for name, patterns in COLUMNS.items()}
-    print(*(f"{name:>8}" for name in columns), "             pattern")
-    for pattern in (*FORBIDDEN, *POINTS, *SPELLINGS, *OPENERS, *COUNTED):
-        print(*(f"{column[pattern]:8}" for column in columns.values()), end="  ")
-        print("counted  " if pattern in COUNTED else "forbidden", pattern, sep="  ")
-    forbidden = [each.total() - sum(each[pattern] for pattern in COUNTED) for each in columns.values()]
-    print(*(f"{number:8}" for number in forbidden), "  forbidden  in total")
-
-
 def main() -> int:
-    """Print all faults, or the counts; 1 if there are faults."""
+    """Print all faults; 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path)
-    parser.add_argument("--count", action="store_true")
     arguments = parser.parse_args()
-    if arguments.count:
-        _print_counts()
-        return 0
     given = [pattern for path in arguments.paths for pattern in _patterns(path)]
-    files = _read(given or [*COLUMNS["package"], *COLUMNS["Markdown"]])
+    files = _read(given or CHECKED)
     if not files:
         parser.error("no Python or Markdown file in these paths")
     found = 0

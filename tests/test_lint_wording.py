@@ -1,8 +1,7 @@
 """The lint of the wording finds each kind of fault, and accepts plain text, names, strings and code."""
 
 import pytest
-from lint_wording import COMMUNICATING, count, faults
-from wording_idioms import COUNTED, FORBIDDEN, OPENERS, POINTS, SPELLINGS
+from lint_wording import faults
 
 GOOD = '''
 """A module, as `whoever.told`."""
@@ -100,10 +99,10 @@ def test_good_text_passes():
         ("Tokenise the text.", "'Tokenise'"),
     ],
 )
-@pytest.mark.parametrize("head", ["def f():", "class A:\n  def f():", "if True:\n  async def _f():", "class A:", ""])
-def test_faults_of_docstrings_are_found(docstring, words, head):
-    [(_, fault)] = faults(f'{head}\n    """{docstring}"""' if head else f'"""{docstring}"""')
-    assert words in fault
+def test_faults_of_docstrings_are_found(docstring, words):
+    for head in ("def f():", "class A:\n  def f():", "class A:", ""):
+        [(_, fault)] = faults(f'{head}\n    """{docstring}"""' if head else f'"""{docstring}"""')
+        assert words in fault
 
 
 def test_faults_of_docstrings_are_found_at_their_line():
@@ -111,19 +110,16 @@ def test_faults_of_docstrings_are_found_at_their_line():
     assert [line for line, _ in sorted(faults(source))] == [5, 6]
 
 
-@pytest.mark.parametrize("pattern", COMMUNICATING)
-def test_communicating_functions_are_marked(pattern):
-    word, calls, receivers = pattern
-    for call in calls.split():
-        for receiver in receivers.split(" "):
-            body = f"with self._{receiver}.{call}(1): pass" if receiver else f"x = [{call}(1)]"
-            source = 'class A:\n  def f(self):\n    """Do it{}."""\n    ' + body
-            assert [line for line, _ in faults(source.format(""))] == [2], body
-            assert list(faults(source.format(f". {word}"))) == []
-            assert list(faults(source.format(". Collective"))) == []
-            assert len(list(faults(source.format(f" in {word} ways")))) == 1
-            assert (list(faults(source.format(". One-sided"))) == []) == (word == "One-sided")
-            assert list(faults(source.format(""), "tests/test_it.py")) == []
+@pytest.mark.parametrize(
+    ("call", "word"), [("with self._world.split(1): pass", "Collective"), ("x = [self._window.get(1)]", "One-sided")]
+)
+def test_communicating_functions_are_marked(call, word):
+    source = f'class A:\n  def f(self):\n    """Do it{{}}."""\n    {call}'
+    assert [line for line, _ in faults(source.format(""))] == [2]
+    assert list(faults(source.format(f". {word}"))) == list(faults(source.format(". Collective"))) == []
+    assert len(list(faults(source.format(f" in {word} ways")))) == 1
+    assert (list(faults(source.format(". One-sided"))) == []) == (word == "One-sided")
+    assert list(faults(source.format(""), "tests/test_it.py")) == []
 
 
 def test_faults_of_comments_are_found_at_their_line():
@@ -141,15 +137,3 @@ def test_faults_of_markdown_are_found_at_their_line():
     source = "# Told\n\n```\ntold\n```\n\nA `name` in\nvain, before A.\n"
     assert [line for line, _ in sorted(faults(source, "docs/windows.md"))] == [1, 7, 8]
     assert [line for line, _ in sorted(faults(source, "docs/ordering.md"))] == [1, 7]
-
-
-def test_every_rule_has_what_to_write_and_none_is_forbidden_and_counted():
-    rules = [*FORBIDDEN, *POINTS, *SPELLINGS, *OPENERS, *COUNTED]
-    assert len(rules) == len(set(rules))
-    assert all({**FORBIDDEN, **POINTS, **SPELLINGS, **OPENERS}.values())
-
-
-def test_counts():
-    found = count([("a.py", '"""Told by nobody."""\n# nobody\nnobody = "nobody"\n'), ("b.md", "Nobody `nobody`")])
-    assert found[next(pattern for pattern in COUNTED if "nobody" in pattern)] == 3
-    assert found["told"] == 1

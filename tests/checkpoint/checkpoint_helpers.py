@@ -77,7 +77,7 @@ def whole(parts):
     }
 
 
-def write(directory, transport, size, model, optimizer, step, metadata, warn):
+def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail):
     state = TrainingState(model, optimizer, transport.group.rank)
     saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
     manifest = state.make_manifest(step, metadata) if transport.group.rank == 0 else None
@@ -116,7 +116,7 @@ def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, o
         if steps:
             train(model, optimizer, steps)
         if out is not None:
-            write(out, transport, size, model, optimizer, 2, {}, pytest.fail)
+            write(out, transport, size, model, optimizer, 2, {})
         return full_state(model, optimizer), full_buffers(model)
 
     parts = run_ranks(size, work, param_dtype, torch.float32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_helpers import write
 from damage import flip
 from ranks import run_ranks
 from safetensors import SafetensorError
@@ -16,8 +17,6 @@ from safetensors import SafetensorError
 from odc_mpi.checkpoint import export as module
 from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.saver import Saver
-from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -51,15 +50,8 @@ def saved(request, tmp_path):
     def work(transport):
         meta_model = models.from_config({"model_type": request.param, **FAMILIES[request.param]}, seed=0)
         model = ShardedModel(meta_model.module, transport, weights=meta_model.weights).eval()
-        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.group.rank)
-        saver = Saver(tmp_path, transport.group.rank, 2, "t", warn=print)
-        manifest = (
-            state.make_manifest(1, metadata(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
-        )
-        saver.start(1, state.snapshot(), manifest)
-        saver.wait_until_written()
-        saver.receive_reports(transport.complete_gradients(np.array(saver.report())))
-        saver.wait_until_published()
+        optimizer = torch.optim.AdamW(model.shard_parameters())
+        write(tmp_path, transport, 2, model, optimizer, 1, metadata(model.module, tmp_path / "data.h5"))
         bounds = torch.tensor([0, 8], dtype=torch.int32)
         with torch.no_grad():
             packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "use_cache": False}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_helpers import load, save
 from damage import flip
 
 from odc_mpi.checkpoint import manifest as manifests
@@ -351,18 +350,6 @@ def test_which_checkpoints_a_path_means(tmp_path):
         open_newest_checkpoint(both[1])
     with pytest.raises(UserError, match="no checkpoint in"):
         checkpoint_directories(tmp_path)
-
-
-def test_a_shard_of_another_step(tmp_path):
-    for step in (2, 3):
-        save(tmp_path, 2, step=step)
-    one, other = (tmp_path / step_name(step) / shard_name(step, 1) for step in (2, 3))
-    assert one.stat().st_size == other.stat().st_size
-    other.write_bytes(one.read_bytes())
-    with Checkpoint(other.parent) as checkpoint:
-        assert "belongs to another checkpoint" in checkpoint.check_files(range(2))
-    with pytest.raises(UserError, match="belongs to another checkpoint"):
-        load(other.parent, 2)
 
 
 def test_who_may_not_write_any_more(tmp_path, monkeypatch):

@@ -134,9 +134,3 @@ def test_the_file_of_another_step(tmp_path, entries):
     assert other.num_bytes == record.num_bytes
     with pytest.raises(UserError, match="belongs to another checkpoint"):
         ShardFile(tmp_path / "y.h5", record)
-
-
-def test_a_file_that_is_not_there(tmp_path, entries):
-    record = write_shard(tmp_path / "x.h5", entries, ATTRIBUTES)
-    with pytest.raises(UserError, match="missing"):
-        ShardFile(tmp_path / "y.h5", record)

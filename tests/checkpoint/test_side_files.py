@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_helpers import write
 from ranks import run_ranks
 
 from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.side_files import SideFiles
-from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.tokenizer import PAD, TURN_END, serialize_tokenizer, train_tokenizer, write_files
 from odc_mpi.errors import UserError
@@ -120,17 +119,12 @@ def test_generate_of_transformers_ends_at_the_end_of_a_turn(tokenizer, end, tmp_
     def save(transport):
         meta_model = models.from_config({"model_type": "llama", "vocab_size": SIZE, **sizes}, seed=0)
         model = ShardedModel(meta_model.module, transport, weights=meta_model.weights)
-        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), 0)
-        saver = Saver(tmp_path, 0, 1, "t", warn=print)
         metadata = {
             "config": settings(data),
             "transformers_config": json.loads(model.module.config.to_json_string(use_diff=False)),
             "architectures": [type(model.module).__name__],
         }
-        saver.start(1, state.snapshot(), state.make_manifest(1, metadata))
-        saver.wait_until_written()
-        saver.receive_reports(transport.complete_gradients(np.array(saver.report())))
-        saver.wait_until_published()
+        write(tmp_path, transport, 1, model, torch.optim.AdamW(model.shard_parameters()), 1, metadata)
 
     run_ranks(1, save, torch.float32, torch.float32)
     with Checkpoint(tmp_path / "step_00000001") as checkpoint:

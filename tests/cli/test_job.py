@@ -47,11 +47,6 @@ def test_templates(name):
     assert max(map(len, script.splitlines())) <= 120
 
 
-def test_shellcheck_sees_a_mistake():
-    with pytest.raises(AssertionError):
-        check(templates()["train"].replace('sbcast --force "$data"', "sbcast --force $data"))
-
-
 def test_a_script_from_a_configuration(config, capsys):
     options = ["--nodes", "4", "--ranks-per-node", "2", "--cores-per-rank", "6", "--time", "1-00:00:00"]
     options += ["--partition", "long", "--gpus-per-node", "2", "--stage", "/my tmp", "--mpi", "pmi2", "--name", "a.b"]

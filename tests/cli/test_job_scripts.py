@@ -96,18 +96,6 @@ def test_ranks_that_start_while_the_job_is_stopped_find_a_file(place):
     assert not list(place.path.glob(".*stop*"))
 
 
-def test_a_file_of_an_earlier_start_is_ignored(place):
-    (place.path / ".odc-mpi-12.stop").touch()
-    assert place.run(TRAIN, srun='[ ! -e "$ODC_MPI_STOP_FILE" ]') == (0, "")
-
-
-def test_a_stopped_task_of_an_array_queues_itself_alone(place):
-    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "2"}
-    assert place.run(TEMPLATES["sweep"], srun="exit 75", **array)[0] == 75
-    assert place.calls("scontrol") == ["requeue 9_2"]
-    assert place.calls("srun")[0].endswith("1e-4 --run.dir runs/job-9/2 --run.log_dir runs/job-9/2/logs")
-
-
 def test_a_number_without_settings_does_not_train(place):
     code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
     assert code != 0 and "there is no line of settings for index 3" in output
@@ -119,15 +107,6 @@ def test_the_ranks_are_notified_once(place):
     place.wait_until_up()
     for _ in range(2):
         process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 75
-    assert place.calls("scontrol") == ["requeue 12"]
-
-
-def test_ranks_that_do_not_listen_yet_are_started_again(place):
-    process = place.start(TRAIN, srun='touch "$CALLS.up"; exec sleep 30')
-    place.wait_until_up()
-    process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=30)
     assert process.returncode == 75
     assert place.calls("scontrol") == ["requeue 12"]
@@ -145,22 +124,11 @@ def test_a_signal_while_the_data_set_is_copied(place):
 
 
 def test_the_copy_is_used_for_training(place):
-    assert place.run(
-        TRAIN, "--config", "c", srun='[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]', **STAGED
-    ) == (
-        0,
-        "",
-    )
+    srun = '[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]'
+    assert place.run(TRAIN, "--config", "c", srun=srun, **STAGED) == (0, "")
     assert place.calls("sbcast") == ["--force data of mine.h5 /local/12-data of mine.h5"]
     (call,) = place.calls("srun")
     assert call.endswith("--config c --data.path /local/12-data of mine.h5")
-
-
-def test_a_failed_copy_is_reported_and_leaves_nothing(place):
-    code, output = place.run(TRAIN, sbcast="exit 1", **STAGED)
-    assert code == 1
-    assert "error: cannot copy data of mine.h5 to /local on each node" in output
-    assert [call[-len(REMOVED) :] for call in place.calls("srun")] == [REMOVED]
 
 
 def test_a_run_that_fails_leaves_no_copy(place):

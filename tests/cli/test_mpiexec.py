@@ -69,15 +69,6 @@ def test_exit_codes_pass_through(mpiexec, ending, code):
     assert launch.run(2, [], timeout_s=20) == code
 
 
-def test_output_passes_through(mpiexec, capfd):
-    mpiexec('echo given: "$@"; echo trouble >&2')
-    assert launch.run(2, ["bench", "transport"], timeout_s=20) == 0
-    said = capfd.readouterr()
-    assert said.out.startswith("given: -n 2 ")
-    assert said.out.endswith("-m odc_mpi bench transport\n")
-    assert said.err == "trouble\n"
-
-
 def test_beyond_its_time_everything_is_ended(mpiexec, tmp_path):
     mpiexec(f"echo $$ > {tmp_path}/pid; exec sleep 60")
     with pytest.raises(TimeoutError, match="2 ranks did not end within"):

@@ -4,12 +4,9 @@ import os
 import signal
 
 import pytest
-import transformers
-from test_main import QWEN2
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.files import atomic_write
 
 
@@ -59,31 +56,3 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):
     assert ended.value.code == 143
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.slow
-def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
-    for name, size in (("one", "300"), ("two", "310")):
-        arguments = [
-            "prepare",
-            "stdlib",
-            "--out",
-            str(tmp_path / f"{name}.h5"),
-            "--vocab-size",
-            size,
-            "--max-length",
-            "60",
-        ]
-        assert cli.main(arguments) == 0
-    model = tmp_path / "model"
-    model.mkdir()
-    write_files(tokenizer_files(tmp_path / "one.h5"), model)
-    config = transformers.AutoConfig.for_model(**QWEN2 | {"vocab_size": 320})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
-    capsys.readouterr()
-    assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert "with a tokenizer that differs" in errors[0]
-    assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -1,4 +1,3 @@
-import gzip
 import io
 import json
 import subprocess
@@ -22,7 +21,6 @@ from odc_mpi.data.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 
-GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
 FEW = [StdlibFunction(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
 
 
@@ -97,36 +95,6 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
     )
     assert first == second
     assert first.keys() == {Path("x.h5")}
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k is not here")
-def test_gsm8k(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
-    report = prepare(
-        str(GSM8K),
-        tmp_path / "gsm8k.h5",
-        tokenizer=stdlib_report.tokenizer,
-        columns={"prompt": "question", "completion": "answer"},
-    )
-    with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
-    assert report.num_sequences == len(records) == 7473
-    with Dataset(report.path) as dataset:
-        for i in (0, 5000, 7472):
-            tokens, mask = dataset[i]
-            assert tokenizer.decode(tokens[mask]) == records[i]["answer"] + "<|endoftext|>"
-            assert tokenizer.decode(tokens[~mask]) == records[i]["question"]
-
-
-def test_conversations(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    source = write_lines(tmp_path / "a.jsonl", {"messages": chat}, {"text": "x y"})
-    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
-    with Dataset(report.path) as dataset:
-        tokens, mask = dataset[0]
-        assert tokenizer.decode(tokens[mask]) == "Hello<|im_end|>"
-        assert dataset[1][1].all()
-        # Nothing predicts a first token, so it is not counted.
-        assert report.num_trained_tokens == mask.sum() + len(dataset[1][0]) - 1
 
 
 def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None:
@@ -256,9 +224,6 @@ def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Pa
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
     assert "no such file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
-    assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
-    for of in ("stdlib", source):
-        assert "--vocab-size from 260 to 1048576" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
     assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
@@ -360,12 +325,6 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         assert f"{report.eval_path}: held out {len(held_out)} sequences" in report.describe()
         both.append((set(train), set(held_out)))
     assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_fraction_that_is_none(tmp_path: Path, few_functions: None, fraction: float) -> None:
-    message = refused("stdlib", tmp_path / "out.h5", eval_fraction=fraction)
-    assert "--eval-fraction of 0 or more and below 1" in message
 
 
 def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:

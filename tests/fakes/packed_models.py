@@ -1,20 +1,12 @@
 """A small model as transformers has it, and the same weights as training has them."""
 
 import torch
+from tiny_qwen2 import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.models import attention
 
-SETTINGS = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-    "attention_dropout": 0.3,
-}
+SETTINGS = SIZES | {"vocab_size": 61, "max_position_embeddings": 40, "attention_dropout": 0.3}
 
 
 def plain_model(**changes):

@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import shutil
-import socket
-from pathlib import Path
 
 import h5py
 from case import Case, change, damaged_dataset, mutation, prepare, write
@@ -119,42 +117,14 @@ def _odd_sources(directory):
 
 
 def _outputs():
-    """Outputs that exist: only a data set of ours may be replaced."""
-    for old in (("prepare", "a.jsonl", "b.jsonl"), ("prepare", "a.jsonl", "notes.txt"), ("prepare", "a.jsonl")):
-        yield Case(FAMILY, f"no output named: {' '.join(old)}", (*old, "--vocab-size", "300"))
-    for out in ("a.jsonl", "c.jsonl.gz", "notes.txt", "config.yaml", "run", "full", "", "."):
-        yield Case(FAMILY, f"output {out!r}", prepare(out=out))
-    for out in ("missing/out.h5", "x" * 300, "notes.txt/out.h5", "/proc/out.h5", "new\n.h5"):
+    """Outputs that exist. Those that are no data set of ours are refused in tests/data/test_prepare_outputs.py."""
+    for out in ("missing/out.h5", "x" * 300, "/proc/out.h5", "new\n.h5"):
         yield Case(FAMILY, f"output {out[:40]!r}", prepare(out=out), codes=(0, 2))
-    own = ("--tokenizer", "data.h5")
-    yield Case(FAMILY, "output is the tokenizer's data set", prepare(out="data.h5", options=own))
-    yield Case(FAMILY, "output in another set's place", prepare("b.jsonl", out="data.h5"))
-    eval_out = prepare(options=("--eval-fraction", "0.2"))
-    yield Case(FAMILY, "held-out output is a user's file", eval_out, write("out.eval.h5", "mine"))
-    kinds = {
-        "a FIFO": os.mkfifo,
-        "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
-        "a dangling link": lambda path: path.symlink_to("nowhere"),
-        "a link to itself": lambda path: path.symlink_to(path.name),
-        "a link to notes": lambda path: path.symlink_to("notes.txt"),
-        "an empty file": Path.touch,
-        "HDF5 of another program": _other_hdf5,
-    }
-    if os.geteuid() == 0:
-        kinds["a device"] = lambda path: os.mknod(path, 0o20666, os.makedev(1, 3))
-    for name, make in kinds.items():
-        codes, writes = ((0, 2), ("o",)) if "dangling" in name else ((2,), ())
-        damage = lambda directory, make=make: make(directory / "o")  # noqa: E731
-        yield Case(FAMILY, f"output is {name}", prepare(out="o"), damage, codes, writes=writes)
+    yield Case(FAMILY, "output is the tokenizer's data set", prepare(out="data.h5", options=("--tokenizer", "data.h5")))
     for name in ("tokens", "offsets"):
         # A call must not take it for done. --force, since data.h5 was made in another directory.
         argv, damage = prepare(out="data.h5", options=("--force",)), damaged_dataset(name, 0.3, 2)
         yield Case(FAMILY, f"the same call over damaged {name}", argv, damage, (0,), writes=("data.h5",))
-
-
-def _other_hdf5(path):
-    with h5py.File(path, "w") as file:
-        file["theirs"] = 1
 
 
 def _tokenizer(value):

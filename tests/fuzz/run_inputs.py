@@ -30,39 +30,13 @@ COMMANDS = {
 }
 _SAME = ("resume", "generate", "export")
 _NESTED = "[" * 100_000
-MANIFESTS = (
-    *("", _NESTED, "[]", "1", "\0" * 500, "{}", b"\xff{}", "NaN", "9" * 5000),
-    '{"format": "odc_mpi.checkpoint", "version": 99}',
-)
+MANIFESTS = ("", _NESTED, "[]", "\0" * 500, b"\xff{}", "9" * 5000)
 METRICS = (
-    *("", "\n", "[]", "{}", "null", "1", "{", "NaN", _NESTED, '{"step": 1}', '{"step": null, "loss": 1}', "\0" * 100),
-    *(
-        '{"step": 1, "loss": [], "tokens_per_s": [], "step_s": []}',
-        '{"step": 1, "loss": "x", "step_s": "y"}',
-        "9" * 5000,
-    ),
-    *(
-        '{"step": 1, "loss": 1e308, "grad_norm": 1e308}',
-        '{"step": -1, "loss": NaN}',
-        '{"step": 1e308, "loss": Infinity}',
-    ),
-    *(
-        '{"step": true, "loss": false}',
-        '{"step": "\\ud800", "loss": {}}',
-        '{"step": 1, "loss": 1}\n{"step": 1, "loss": 2}',
-    ),
+    *("", "[]", "null", "{", _NESTED, '{"step": 1}', '{"step": null, "loss": 1}', "\0" * 100, "9" * 5000),
+    *('{"step": 1, "loss": [], "tokens_per_s": [], "step_s": []}', '{"step": "\\ud800", "loss": {}}'),
+    *('{"step": 1, "loss": 1e308, "grad_norm": 1e308}', '{"step": 1e308, "loss": Infinity}'),
 )
-TRACES = (
-    "",
-    "[]",
-    "{}",
-    "null",
-    _NESTED,
-    '{"traceEvents": 1}',
-    '{"traceEvents": [1]}',
-    '{"traceEvents": [{}]}',
-    "9" * 5000,
-)
+TRACES = ("", "[]", "{}", _NESTED, '{"steps": 1}', '{"steps": [{}]}', "9" * 5000)
 
 
 def cases(rng):
@@ -146,23 +120,12 @@ def _first(body):
 
 SEALED = {
     "no tensors": lambda body: body.update(tensors={}),
-    "tensors a list": lambda body: body.update(tensors=[]),
-    "ranges of a rank that is missing": lambda body: _first(body).update(ranges=[[7, 0, 10]]),
     "ranges beyond the tensor": lambda body: _first(body).update(ranges=[[0, 0, 10**9]]),
     "ranges reversed": lambda body: _first(body).update(ranges=[[0, 10, 0]]),
-    "ranges empty": lambda body: _first(body).update(ranges=[]),
     "dtype unknown": lambda body: _first(body).update(dtype="float3"),
-    "shape negative": lambda body: _first(body).update(shape=[-1, 16]),
     "shape huge": lambda body: _first(body).update(shape=[2**40, 2**40]),
-    "kind unknown": lambda body: _first(body).update(kind="x"),
     "step a text": lambda body: body.update(step="2"),
-    "step another": lambda body: body.update(step=5),
-    "size 0": lambda body: body.update(size=0),
-    "size huge": lambda body: body.update(size=10**9),
-    "files {}": lambda body: body.update(files={}),
     "files elsewhere": lambda body: body.update(files={"../x": {"num_bytes": 1, "checksum": 1}}),
-    "scalars a list": lambda body: body.update(scalars=[]),
-    "optimizer a number": lambda body: body.update(optimizer=1),
 }
 
 

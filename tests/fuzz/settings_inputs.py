@@ -13,52 +13,19 @@ from odc_mpi.training import settings
 FAMILY = "b settings and models"
 RIGHT = (0, 2)
 _HUGE = 1 << 70
-_NESTED = "{a: " * 10_000 + "1" + "}" * 10_000
-_ANCHORS = "".join(f"  a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(10))
+#: What YAML has besides; documents that are no configuration are refused one by one in tests/training/test_settings.py.
 YAML = {
     "empty": "",
-    "a list": "[]",
-    "a number": "1",
-    "a text": "run",
     "null": "null",
-    "not YAML": "run: [",
-    "tab": "run:\n\tsteps: 1",
-    "two documents": "run: {}\n---\nrun: {}",
-    "the same key twice": "run: {}\nrun: {}",
-    "keys that are numbers": "1: 2",
     "keys that are lists": "? [a]\n: 1",
-    "an object of Python": "run: !!python/object/apply:os.system [echo]",
     "binary": "run: {dir: !!binary aGVsbG8=}",
     "a set": "run: !!set {a, b}",
     "a date": "run: {dir: 2001-01-01}",
     "a merge": "run: {<<: 1}",
-    "a merge of itself": "run: &a {<<: *a}",
-    "an unknown anchor": "run: *a",
-    "an anchor to itself": "run: &a {dir: *a}",
-    "a list of itself": "run: {report_to: &a [*a]}",
-    "model.config of itself": "model: {config: &a {model_type: *a}}",
-    "nested lists": "run: " + "[" * 10_000 + "]" * 10_000,
-    "nested mappings": "run: " + _NESTED,
-    "nested model.config": "model: {config: " + _NESTED + "}",
-    "block nesting": "".join(" " * i + "a:\n" for i in range(3000)),
-    "anchors that expand": "model:\n config:\n  a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + _ANCHORS,
-    "100,000 aliases": "model: {config: {a: &a 1, b: [" + "*a, " * 100_000 + "]}}",
-    "20 MB": "# " + "x" * 20_000_000,
-    "a long text": "run: {dir: " + "x" * 500_000 + "}",
-    "NUL": "run: {dir: a\x00b}",
-    "NUL in quotes": 'run: {dir: "a\\0b"}',
-    "a lone surrogate": 'run: {dir: "a\\ud800"}',
-    "a lone surrogate in model.path": 'model: {path: "a\\ud800"}',
     "control characters": 'run: {dir: "\\e[2J"}',
     "byte order mark": b"\xef\xbb\xbfrun: {}",
     "UTF-16": "run: {}".encode("utf-16"),
-    "not UTF-8": b"run: {dir: \xff}",
     "zeros": bytes(4096),
-    "an unknown section": "rnu: {}",
-    "an unknown key": "run: {step: 1}",
-    "sections that are lists": "run: []\nmodel: 1\ndata: null",
-    "a huge integer": f"run: {{seed: {_HUGE}}}",
-    "an integer of 10,000 digits": "run: {seed: " + "9" * 10_000 + "}",
     "sexagesimal": "run: {seed: 1:30}",
     "octal": "run: {seed: 0o17}",
 }
@@ -82,14 +49,7 @@ MODEL_VALUES = {
     "num_key_value_heads": (0, 3, -1, "x", None, 10**9),
     "max_position_embeddings": (0, -1, 1, "x", None, _HUGE),
     "model_type": ("", "nope", None, 1, [], "bert", "t5", "clip", "gpt2"),
-    "rope_parameters": (
-        {"rope_type": "nope"},
-        {"rope_type": "linear"},
-        [],
-        "x",
-        {"rope_theta": 0},
-        {"rope_theta": "x"},
-    ),
+    "rope_parameters": ({"rope_type": "nope"}, {"rope_type": "linear"}, [], "x", {"rope_theta": "x"}),
     "rms_norm_eps": (0, -1, "x", None, "nan"),
     "hidden_act": ("", "nope", 1, None),
     "layer_types": ([], ["x"], "x", ["full_attention"], ["full_attention"] * 100),
@@ -166,10 +126,8 @@ def _directories(rng):
 
 
 INDEXES = (
-    *("", "[]", "1", "{}", '{"weight_map": []}', '{"weight_map": 1}', '{"weight_map": {}}', '{"weight_map": null}'),
-    *('{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": []}}', "[" * 100_000),
-    *('{"weight_map": {"a": "missing.safetensors"}}', '{"weight_map": {"a": "../model/model.safetensors"}}'),
-    *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "x\\u0000"}}', '{"weight_map": {"a": "\\ud800"}}'),
+    *("", "[]", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": "missing.safetensors"}}'),
+    *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": "\\ud800"}}'),
 )
 
 

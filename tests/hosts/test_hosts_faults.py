@@ -6,7 +6,7 @@ import pytest
 from faults import endure
 
 #: By default few, and always the same; ODC_MPI_FAULTS says how many, ODC_MPI_SEED which.
-NUM_FAULTS = int(os.environ.get("ODC_MPI_FAULTS", "5"))
+NUM_FAULTS = int(os.environ.get("ODC_MPI_FAULTS", "3"))
 SEED = int(os.environ.get("ODC_MPI_SEED", "1"))
 
 

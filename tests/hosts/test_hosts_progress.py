@@ -49,8 +49,7 @@ world.close()
 """
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+@pytest.mark.parametrize(("reduction", "ranks_per_host"), [("accumulate", 1), ("mailbox", 2)])
 def test_no_rank_waits_for_a_computing_rank_of_the_other_host(tmp_path, reduction, ranks_per_host):
     done = launch(ranks_per_host, script(tmp_path, COMPUTES), reduction, "thread", timeout_s=60)
     assert done.code == 0, done.err
@@ -69,17 +68,14 @@ def test_without_progress_it_is_waited_for(tmp_path):
     assert int(rounds) == 1 and float(longest) > 2.0, done.out
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_the_doctor_sees_that_the_other_host_needs_progress(ranks_per_host):
-    done = launch(ranks_per_host, "-m", "odc_mpi", "doctor", "--json", timeout_s=90)
+def test_the_doctor_sees_that_the_other_host_needs_progress():
+    done = launch(2, "-m", "odc_mpi", "doctor", "--json", timeout_s=90)
     assert done.code == 0, done.err
     report = json.loads(done.out)
-    assert report["nodes"] == 2 and list(report["ranks_per_node"]) == [ranks_per_host] * 2
+    assert report["nodes"] == 2 and list(report["ranks_per_node"]) == [2, 2]
     peers = report["peers"]
-    assert (peers["same_node"] is None) == (ranks_per_host == 1)
     assert peers["other_node"]["get"]["one_sided"] is False
     assert peers["other_node"]["get"]["busy_s"] > 10 * peers["other_node"]["get"]["idle_s"] > 0
     assert peers["other_node"]["put"]["gb_per_s"] > 0
     assert report["decision"]["progress"]["choice"] == "thread"
-    if ranks_per_host == 2:
-        assert peers["same_node"]["get"]["one_sided"] is True
+    assert peers["same_node"]["get"]["one_sided"] is True

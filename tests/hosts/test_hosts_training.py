@@ -15,18 +15,16 @@ from two_hosts import launch
 SETTINGS = [
     "",
     "reduction=accumulate progress=thread",
-    "reduction=accumulate progress=off",
-    "reduction=mailbox progress=thread",
     "reduction=mailbox progress=off balance=dynamic",
     "zero_copy=off reduction=mailbox mailbox_bytes=8192 prefetch=2",
 ]
 #: Those that two ranks on each host are tried with, too: near and far peers at once.
-SETTINGS_OF_FOUR = [SETTINGS[0], f"{SETTINGS[1]} balance=dynamic", SETTINGS[-1]]
+SETTINGS_OF_FOUR = ["reduction=accumulate progress=off balance=dynamic", SETTINGS[-1]]
 #: Sequences have up to 29 tokens, so many must be cut. Keys and values are fetched over the network.
 PIECES = "balance=dynamic context_parallel=auto max_tokens_per_microbatch=16"
 #: By the ranks of each host; of the last two one host has more than the other.
 RUNS = {
-    1: [*SETTINGS, PIECES, f"{PIECES} reduction=mailbox progress=off"],
+    1: [*SETTINGS, f"{PIECES} reduction=mailbox progress=off"],
     2: [*SETTINGS_OF_FOUR, f"{PIECES} zero_copy=off prefetch=2"],
     "2,1": [SETTINGS[-1]],
     "1,2": ["balance=dynamic"],

@@ -52,31 +52,24 @@ _started = []
 def start(ranks, *command, cwd=None, **env):
     """Start python with these arguments on some ranks; on one without a launcher if `ranks` is 0."""
     launcher = [MPIEXEC, "-n", str(ranks)] if ranks else []
+    return _start([*launcher, sys.executable, *map(str, command)], cwd, env)
+
+
+def start_shell(commands, cwd):
+    """Start commands in bash, with the programs beside python first on the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return _start(["bash", "-c", commands], cwd, {"PATH": path})
+
+
+def _start(words, cwd, env):
     process = subprocess.Popen(
-        [*launcher, sys.executable, *map(str, command)],
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
         cwd=cwd,
         env=environment(**env),
-        start_new_session=True,
-    )
-    _started.append(process)
-    return process
-
-
-def start_shell(commands, cwd):
-    """Start commands in bash, with the programs beside python first on the PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen(
-        ["bash", "-c", commands],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        cwd=cwd,
-        env=environment(PATH=path),
         start_new_session=True,
     )
     _started.append(process)

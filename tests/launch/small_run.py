@@ -5,19 +5,11 @@ import json
 import numpy as np
 import pytest
 import yaml
+from tiny_qwen2 import QWEN2
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+MODEL = QWEN2 | {"intermediate_size": 64}
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import sys
 import peft
 import pytest
 import torch
-from test_build import QWEN2
+from tiny_qwen2 import QWEN2
 from torch import nn
 
 from odc_mpi.errors import UserError

@@ -4,7 +4,7 @@ import argparse
 import json
 
 import pytest
-from test_build import QWEN2
+from tiny_qwen2 import QWEN2
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.cli.options import attention_name

@@ -10,6 +10,7 @@ import torch
 import transformers
 from local_transport import LocalGroup, LocalTransport
 from safetensors.torch import load_file, save_file
+from tiny_qwen2 import QWEN2
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,16 +18,6 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 LLAMA = QWEN2 | {"model_type": "llama"}
 SLIDING = QWEN2 | {"model_type": "mistral", "sliding_window": 5}
 #: Their windows are in the mask alone.

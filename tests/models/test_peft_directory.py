@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_build import QWEN2
+from tiny_qwen2 import QWEN2
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.errors import UserError

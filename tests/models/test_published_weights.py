@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tiny_configurations import tiny_config
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -16,38 +17,6 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_shared_experts": 1,
-    "moe_layer_start_index": 1,
-    "intermediate_size_mlp": 48,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES = [
     *("llama", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1", "gpt_oss", "llama4_text", "minimax"),
@@ -73,27 +42,14 @@ VISION = {
 COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 
 
-def tiny(config_class, sizes):
-    """Return the entries of `sizes` that a configuration has."""
-    default = config_class()
-    return {key: value for key, value in sizes.items() if key in {*default.to_dict(), *default.attribute_map}}
-
-
-def make(kind):
-    config_class = transformers.CONFIG_MAPPING[kind]
-    return config_class(**tiny(config_class, SIZES))
-
-
 def make_composite(kind):
     config_class = transformers.CONFIG_MAPPING[kind]
-    inner = config_class().get_text_config()
-    text = {"model_type": inner.model_type, **tiny(type(inner), SIZES)}
-    if "mrope_section" in (inner.rope_parameters or {}) or "qwen" in kind:
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
-    vision = {
-        "model_type": config_class().vision_config.model_type,
-        **tiny(type(config_class().vision_config), VISION),
-    }
+    default = config_class()
+    text = tiny_config(default.get_text_config().model_type).to_dict()
+    if "qwen" in kind:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    vision = {key: value for key, value in VISION.items() if key in default.vision_config.to_dict()}
+    vision["model_type"] = default.vision_config.model_type
     return config_class(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
@@ -119,7 +75,7 @@ class InMemory:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_are_read_and_written_as_transformers_does(kind, tmp_path):
     torch.manual_seed(0)
-    module = transformers.AutoModelForCausalLM.from_config(make(kind), dtype=torch.float32)
+    module = transformers.AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
     for original in (False, True):
         directory = tmp_path / str(original)
         module.save_pretrained(directory, save_original_format=original)
@@ -161,7 +117,7 @@ def test_a_composite_without_a_text_model_is_refused():
 
 
 def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):
-    module = transformers.AutoModelForCausalLM.from_config(make("qwen3_moe"), dtype=torch.float32)
+    module = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"), dtype=torch.float32)
     module.save_pretrained(tmp_path)
     weights = models.from_directory(tmp_path).weights
     counts, plain = [], weights.files._slice

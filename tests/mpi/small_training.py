@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_qwen2
 import torch
 import torch_reference
 
@@ -15,16 +16,7 @@ from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import build_trainer, decide, train
 
 STEPS = 5
-QWEN2 = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+QWEN2 = tiny_qwen2.QWEN2 | {"num_hidden_layers": 3}
 
 
 def configure(dataset_path, **changes):

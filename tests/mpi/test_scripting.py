@@ -9,7 +9,7 @@ from small_training import QWEN2, configure, train_to_the_end
 import odc_mpi
 from odc_mpi.errors import AllRanksUserError, UserError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 
 def test_a_script_prepares_and_trains(world, base):

@@ -137,19 +137,6 @@ class TestSummary:
         assert result["boundary_wait_s"] == pytest.approx(0.15)
         assert 0 <= result["elapsed_s"] < 5
 
-    def test_of_an_entry_per_step_every_step_counts_the_same(self):
-        summary = Summary(
-            {"moved": SummaryField("moved", "per_step")}, previous_lines=[{"step_s": 9.0, "skipped": False, "moved": 5}]
-        )
-        for moved, step_s in ((1, 1.0), (3, 10.0)):
-            summary.add({"step_s": step_s, "skipped": True, "moved": moved})
-        assert summary.finish({})["moved"] == 3.0
-
-    def test_one_step_is_first_and_last(self):
-        summary = Summary(ENTRIES)
-        summary.add(STEP)
-        assert {summary.finish(FACTS)[name] for name in ("loss_first", "loss_last")} == {8.25}
-
     def test_no_steps_are_no_error(self):
         result = Summary(ENTRIES).finish(FACTS)
         assert (result["steps"], result["loss_first"], result["tokens_per_s"]) == (0, None, 0.0)
@@ -164,16 +151,6 @@ class TestSummary:
         assert (result["loss_first"], result["loss_last"]) == (8.25, 7.0)
         assert result["fetch_wait_s"] == pytest.approx(4.02) and result["accumulate_wait_s"] == pytest.approx(0.06)
         assert 1.5 <= result["elapsed_s"] < 6.5
-
-    def test_entries_are_those_of_who_reports(self):
-        summary = Summary(
-            {"reward_last": SummaryField("reward", "last"), "reward_mean": SummaryField("reward", "mean")}
-        )
-        for reward, step_s in ((1.0, 3.0), (2.0, 1.0)):
-            summary.add({"reward": reward, "step_s": step_s, "skipped": False})
-        result = summary.finish({})
-        assert result.keys() == {"steps", "reward_last", "reward_mean", "elapsed_s"}
-        assert (result["reward_last"], result["reward_mean"]) == (2.0, 1.25)
 
     def test_written_atomically(self, tmp_path):
         write_summary(tmp_path, {"loss_last": float("nan"), "deep": [{"x": float("inf")}, 1.5]})

@@ -103,14 +103,6 @@ class TestProgressOnATerminal:
             file.getvalue().removeprefix(written).split()[0] == "3/4" and "left" not in file.getvalue()[len(written) :]
         )
 
-    def test_an_error_finds_the_bar_gone(self):
-        stdout = sys.stdout
-        console = Console(file=io.StringIO(), force_terminal=True, width=90)
-        with pytest.raises(RuntimeError), ProgressReporter(4, COLUMNS, console):
-            assert sys.stdout is not stdout
-            raise RuntimeError
-        assert sys.stdout is stdout
-
 
 class TestClosingTable:
     def render(self, summary) -> str:
@@ -140,10 +132,6 @@ class TestClosingTable:
         text = self.render({"reward_first": 0.125, "reward_last": 0.5, "loss_last": 1.0, "eval_exact_match": 0.25})
         assert "reward (first -> last) 0.1250 -> 0.5000" in text and "eval match (start -> final) - -> 25.0%" in text
         assert "loss" not in text
-
-    def test_missing_values_show_as_a_dash(self):
-        text = self.render({})
-        assert "loss (first -> last) - -> -" in text and "run directory -" in text
 
 
 SHOW_WIDTH = "from odc_mpi.observe.terminal import terminal_width; open('width', 'w').write(str(terminal_width()))"
@@ -179,9 +167,6 @@ class TestWhereTheTerminalIs:
         script = f'"$@" > {os.ttyname(terminal)} &\nwait $!'
         assert self.width(tmp_path, script, subprocess.PIPE) == "None"
         assert self.width(tmp_path, script, subprocess.PIPE, name="other") == "123"
-
-    def test_not_behind_any_other_pipe(self, tmp_path, terminal):
-        assert self.width(tmp_path, '"$@" | cat', terminal, name="other") == "None"
 
 
 class TestConsole:

@@ -14,7 +14,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
 from odc_mpi.report.page import Figure, ReportPage, html
-from odc_mpi.report.plot_types import Curve, Panel, Plot, choose_ranks
+from odc_mpi.report.plot_types import Curve, Panel, Plot
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -254,14 +254,6 @@ def test_of_many_ranks_some_are_shown(run):
     assert "32 of 100 ranks are shown" in page
 
 
-def test_the_choice_of_ranks():
-    assert choose_ranks([3.0, 1.0, 2.0]) == [0, 1, 2]
-    busy = [float(i * 7 % 100) for i in range(100)]
-    chosen = choose_ranks(busy)
-    assert len(chosen) == 32 and chosen == sorted(chosen)
-    assert {busy.index(0.0), busy.index(99.0)} <= set(chosen)
-
-
 @pytest.mark.parametrize("benchmark", ["schedule", "simulate"])
 def test_a_page_of_schedules(tmp_path, benchmark):
     page = written(tmp_path / "found.json", schedule_result(benchmark))
@@ -280,12 +272,6 @@ def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
     with_split = written(tmp_path / "a.json", found, plot_name="gantt")
     assert "The longest sequences split, window/split" in with_split and ", split " in with_split
     assert "window/split" not in written(tmp_path / "b.json", schedule_result(), plot_name="gantt")
-
-
-def test_a_rank_without_work_waits(tmp_path):
-    result = schedule_result()
-    result["timeline"]["window/dynamic"][2] = []
-    assert "rank 2" in written(tmp_path / "found.json", result, plot_name="gantt")
 
 
 def test_a_page_of_training(tmp_path):

@@ -1,7 +1,6 @@
 """The simulator against figures found by hand, a second implementation that steps through time, and known bounds."""
 
 import json
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from odc_mpi.simulate.events import (
     simulate_static,
 )
 from odc_mpi.simulate.scenario import REFERENCE_COST, REFERENCE_OVERHEAD_S, Scenario, SimulatedMinibatch
-from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, recommend_batch_size, simulate, simulate_timing
+from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, simulate_timing
 
 #: Schedules that do not split sequences.
 WHOLE = [name for name in SCHEDULES if name != "window/split"]
@@ -38,41 +37,12 @@ def test_chunks_wait_for_each_other_in_each_unit_by_hand():
     assert simulate_context_parallel([1.0], [4.0], 3)[0][-1][1] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_second_implementation_of_chunks_agrees(seed):
-    rng = np.random.default_rng(seed)
-    began, seconds, units = rng.uniform(0, 2, 4).tolist(), rng.uniform(1, 6, 4).tolist(), 3
-    # Step through time: a chunk may begin a step once the chunks it needs have reached it, or are done with it.
-    step, now = 2e-4, 0.0
-    arrived, done, left, ends = [0] * 4, [0] * 4, [0.0] * 4, [[] for _ in range(4)]
-    while any(count < 2 * units for count in done):
-        for i in range(4):
-            if left[i] > 0:
-                left[i] -= step
-                if left[i] <= 0:
-                    done[i] += 1
-                    ends[i].append(now)
-            if left[i] <= 0 and done[i] < 2 * units and now >= began[i]:
-                forward = done[i] < units
-                arrived[i] = done[i] + 1 if forward else arrived[i]
-                if forward:
-                    ready = all(arrived[j] > done[i] for j in range(i))
-                else:
-                    ready = all(done[j] >= done[i] for j in range(i + 1, 4)) or done[i] == units
-                if ready:
-                    left[i] = seconds[i] * (1 / 3 if forward else 2 / 3) / units
-        now += step
-    found = [[end for _, end in own] for own in simulate_context_parallel(began, seconds, units)]
-    assert np.array(found) == pytest.approx(np.array(ends), abs=0.02)
-
-
 def test_what_splitting_gains():
     def gain(**values):
-        speedup = simulate(Scenario(num_minibatches=6, **values)).speedup
+        speedup = simulate(Scenario(num_minibatches=2, **values)).speedup
         return speedup["window/split"] / speedup["window/dynamic"]
 
-    assert gain(per_rank=1) > 1.7 and gain(per_rank=2) > 1.4 and gain(per_rank=4) > 1.1
-    assert gain(per_rank=8) > 0.99
+    assert gain(per_rank=1) > 1.7 and gain(per_rank=4) > 1.1
     slow, fast = (gain(per_rank=1, cost=replace(REFERENCE_COST, chunk_factor=factor)) for factor in (1.5, 1.0))
     assert slow < 0.9 * fast
 
@@ -151,7 +121,7 @@ def walk(durations, synchronize):
     return max(at)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_second_implementation_agrees(seed):
     rng = np.random.default_rng(seed)
     durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
@@ -237,24 +207,10 @@ def test_outcomes_repeat_and_depend_on_the_seed():
     assert one.speedup["even_share"] == max(one.speedup.values())
 
 
-@pytest.mark.slow
-def test_thousands_of_ranks():
-    began = time.process_time()
-    outcome = simulate(Scenario(ranks=2048, per_rank=4, num_minibatches=2))
-    assert time.process_time() - began < 20.0
-    assert outcome.speedup["window/dynamic"] > 1.0
-
-
 def test_one_rank_never_waits():
     outcome = simulate(Scenario(ranks=1, num_minibatches=3))
     assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
     assert all(idle == pytest.approx(0.0, abs=1e-9) for idle in outcome.idle_fraction.values())
-
-
-def test_one_sequence_per_rank_gains_nothing():
-    outcome = simulate(Scenario(per_rank=1, num_minibatches=5))
-    assert outcome.speedup["window/lb_mini"] == pytest.approx(1.0)
-    assert outcome.longest_sequence_bound_fraction == 1.0
 
 
 def test_tickets_win_where_speeds_vary_and_costs_err():
@@ -262,14 +218,6 @@ def test_tickets_win_where_speeds_vary_and_costs_err():
     assert outcome.speedup["window/dynamic"] > 1.2 * outcome.speedup["window/lb_mini"]
     outcome = simulate(Scenario(num_minibatches=10, cost_error=0.3))
     assert outcome.speedup["window/dynamic"] > 1.05 * outcome.speedup["window/lb_mini"]
-
-
-def test_the_communication_of_a_microbatch_costs_time():
-    def dynamic(**values):
-        return simulate(Scenario(num_minibatches=3, **values)).step_s["window/dynamic"]
-
-    assert dynamic(unit_bytes=10**8, fetch_gb_per_s=10.0) > dynamic()
-    assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
 def test_gain_of_a_cache():
@@ -299,33 +247,26 @@ def test_gain_of_a_cache():
     assert all(max(outcome.speedup.values()) == outcome.speedup["even_share"] for outcome in found)
 
 
-def test_the_command_prints_one_object(capsys):
-    assert cli.main(["simulate", "--ranks", "4", "--minibatches", "3", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["speedup"]["collective/lb_micro"] == 1.0
-    assert said["floor"] == said["speedup"]["floor"]
-    assert said["scenario"]["ranks"] == 4 and said["scenario"]["num_minibatches"] == 3
-    assert set(said["idle_fraction"]) == set(said["speedup"])
-
-
 @pytest.mark.parametrize(("workload", "count"), [("sft", 16), ("grpo", 2)])
-def test_the_command_draws_the_default_number_unless_it_is_set(capsys, workload, count):
+def test_the_command_prints_one_object_and_draws_the_default_number_of_minibatches(capsys, workload, count):
     lengths = ["--lengths", "equal"] if workload == "sft" else []
     assert cli.main(["simulate", "--workload", workload, *lengths, "--ranks", "1000", "--per-rank", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scenario"]["num_minibatches"] == count
+    said = json.loads(capsys.readouterr().out)
+    assert said["scenario"]["num_minibatches"] == count and said["scenario"]["ranks"] == 1000
+    assert set(said["idle_fraction"]) == set(said["speedup"])
 
 
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
     said = capsys.readouterr().out
-    for words in (
+    words = (
         "window/dynamic",
         "window/split",
         "even_share",
         "it is the longest sequence",
         "per rank are enough",
-    ):
-        assert words in said
+    )
+    assert [each for each in words if each not in said] == []
     assert max(map(len, said.splitlines())) < 120
 
 
@@ -337,11 +278,6 @@ def test_idle_time_by_rank():
         assert np.mean(ranks) == pytest.approx(outcome.idle_fraction[name], abs=1e-9)
 
 
-def test_advice_names_what_is_enough():
-    output = recommend_batch_size(Scenario(ranks=2, num_minibatches=2))
-    assert [line.split()[0] for line in output.splitlines()[2:7]] == ["1", "2", "4", "8", "16"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -351,7 +287,6 @@ def test_advice_names_what_is_enough():
         (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
         (["--rank", "4"], ["--rank"]),
         (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
-        (["--ranks", "1" + "0" * 60], ["--ranks"]),
         (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
         (["--step-s", "1"], ["unknown argument --step-s"]),
         (["--completions", "4"], ["--completions", "--workload grpo"]),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_qwen2 import QWEN2
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as vocabularies
 
@@ -23,16 +24,7 @@ from odc_mpi.training import settings as configuration
 from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import initial_cost_model, open_inputs
 
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+MODEL = QWEN2 | {"vocab_size": 60, "num_hidden_layers": 1}
 
 
 def write(path: Path, largest: int, vocab_size: int, vocabulary: str = "", files: dict | None = None) -> None:

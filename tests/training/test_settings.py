@@ -29,42 +29,10 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 # Texts that YAML 1.1 would read as something else, were they written without quotes.
 AWKWARD = [
-    "1e3",
-    "-.5E-3",
-    "1.",
-    "null",
-    "~",
-    "on",
-    "No",
-    "true",
-    "2026-01-31",
-    "0x1f",
-    "1_0",
-    "1:30",
-    ".inf",
-    "<<",
-    "=",
+    *("1e3", "-.5E-3", "1.", "null", "~", "on", "No", "true", "2026-01-31", "0x1f", "1_0", "1:30", ".inf", "<<", "="),
+    *("a: b", "- a", "# a", " a ", "ü€", "a\nb", "a\\b", "'", '"', "{", "[x", "*a", "&a", "!t", "%", "@"),
+    *("x" * 300, "many words " * 30),
 ]
-AWKWARD += [
-    "a: b",
-    "- a",
-    "# a",
-    " a ",
-    "ü€",
-    "a\nb",
-    "a\\b",
-    "'",
-    '"',
-    "{",
-    "[x",
-    "*a",
-    "&a",
-    "!t",
-    "%",
-    "@",
-    "x" * 300,
-]
-AWKWARD += ["many words " * 30]
 
 
 @pytest.fixture
@@ -236,16 +204,13 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run: {steps: true}", "job.yaml: run.steps: expected an integer, got true"),
         ("run: {steps: 3.0}", "job.yaml: run.steps: expected an integer, got 3.0"),
         ("run: {steps: '3'}", 'job.yaml: run.steps: expected an integer, got "3"'),
-        ("run: {steps: }", "job.yaml: run.steps: expected an integer, got null"),
         *(
             (f"comm: {{gradient_cache_bytes: {got}}}", f"job.yaml: comm.gradient_cache_bytes: {SIZE}, got {got}")
             for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
         ),
-        ("run: {steps: [1]}", "job.yaml: run.steps: expected an integer, got [1]"),
         ("run: {steps: -1}", "job.yaml: run.steps: expected an integer, 0 or more, got -1"),
         ("run: {dir: 3}", "job.yaml: run.dir: expected text, got 3 (put it in quotes)"),
         ("run: {dir: ''}", 'job.yaml: run.dir: expected text, not empty, got ""'),
-        ("run: {dir: {a: 1}}", 'job.yaml: run.dir: expected text, got {"a": 1}'),
         ("run: {seed: -1}", "job.yaml: run.seed: expected an integer, from 0 to 2**63 - 1, got -1"),
         ("run: {seed: 9223372036854775808}", "job.yaml: run.seed: expected an integer, from 0"),
         ("run: {device: gpu}", 'job.yaml: run.device: expected auto or cpu or cuda, got "gpu"'),
@@ -263,7 +228,6 @@ SIZE = "expected auto or a size such as 512M or 0"
         ),
         ("model: {config: qwen2}", 'job.yaml: model.config: expected a mapping or null, got "qwen2"'),
         ("model: {path: [m]}", 'job.yaml: model.path: expected text or null, got ["m"]'),
-        ("model: {path: ''}", "job.yaml: model.path: expected text or null, not empty"),
         ("model: {param_dtype: fp16}", 'job.yaml: model.param_dtype: expected auto or float32 or bfloat16, got "fp16"'),
         (
             "model: {attn_implementation: flash_attention_2}",
@@ -292,7 +256,6 @@ SIZE = "expected auto or a size such as 512M or 0"
             "optim: {learning_rate: 1e999}",
             "job.yaml: optim.learning_rate: expected auto or a finite number, got Inf",
         ),
-        ("optim: {learning_rate: true}", "job.yaml: optim.learning_rate: expected auto or a finite number, got true"),
         (
             "optim: {learning_rate: '1e-4'}",
             'job.yaml: optim.learning_rate: expected auto or a finite number, got "1',
@@ -376,26 +339,19 @@ def test_user_errors_in_a_file(write, text, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--data.balanse", "x"], "command line: unknown setting data.balanse: did you mean data.balance?"),
         (
             ["--run.stepz", "3", "--per-device-train-batch-size", "2", "--save_step", "2"],
             "command line: unknown setting run.stepz: did you mean run.steps?; per-device-train-batch-size: set data."
             "minibatch_sequences, the sequences per step on all ranks together; unknown setting save_step: did you "
             "mean run.checkpoint_every?",
         ),
-        (["--data", "x"], "command line: data is a section: expected a setting of it"),
         (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
         (["--run.steps", "--run.dir", "x"], "command line: --run.steps expected an integer after it, got nothing"),
         (["--run.steps="], 'command line: run.steps: expected an integer, got ""'),
         (["--run.steps", "many"], 'command line: run.steps: expected an integer, got "many"'),
         (["--run.steps", "[1"], 'command line: run.steps: expected an integer, got "[1"'),
-        (["--run.steps", "1.5"], "command line: run.steps: expected an integer, got 1.5"),
-        (["--run.steps", "true"], "command line: run.steps: expected an integer, got true"),
         (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got "-5"'),
-        (["--optim.optimizer", "adam"], 'command line: optim.optimizer: expected adamw or sgd, got "adam"'),
-        (["--data.path", ""], 'command line: data.path: expected text, not empty, got ""'),
         (["run.steps", "3"], 'command line: expected --section.key value, got "run.steps"'),
-        (["--model.config", "qwen2"], 'command line: model.config: expected a mapping or null, got "qwen2"'),
         (["--model.config.a"], "command line: --model.config.a expected a value after it, got nothing"),
         (
             ["--model.config.a=1", "--model.config.a.b=1"],

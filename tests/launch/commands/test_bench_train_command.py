@@ -39,21 +39,11 @@ def test_it_starts_its_ranks_and_prints_one_object(config, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {config.name}, "a benchmark leaves no run behind"
 
 
-@pytest.mark.parametrize(
-    ("options", "output"),
-    [
-        (("--config", "nowhere.yaml"), "nowhere.yaml"),
-        (("--steps", 0), "--steps: expected an integer above 0"),
-        (("--repeats", "1" + 20 * "0"), "--repeats: expected an integer above 0, at most"),
-        (("--ranks", 100000), "--ranks 100000: expected at most"),
-    ],
-)
-def test_user_errors_are_one_line(tmp_path, options, output):
-    done = odc_mpi(0, *TINY, *options, cwd=tmp_path)
+def test_a_user_error_of_the_ranks_is_one_line(tmp_path):
+    done = odc_mpi(0, *TINY, "--config", "nowhere.yaml", cwd=tmp_path)
     assert done.code == 2, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert len(lines) == 1, done.err
-    assert output in lines[0] and "Traceback" not in done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert "nowhere.yaml" in line and "Traceback" not in done.err
 
 
 @pytest.mark.timeout(240)

@@ -5,8 +5,6 @@ import json
 import pytest
 from mpi_launch import ROOT, launch
 
-from odc_mpi.probe.gpu import has_gpu
-
 pytestmark = pytest.mark.slow
 
 
@@ -29,10 +27,3 @@ def test_progress():
     )
     assert [list(size["variants"]) for size in result["reduction"]] == [["put", "accumulate", "mailbox"]] * 2
     assert len(result["goals"]) == 10
-
-
-@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
-def test_gpu_without_one():
-    """With host memory in a GPU's place: tests/mpi/device/test_bench_gpu_ranks.py."""
-    done = launch(2, ROOT / "benchmarks" / "gpu.py", "--parts", "kernels", timeout_s=60)
-    assert done.code == 2 and "expected a GPU, torch" in done.err and "Traceback" not in done.err

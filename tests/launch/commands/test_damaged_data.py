@@ -48,12 +48,8 @@ def refused(done, words):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        (),
-        pytest.param(("--data.balance", "dynamic"), marks=pytest.mark.library),
-        ("--data.balance", "dynamic", "--data.context_parallel", "auto"),
-    ],
-    ids=["static", "tickets", "context_parallel"],
+    [(), ("--data.balance", "dynamic", "--data.context_parallel", "auto")],
+    ids=["static", "tickets and chunks"],
 )
 def test_damage_in_the_middle_of_a_run(data, expected, tmp_path, settings):
     path = shutil.copy(data, tmp_path / "data.h5")

@@ -85,7 +85,7 @@ def check_get_alone_was_answered(found, how):
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_json(ranks):
     done = odc_mpi(ranks, "doctor", "--json")
     assert done.code == 0, done.err
@@ -136,15 +136,18 @@ def test_a_single_rank_says_how_to_start_a_peer():
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("fault", "how"),
-    [(SEGFAULT, "crashed (SIGSEGV on rank {})"), (RAISE, "crashed (exit code 1 on rank {})"), (ABORT, "")],
+    ("fault", "rank", "how"),
+    [
+        (SEGFAULT, 1, "crashed (SIGSEGV on rank 1)"),
+        (RAISE, 0, "crashed (exit code 1 on rank 0)"),
+        (ABORT, 1, "crashed ("),
+    ],
     ids=["segfault", "exception", "abort"],
 )
-def test_a_crash_is_an_answer(bad_doctor, fault, how, rank):
+def test_a_crash_is_an_answer(bad_doctor, fault, rank, how):
     done = bad_doctor(fault, "--json", rank=rank)
-    check_get_alone_was_answered(answer(done), how.format(rank) or "crashed (")
+    check_get_alone_was_answered(answer(done), how)
     assert "some last words" in done.err
     assert done.seconds < 25, "told at once, not at a deadline"
 
@@ -226,11 +229,11 @@ ANY_SPEED = "from odc_mpi.probe import device_decision\ndevice_decision.MIN_SHAR
 def device_doctor(tmp_path):
     (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
 
-    def run(fault, *options, operation_s=30):
+    def run(fault, *options):
         stand_in = str(Path(__file__).parents[2] / "fakes")
         (tmp_path / "device.py").write_text(DEVICE.format(fault=fault, stand_in=stand_in))
         home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
-        child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, operation_s)
+        child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, 30)
         done = launch(2, *child, *options, timeout_s=100, **home)
         kept = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("*.json")]
         return done, kept
@@ -238,13 +241,9 @@ def device_doctor(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("fault", "how"),
-    [(SEGFAULT, "crashed (SIGSEGV on rank 1)"), (HANG, "no answer within 6 s")],
-    ids=["segfault", "hang"],
-)
-def test_missing_abilities_of_a_device_are_a_stored_answer(device_doctor, fault, how):
-    done, kept = device_doctor(fault, "--json", operation_s=6)
+def test_missing_abilities_of_a_device_are_a_stored_answer(device_doctor):
+    how = "crashed (SIGSEGV on rank 1)"
+    done, kept = device_doctor(SEGFAULT, "--json")
     found = answer(done)
     device = found["device"]
     assert device["window"] is True and device["own_accumulate"] is None

@@ -8,13 +8,15 @@ import pytest
 from mpi_launch import finish, launch, script, start
 from processes import is_running
 
-LATE = """
-import sys, time
+LATE_ON_ITS_NODE = """
+import time
 from odc_mpi import World
 world = World(timeout_s=2)
+node = world.split("node")
 if world.rank == 1:
+    world.set_status("doing something else")
     time.sleep(60)
-world.gather_objects(None)
+node.gather_objects(None)
 """
 
 #: An owner that never takes what lies in its mailbox.
@@ -30,17 +32,6 @@ transport.allocate([FlatLayout.build("layers.3", [ParameterSpec("weight", (10_00
 if world.rank == 1:
     time.sleep(60)
 transport.gradients.push(0, torch.ones(10_000)).wait()
-"""
-
-LATE_ON_ITS_NODE = """
-import time
-from odc_mpi import World
-world = World(timeout_s=2)
-node = world.split("node")
-if world.rank == 1:
-    world.set_status("doing something else")
-    time.sleep(60)
-node.gather_objects(None)
 """
 
 RAISES = """
@@ -139,15 +130,18 @@ model.publish()
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        pytest.param(LATE, ["gathering from all ranks", "comm.timeout_s"], marks=pytest.mark.library),
-        (LATE_ON_ITS_NODE, ["gathering from all ranks: it waits for rank 1 on", "doing something else"]),
+        pytest.param(
+            LATE_ON_ITS_NODE,
+            ["gathering from all ranks: it waits for rank 1 on", "doing something else", "comm.timeout_s"],
+            marks=pytest.mark.library,
+        ),
         pytest.param(
             NEVER_SERVES,
             ["waiting for room to push the gradient of unit layers.3: it waits for rank 1"],
             marks=[pytest.mark.library, pytest.mark.quick],
         ),
     ],
-    ids=["job", "node", "mailbox"],
+    ids=["node", "mailbox"],
 )
 def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path, text, words):
     done = launch(2, script(tmp_path, text), timeout_s=50)
@@ -179,7 +173,6 @@ def test_ranks_with_the_same_error_print_one_traceback(tmp_path):
 @pytest.mark.parametrize(
     ("thread", "ranks", "hand_over"),
     [
-        ("watchdog", 2, "StatusPage.heartbeat = work"),
         ("watchdog", 1, "StatusPage.heartbeat = work"),
         ("status", 2, "world.prepare_threads(work)"),
         ("progress", 2, "ProgressThread(world, work)"),
@@ -223,11 +216,10 @@ def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
     assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
+def test_leaving_while_a_unit_is_fetched_ahead(tmp_path):
     """The thread ends before MPI does."""
-    done = launch(1, script(tmp_path, FETCHES_AHEAD), code, timeout_s=50)
-    assert done.code == code and not done.err.count("Traceback"), done.err
+    done = launch(1, script(tmp_path, FETCHES_AHEAD), 3, timeout_s=50)
+    assert done.code == 3 and not done.err.count("Traceback"), done.err
 
 
 @pytest.mark.library
@@ -269,23 +261,6 @@ for step in range(3):
     assert "synchronizing at" in done.err
     assert "no rank is late, but in another collective is rank" in done.err
     assert "passed 1" not in done.out
-
-
-@pytest.mark.library
-def test_a_closed_world_leaves_slices_that_can_be_read(tmp_path):
-    text = """
-import odc_mpi, torch
-with odc_mpi.World(timeout_s=20) as world:
-    model = odc_mpi.shard_model(torch.nn.Linear(4, 4), world)
-    slices = model.shard_parameters()
-    before = [p.tolist() for p in slices]
-assert [p.tolist() for p in slices] == before
-model.close()
-print("fine")
-"""
-    done = launch(2, script(tmp_path, text), timeout_s=60)
-    assert done.code == 0, done.err
-    assert done.out.count("fine") == 2
 
 
 @pytest.mark.quick

@@ -59,27 +59,6 @@ SLEEPS = """
 train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
-SLEEPS_IN_BACKWARD = """
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(60)
-        return gradient
-
-
-def forward(x):
-    x = torch.nn.functional.linear(x, blocks[1].linear.weight)
-    return x if not blocks[1].faulty else torch.nn.functional.linear(Slow.apply(x), blocks[1].linear.weight)
-
-
-blocks[1].forward = forward
-train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
-"""
-
 COMPUTES_BETWEEN_A_AND_B = """
 def between(step):
     end = time.monotonic() + 60
@@ -136,7 +115,7 @@ class Hanging(ShardStorage):
         window.flush = hang
 
 
-world.timeout_s = 3 if world.rank in SHORT else 60
+world.timeout_s = 3 if world.rank == 1 else 60
 transport = window_transport(world, zero_copy=False)
 transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
@@ -156,6 +135,15 @@ transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
+
+#: Collectives within microbatches, as of the baseline. Units of one size are not taken for each other.
+ANOTHER_UNIT = """
+from odc_mpi.api import decide_for
+
+model = odc_mpi.shard_model(module, world, units=[Block], decision=decide_for(world, transport="collective"))
+with model.minibatch(), torch.no_grad():
+    blocks[2 if world.rank == 1 else 1](torch.randn(2, 8))
+"""
 
 FREES_TICKETS = """
 tickets = odc_mpi.Tickets(world)
@@ -241,11 +229,6 @@ LIBRARY = pytest.mark.library
             id="sleeps in a forward",
         ),
         pytest.param(
-            SLEEPS_IN_BACKWARD,
-            SYNCHRONIZING + LAST_SEEN + "in microbatch 2, backward of unit 1",
-            id="sleeps in a backward",
-        ),
-        pytest.param(
             SLEEPS_IN_A_PIECE,
             WAITED + CHUNK + LAST_SEEN + "in microbatch 1, forward of unit layers.2",
             id="sleeps in a chunk",
@@ -256,15 +239,8 @@ LIBRARY = pytest.mark.library
             id="computes before parameters are published",
         ),
         pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
-        # A fetch or a push that does not complete names the owners; the others name the unit that the rank fetches.
-        pytest.param(
-            FETCH_HANGS.replace("SHORT", "[1]"), f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"
-        ),
-        pytest.param(
-            FETCH_HANGS.replace("SHORT", "[0, 2]"),
-            SYNCHRONIZING + LAST_SEEN + "in microbatch [123], fetching unit 2",
-            id="fetches",
-        ),
+        # A fetch or a push that does not complete names the owners.
+        pytest.param(FETCH_HANGS, f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"),
         pytest.param(
             PUSH_HANGS, f"{WAITED}accumulating the gradient of unit 2: {OWNERS}", marks=LIBRARY, id="push hangs"
         ),
@@ -272,6 +248,13 @@ LIBRARY = pytest.mark.library
 )
 def test_who_is_waited_for_is_named_with_its_last_activity(tmp_path, text, line):
     assert_line(line + LIMIT, the_line(tmp_path, text))
+
+
+def test_a_rank_in_the_collective_of_another_unit(tmp_path):
+    """Each side may be the first to report."""
+    line = the_line(tmp_path, ANOTHER_UNIT)
+    ways = ["gathering unit 1: .*rank 1 on .*gathering unit 2", "gathering unit 2: .*rank [02] on .*gathering unit 1"]
+    assert any(re.fullmatch(WAITED + way + ".*" + LIMIT, line) for way in ways), line
 
 
 @pytest.mark.library
@@ -291,10 +274,9 @@ def test_a_stopped_rank(tmp_path):
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank(tmp_path, victim):
+def test_a_killed_rank(tmp_path):
     job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
-    os.kill(job.pids[victim], signal.SIGKILL)
+    os.kill(job.pids[0], signal.SIGKILL)
     _, done = job.end()
     assert done.seconds < 15
 

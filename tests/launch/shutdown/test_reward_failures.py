@@ -85,7 +85,6 @@ def launch(tmp_path):
     ("function", "words"),
     [
         ("raises", "it raised KeyError"),
-        pytest.param("too_few", "expected 4 rewards, one for each completion, got 3", marks=pytest.mark.slow),
         ("hangs", r"it did not return within rl\.reward_timeout_s"),
     ],
 )

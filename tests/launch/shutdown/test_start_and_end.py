@@ -74,7 +74,7 @@ def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
 
 
 @pytest.mark.library
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
 def test_a_rank_that_is_stopped_while_it_starts_stops_the_job_cleanly(config, tmp_path, name):
     done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
     assert done.code == 75, done.err

@@ -12,7 +12,7 @@ from odc_mpi.bench.baselines.unsharded import build_unsharded_model
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.training.inputs import open_inputs
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def config(dataset_path):
     return replace(config, optim=optim, data=replace(config.data, minibatch_sequences=3))
 
 
+@pytest.mark.sizes(2, 4)
 def test_all_ways_train_the_same(world, config):
     """Three sequences: on four ranks one has none, and runs dummy microbatches where ranks synchronize."""
     result = train.measure(world, config, steps=2, repeats=1)
@@ -35,7 +36,6 @@ def test_all_ways_train_the_same(world, config):
     assert result["ranks"] == world.size
 
 
-@pytest.mark.sizes(2)
 def test_exact_runs_take_part_if_asked(world, config):
     result = train.measure(world, config, steps=1, repeats=1, exact=True)
     assert set(result["tokens_per_s"]) == {*train.CONTENDERS, "exact/lb_mini", "exact/dynamic"}

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from small_training import FROZEN, FROZEN_IDS, STEPS, assert_close, configure, expected
+from small_training import FROZEN, STEPS, assert_close, configure, expected
 from torch import nn
 from units import Block, assert_nan_is_known_to_all, assert_pushed, random_pushes
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
 from odc_mpi.comm import collective
-from odc_mpi.comm.factory import collective_transport, window_transport
+from odc_mpi.comm.factory import collective_transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.inputs import open_inputs
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 SIZES = [1, 7, 33, 1000, 65_537]
 
@@ -35,17 +35,15 @@ def assert_like_plain(world, dataset_path, freeze=(), **changes):
     baseline.close()
 
 
-@pytest.mark.parametrize("balance", ["local_sort", "lb_micro", "lb_mini"])
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize(("balance", "tied"), [("lb_micro", "true"), ("local_sort", "false")])
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
     """Seven sequences, so that ranks have different numbers of microbatches and pad."""
     changes = {"data.balance": balance, "model.config.tie_word_embeddings": tied}
     assert_like_plain(world, dataset_path, **changes)
 
 
-@pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
-def test_frozen_parameters_do_not_change_and_the_others_are_trained(world, dataset_path, freeze):
-    assert_like_plain(world, dataset_path, freeze, **{"model.config.tie_word_embeddings": "false"})
+def test_frozen_parts_of_units_do_not_change_and_the_others_are_trained(world, dataset_path):
+    assert_like_plain(world, dataset_path, FROZEN[2], **{"model.config.tie_word_embeddings": "false"})
 
 
 def test_fewer_sequences_than_ranks(world, dataset_path):
@@ -111,32 +109,13 @@ def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):
     assert_nan_is_known_to_all(model, world, lambda: run_three(model, world))
 
 
-def test_the_same_gradients_as_over_windows(world):
-    gradients = []
-    for make in (window_transport, collective_transport):
-        torch.manual_seed(1)
-        module = nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 1)).double()
-        model = ShardedModel(module, make(world, torch.float64, torch.float64), units=[Block])
-        torch.manual_seed(world.rank)
-        with model.minibatch():
-            for i in range(3):
-                (model(torch.randn(2, 16).double()).square().mean() * (i <= world.rank)).backward()
-        gradients.append([p.grad.clone() for p in model.shard_parameters()])
-        model.publish()
-        model.close()
-    for window, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(other, window, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("num_comms", [2, 400])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pushes_of_all_ranks_add_up_exactly(allocate, world, dtype, num_comms, monkeypatch):
+def test_pushes_of_all_ranks_add_up_exactly(allocate, world, monkeypatch):
     """Integers, so that the sum is exact; each rank pushes a stretch of its own, and does not wait."""
-    monkeypatch.setattr(collective, "MAX_COMMUNICATORS", num_comms)
-    transport = allocate(collective_transport(world, torch.float32, dtype), SIZES)
+    monkeypatch.setattr(collective, "MAX_COMMUNICATORS", 2)
+    transport = allocate(collective_transport(world, torch.float32, torch.float64), SIZES)
     for number in range(5):
         for index, start, values in random_pushes(SIZES, world.rank, number):
-            transport.gradients.push(index, values.to(dtype), start)
+            transport.gradients.push(index, values.double(), start)
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))
 

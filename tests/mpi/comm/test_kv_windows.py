@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from odc_mpi.comm.context_parallel import kv_windows
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.models.context_parallel_attention import context_parallel_attention
@@ -129,34 +128,3 @@ def test_no_other_rank_waits(windows, world):
 
 def test_memory_is_bounded_and_reported(windows):
     assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
-
-
-@pytest.mark.sizes(2)
-@pytest.mark.parametrize("flag", ["KV_READY", "GRAD_READY"])
-def test_a_flag_that_is_polled_late_is_noticed(windows, world, monkeypatch, flag):
-    """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
-    unwaited, wait = getattr(kv_windows, flag), KVWindows.wait_for_flag
-
-    def careless(self, kind, *args):
-        if kind != unwaited:
-            wait(self, kind, *args)
-
-    monkeypatch.setattr(KVWindows, "wait_for_flag", careless)
-    bounds, ranks = (0, 15, TOKENS), (0, 1)
-    # The late chunk delays the others: the first in the forward, the second in the backward.
-    late = 0 if flag == "KV_READY" else 1
-    own = run_chunk(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
-    expected = unsplit(1)
-    parts = world.gather_objects(own)
-    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), expected[1])
-
-
-@pytest.mark.sizes(2)
-def test_a_gradient_that_is_added_twice_is_seen(windows, world, monkeypatch):
-    taken = WindowKVExchange.accumulate_kv_grads
-    monkeypatch.setattr(
-        WindowKVExchange, "accumulate_kv_grads", lambda self, layer, own: taken(self, layer, taken(self, layer, own))
-    )
-    own = run_chunk(windows, 1, 1, (0, 15, TOKENS), (0, 1))
-    parts = world.gather_objects(own)
-    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), unsplit(1)[1])

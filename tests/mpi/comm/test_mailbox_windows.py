@@ -61,8 +61,9 @@ def complete_and_check(transport, wanted):
     transport.publish_parameters()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ring_bytes", [SMALLEST, 7 * SMALLEST, 1 << 20])
+@pytest.mark.parametrize(
+    ("ring_bytes", "dtype"), [(SMALLEST, torch.float32), (7 * SMALLEST, torch.float64), (1 << 20, torch.float32)]
+)
 def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes):
     """Some megabytes in all through rings of some hundred bytes; the counters go on from minibatch to minibatch."""
     sizes = [1, 33, 1000, 4099]
@@ -90,15 +91,14 @@ def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("computes", [True, False])
-def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world, computes):
+def test_a_slow_owner_slows_its_origins_and_loses_nothing(make, world):
     numel, slow = 40_000, world.size - 1
     transport, _ = make([numel], 8 * SMALLEST)
     values = torch.arange(numel, dtype=torch.float32) % 1000
     began = time.perf_counter()
     if world.rank == slow:
         while time.perf_counter() - began < 1.0:
-            torch.randn(1000).sum() if computes else time.sleep(0.1)
+            torch.randn(1000).sum()
     transport.gradients.push(0, values, 0).wait()
     assert time.perf_counter() - began > 0.9, "more was pushed than there is room for"
     complete_and_check(transport, [world.size * values])
@@ -167,14 +167,3 @@ def test_another_thread_pushes_while_the_main_thread_serves(make, world):
         time.sleep(1e-4)
     thread.join()
     complete_and_check(transport, [5.0 * world.size * values])
-
-
-def test_serving_costs_little_when_nothing_has_arrived(make, world):
-    _, reduction = make([1000], 1 << 20)
-    times = []
-    for _ in range(2000):
-        began = time.perf_counter()
-        reduction.make_progress()
-        times.append(time.perf_counter() - began)
-    assert np.median(times) < 50e-6  # 3 microseconds on an idle machine
-    world.gather_objects(None)

@@ -88,24 +88,6 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
     assert short == between < after == pytest.approx(usual)
 
 
-def test_a_long_snapshot_is_no_work(world):
-    """It sleeps a millisecond or two after each that found nothing, however long it looked."""
-    polls = []
-
-    def poll():
-        began = time.thread_time()
-        while time.thread_time() < began + 150e-6:
-            pass
-        polls.append(began)
-        return False
-
-    began = time.perf_counter()
-    progress = ProgressThread(world, make_progress=poll)
-    time.sleep(0.4)
-    progress.close()
-    assert 3 <= len(polls) <= (time.perf_counter() - began) / 0.8e-3
-
-
 def test_a_transport_has_one(world):
     layout = FlatLayout.build("unit", [ParameterSpec("p", (100,), True)], world.size)
     transport = window_transport(world, progress=True)

@@ -24,11 +24,8 @@ def device(monkeypatch):
     "changes",
     [
         {},
-        {"comm.prefetch": 0},
         {"comm.prefetch": 2, "model.gradient_checkpointing": "true"},
-        {"comm.zero_copy": "off"},
         {"comm.zero_copy": "off", "comm.prefetch": 0},
-        {"comm.reduction": "mailbox"},
         {"comm.reduction": "mailbox", "comm.progress": "thread", "comm.zero_copy": "off"},
         {"data.balance": "dynamic", "optim.device": "cuda"},
     ],

@@ -21,7 +21,7 @@ from odc_mpi.models.load import load_model
 from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import build_trainer, decide, train
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 SAMPLINGS = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=0.9, top_p=0.9, seed=5)]
 LONG = {"run.steps": 4, "optim.lr_scheduler_type": "constant"}
@@ -69,8 +69,8 @@ def job(shared_dir, **changes):
     return GenerateArguments(**(usual | changes))
 
 
-@pytest.mark.parametrize("step", [None, "2"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize(("step", "sampling"), [(None, SAMPLINGS[1]), ("2", SAMPLINGS[0])])
 def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step):
     out = shared_dir / f"out-{step}-{sampling.temperature}" / "completions.jsonl"
     found = generate_all(job(shared_dir, sampling=sampling, step=step, out=out), world)
@@ -103,7 +103,6 @@ def loaded(path, *, with_adapters):
     return meta_model.module.eval()
 
 
-@pytest.mark.sizes(1, 2)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
 def test_adapters_count(world, shared_dir, dataset_path, trained):
     settings = {"lora.r": 4, "optim.learning_rate": 0.1, "run.dir": shared_dir / "adapted", "run.checkpoint_every": 5}
@@ -116,7 +115,6 @@ def test_adapters_count(world, shared_dir, dataset_path, trained):
     assert [one.tokens for one in found] == wanted != base
 
 
-@pytest.mark.sizes(2)
 def test_a_hugging_face_directory(world, shared_dir, trained):
     """An export of the run, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
@@ -151,7 +149,6 @@ def test_a_model_in_training_does_not_notice(world, dataset_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.sizes(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -171,7 +168,6 @@ def test_what_is_refused(world, shared_dir, trained, changes, words):
         generate_all(job(shared_dir, **changes), world)
 
 
-@pytest.mark.sizes(2)
 def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
     path = shared_dir / "bad.jsonl"
     for line, words in (
@@ -189,7 +185,6 @@ def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
     assert not (shared_dir / "no").exists()
 
 
-@pytest.mark.sizes(2)
 def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained):
     def engine(*_):
         raise AssertionError("generated for nothing")

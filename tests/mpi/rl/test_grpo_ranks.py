@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, make_settings, read_prompt_tokens
-from small_training import configure, train_to_the_end
+from small_training import train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AllRanksUserError
@@ -216,14 +216,6 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
 
 
 @pytest.mark.sizes(2)
-def test_adapters_are_trained_and_without_them_is_the_reference(run):
-    settings = {"lora__r": 4, "rl__beta": 0.5, "optim__learning_rate": 0.05}
-    lines, _ = run(**settings)
-    assert lines[0]["kl"] == 0 and lines[-1]["kl"] > 1e-6  # adapters begin as nothing
-    assert max(line["sampling/sampling_logp_difference/max"] for line in lines) < 5e-6
-
-
-@pytest.mark.sizes(2)
 def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
     if world.rank == 0:
         code = "def wrong(completion_ids, wanted, **kwargs):\n    if wanted[0]:\n        raise KeyError('x')\n"
@@ -245,10 +237,6 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
     ],
 )
 def test_mismatches_are_reported_before_anything_is_written(world, grpo_dir, changes, words):
-    if "run__objective" in changes:
-        config = configure(grpo_dir / "prompts.jsonl", **{"run.dir": grpo_dir / "refused"})
-    else:
-        config = make_settings(grpo_dir, run__dir=grpo_dir / "refused", **changes)
     with pytest.raises(AllRanksUserError, match=words):
-        train(config, world)
+        train(make_settings(grpo_dir, run__dir=grpo_dir / "refused", **changes), world)
     assert not (grpo_dir / "refused").exists()

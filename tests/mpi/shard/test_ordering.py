@@ -14,7 +14,7 @@ from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
 class Counting(WorldGroup):

@@ -17,7 +17,7 @@ from odc_mpi.training.run import train
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.sizes(1, 2),
+    pytest.mark.sizes(2),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
 ]
 LORA = {"lora.r": 4, "lora.alpha": 16}

@@ -11,7 +11,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 NUM_HELD_OUT = 13
 
@@ -54,10 +54,8 @@ def wanted_before_training(path, count=NUM_HELD_OUT):
         return float(torch_reference.compute_loss(reference, dataset, range(count))), correct / trained
 
 
-@pytest.mark.parametrize(
-    ("balance", "count"),
-    [("lb_mini", 0), ("dynamic", 5)],
-)
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(("balance", "count"), [("lb_mini", 0), ("dynamic", 5)])
 def test_it_is_the_loss_of_plain_torch_and_training_does_not_notice(run, held_out, balance, count):
     settings = {"data__balance": balance}
     without, _ = run("without", **settings)
@@ -93,7 +91,6 @@ def test_evaluating_draws_on_no_random_numbers_and_ends_in_training_mode(world, 
     assert abs(plainly[0]["loss"] - lines[0]["loss"]) > 1e-4, "dropout did nothing"
 
 
-@pytest.mark.sizes(2)
 def test_the_best_checkpoint_is_kept_besides_the_newest_also_by_a_run_that_goes_on(world, run, dataset_path):
     """The training data themselves, at a rate with which the loss first falls and then explodes."""
     settings = {
@@ -113,7 +110,6 @@ def test_the_best_checkpoint_is_kept_besides_the_newest_also_by_a_run_that_goes_
     assert list(steps_in(run.base / "run" / "checkpoints")) == [3, 6]
 
 
-@pytest.mark.sizes(2)
 def test_epochs_instead_of_steps(run):
     # 40 sequences in minibatches of 7: six a pass.
     lines, _ = run("half", run__num_train_epochs=0.5, run__steps=None)
@@ -121,7 +117,6 @@ def test_epochs_instead_of_steps(run):
     assert "steps: 3" in (run.base / "half" / "config.yaml").read_text()
 
 
-@pytest.mark.sizes(2)
 def test_held_out_data_that_do_not_fit_are_refused(run, shared_dir, held_out):
     with pytest.raises(AllRanksUserError, match=r"data\.max_tokens_per_microbatch"):
         run("long", data__eval_path=held_out, data__max_tokens_per_microbatch=45)

@@ -18,7 +18,7 @@ from odc_mpi.training.run_info import startup_lines
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.sizes(1, 2, 3),
+    pytest.mark.sizes(2, 3),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),  # of peft itself
 ]

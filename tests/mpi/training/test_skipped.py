@@ -13,7 +13,7 @@ from odc_mpi.training.inputs import open_inputs
 from odc_mpi.training.run import build_trainer, decide, train
 from odc_mpi.training.update import NonFiniteStepLimit
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
 def spoil(trainer, world, steps):
