@@ -36,6 +36,10 @@ class WorldGroup(Group):
         return rank in self._world.node_ranks
 
     @override
+    @override
+    def require_same(self, value: str, what: str) -> None:
+        self._world.require_same(value, what)
+
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         footprint = self._world.run_on_all(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:
