@@ -105,7 +105,7 @@ class World(AbstractContextManager["World"]):
         self._closed = False
         if job is None:
             self.on_close(self.job.free_status_window)
-            atexit.register(self._finalize)
+            atexit.register(self._finalize, os.getpid())
 
     def split(self, by: str) -> "World":
         """Return a new world of the ranks on this node or of this rank only. Collective if `by` is "node".
@@ -312,10 +312,16 @@ class World(AbstractContextManager["World"]):
         if kind is None:
             self.close()
 
-    def _finalize(self) -> None:
-        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this."""
-        self.close()
-        limit_finalize(self.timeout_s)
+    def _finalize(self, pid: int) -> None:
+        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this.
+
+        Do nothing in a forked child of process `pid`.
+        """
+        if os.getpid() == pid:
+            try:
+                self.close()
+            finally:
+                limit_finalize(self.timeout_s)
 
     def _find_ranks(self, comm: MPI.Intracomm) -> None:
         """Duplicate the communicator, split it by node, and set the attributes that describe the ranks. Collective."""
