@@ -72,6 +72,7 @@ from odc_mpi.comm.windows.rma import Window
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.formatting import format_size
 from odc_mpi.probe.trial import repeat_for
+from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
@@ -200,7 +201,7 @@ def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
 
 def _async_progress(library: str, environment: Mapping[str, str]) -> bool:
     """Return True if MPICH's own asynchronous progress is enabled."""
-    return library.startswith("MPICH") and environment.get("MPIR_CVAR_ASYNC_PROGRESS", "").lower() in _ON
+    return is_mpich(library) and environment.get("MPIR_CVAR_ASYNC_PROGRESS", "").lower() in _ON
 
 
 def read(world: World, window: Window, target: int, memory: np.ndarray) -> float:

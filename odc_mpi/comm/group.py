@@ -15,9 +15,10 @@ from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.shard_storage import Footprint, ShardStorage
 from odc_mpi.comm.transport import Group
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows with MPICH. MPICH 5.0.2 crashed at a number between 1600 and 3200.
+#: Maximum number of windows with MPICH or a library based on it. MPICH 5.0.2 crashed at a number between 1600 and 3200.
 MAX_WINDOWS = 1600
 
 
@@ -34,6 +35,10 @@ class WorldGroup(Group):
     @override
     def is_on_this_node(self, rank: int) -> bool:
         return rank in self._world.node_ranks
+
+    @override
+    def require_same(self, value: str, what: str) -> None:
+        self._world.require_same(value, what)
 
     @override
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
@@ -99,7 +104,7 @@ class WorldGroup(Group):
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
         others, number = self._world.job.num_windows, footprint.num_windows
-        if number and self._world.mpi_library.startswith("MPICH") and others + number > MAX_WINDOWS:
+        if number and is_mpich(self._world.mpi_library) and others + number > MAX_WINDOWS:
             beside = f", beside {others} of other models" if others else ""
             raise UserError(
                 f"units: expected at most {MAX_WINDOWS} windows, since MPICH crashes beyond, got {num_arrays} "

@@ -69,6 +69,10 @@ class Group(ABC):
         return True
 
     @abstractmethod
+    def require_same(self, value: str, what: str) -> None:
+        """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective. See `World`."""
+
+    @abstractmethod
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         """Call `plan` on every rank and check that its windows and shared memory are available. Collective.
 

@@ -19,14 +19,17 @@ class Work:
 
     @property
     def is_done(self) -> bool:
-        """True if the operation was complete at the start, or `wait` has been called."""
+        """True if the operation was complete at the start, or `wait` has returned."""
         return self._operation is None
 
     def wait(self) -> None:
-        """Wait until the operation is complete at this rank and its buffers may be used. Further calls do nothing."""
-        operation, self._operation = self._operation, None
-        if operation is not None:
-            operation()
+        """Wait until the operation is complete at this rank and its buffers may be used.
+
+        Further calls do nothing, unless the operation failed: they then try again.
+        """
+        if self._operation is not None:
+            self._operation()
+            self._operation = None
 
 
 @dataclass

@@ -64,7 +64,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.chat, arguments.prompts))
     source = load_on_all_ranks(arguments, world)
     requests = world.run_on_all(lambda: _requests(source, examples))
-    world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
+    world.require_same("\n".join(json.dumps(request.prompt) for request in requests), "the prompts")
     model = shard(source, arguments.device, world)
     tickets = Tickets(world)
     # If several ranks generate, rank 0 prints all completions in order at the end.

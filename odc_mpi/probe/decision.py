@@ -3,8 +3,8 @@
     window          shared memory on each node if it works, otherwise `Win.Allocate`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
-    progress        a progress thread if Get, the reduction, or Fetch_and_op to another node (for tickets) waits for a
-                    target that computes
+    progress        a progress thread with a mailbox, or if Get, Accumulate, or Fetch_and_op to another node (for
+                    tickets) waits for a target that computes
     window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all operations that are needed, or for
                     a single rank, which needs none; otherwise the host, with copies through pinned memory
 
@@ -26,6 +26,8 @@ MIN_SHARE_OF_PUT = 0.25
 #: Thread level that a progress thread requires, since it calls MPI concurrently with the computing thread.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 
+#: Reason for a progress thread if gradients go through mailboxes.
+MAILBOX_REASON = "a full mailbox delays other ranks until its owner adds the gradients"
 #: Reason for zero-copy if no node has several ranks.
 ONLY_RANK_REASON = "the only rank of a node reads its own memory"
 
@@ -273,16 +275,20 @@ def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, redu
             f"comm.progress: thread requires {THREADS_NEEDED}, got {granted} from {report.library}: set it to off or "
             "auto"
         )
+    uses_mailbox = reduction == "mailbox" and bool(peers)
     if setting != "auto":
-        return Choice(setting, "set by comm.progress")
+        warning = f"; warning: {MAILBOX_REASON}" if uses_mailbox and setting == "off" else ""
+        return Choice(setting, f"set by comm.progress{warning}")
     if not peers:
         return Choice("off", "there is only one rank")
-    needed = ["get", "accumulate" if reduction == "accumulate" else "put"]
+    needed = ["get", "put" if uses_mailbox else "accumulate"]
     uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
     if "other_node" in report.kinds:
         # Within a node, the counter of the tickets is in shared memory, whatever window the trial used.
         uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
     waiting = [_waits_for_target(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
+    if uses_mailbox:
+        waiting.append(MAILBOX_REASON)
     if not waiting:
         *names, last = [OPERATION_NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]
         return Choice("off", f"{', '.join(names)} and {last} are one-sided towards all peers")

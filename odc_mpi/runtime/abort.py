@@ -53,11 +53,16 @@ def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: 
         reported_by: Function that publishes an error of this rank, and returns the lowest other rank that has published
             the same error and reports it, or None. Then only that rank prints a traceback.
     """
-    main_hook, thread_hook = sys.excepthook, threading.excepthook
+    main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):
         return
 
     def main_failed(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if os.getpid() != pid:  # a forked child: MPI_Finalize, which mpi4py calls at its end, would break the job
+            main_hook(kind, error, tb)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         place = traceback.extract_tb(tb)[-1:]
         other = reported_by(f"{kind.__name__}: {error}; {place}")
         if other is not None:

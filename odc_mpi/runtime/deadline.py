@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 #: Time for which a wait polls without a pause, in seconds. A barrier of ranks that arrive at the same time takes tens
@@ -21,21 +22,22 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls a function if a wait exceeds its deadline, and then ends.
+    """Thread that calls a function if a wait exceeds its deadline, and ends if that does not extend the deadline.
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
-        on_expiry: Function called in the watchdog thread with the description of the wait. It should end the process.
+        on_expiry: Function called in the watchdog thread with the description of the wait, and the time waited so far
+            in seconds. It should end the process, or return the time in seconds by which to extend the deadline.
         on_poll: Function called in the watchdog thread at each check, at least once per second.
     """
 
     def __init__(
-        self, timeout_s: float, on_expiry: Callable[[Any], None], on_poll: Callable[[], None] = lambda: None
+        self, timeout_s: float, on_expiry: Callable[[Any, float], float], on_poll: Callable[[], None] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
         self._on_expiry = on_expiry
         self._on_poll = on_poll
-        self._waits: dict[int, tuple[float, object]] = {}
+        self._waits: dict[int, _Wait] = {}
         self._tokens = itertools.count()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="odc_mpi-watchdog", daemon=True)
@@ -45,7 +47,8 @@ class Watchdog:
     def watch(self, wait: object) -> Iterator[None]:
         """Context manager that sets a deadline for a wait, which `wait` describes."""
         token = next(self._tokens)
-        self._waits[token] = (time.monotonic() + self.timeout_s, wait)
+        began = time.monotonic()
+        self._waits[token] = _Wait(wait, began, began + self.timeout_s)
         try:
             yield
         finally:
@@ -59,12 +62,23 @@ class Watchdog:
         # A tenth of the deadline is precise enough, and at most twenty checks per second cost nothing.
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 10))):
             self._on_poll()
-            now = time.monotonic()
             # A copy, since other threads add and remove waits.
-            late = [wait for deadline, wait in list(self._waits.values()) if now > deadline]
-            if late:
-                self._on_expiry(late[0])
-                return
+            for wait in list(self._waits.values()):
+                now = time.monotonic()
+                if now > wait.deadline:
+                    extension_s = self._on_expiry(wait.what, now - wait.began)
+                    if not extension_s:
+                        return
+                    wait.deadline = time.monotonic() + extension_s
+
+
+@dataclass
+class _Wait:
+    """A wait with the time at which it began and its deadline, by the monotonic clock."""
+
+    what: object
+    began: float
+    deadline: float
 
 
 def wait_until(

@@ -19,14 +19,16 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import (
+    MAX_LISTED,
     PendingWait,
     Status,
     format_late_ranks,
     format_status,
     mark_missing_heartbeats,
+    seconds_until_late,
     stranded_ranks,
 )
-from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
+from odc_mpi.runtime.library import has_thread_multiple, has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
@@ -34,6 +36,8 @@ from odc_mpi.runtime.status import StatusWindow
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
+#: Maximum time of a wait for ranks that report progress, as a multiple of the limit for others.
+MAX_EXTENSION = 10
 #: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then prints.
 ABORT_DELAY_S = 5.0
 #: Time for which a failed rank waits for the errors of other ranks, in seconds. Only one of those with the same error
@@ -181,19 +185,33 @@ class Job:
             text = format_status(rank, self._hosts[rank], peers[rank], time.time())
             self._abort(f"has left while others wait for it: {text}", peers)
 
-    def _expired(self, wait: PendingWait) -> None:
-        """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread. Does not return."""
-        late = "another rank is late, stuck or dead"
+    def _expired(self, wait: PendingWait, waited_s: float) -> float:
+        """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread.
+
+        If all ranks that delay it report progress, return the time in seconds by which to extend the deadline.
+        """
+        limit_s, limit = self.watchdog.timeout_s, self._limit
+        extensible_s = max(0.0, MAX_EXTENSION * limit_s - waited_s)
+        if not extensible_s:
+            limit_s, limit = MAX_EXTENSION * limit_s, f"{MAX_EXTENSION} times {limit}"
+        owners = "; ".join(f"rank {rank} on {self._hosts[rank]}" for rank in wait.owners[:MAX_LISTED] if self._hosts)
+        late = f"it waits for {owners}" if owners else "another rank is late, stuck or dead"
         peers: Mapping[int, Status | None] = {}
         status = self.status
-        if status is not None:
+        if status is not None and has_thread_multiple():
             status.page.announce_abort()
             first = status.read()
+            extension_s = min(extensible_s, seconds_until_late(wait, first, time.time(), limit_s))
+            if extension_s:
+                status.page.announce_abort(False)
+                return extension_s
             time.sleep(HEARTBEAT_S)
             peers = status.read()
             late = format_late_ranks(wait, mark_missing_heartbeats(first, peers), self._hosts, time.time())
-        waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
-        self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
+        elif status is not None:
+            late += f" (other ranks cannot be asked under {thread_level()})"
+        self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}", peers)
+        return 0.0
 
     def _reported_by(self, error: str) -> int | None:
         """Publish an error, and return the lowest other rank below this one with the same error, or None."""

@@ -71,6 +71,16 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
 
 
+def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
+    """Return the time until one of the ranks that delay a wait has published no activity for `limit_s` seconds.
+
+    It is 0 if that is the case already, or if none of them is known or answers.
+    """
+    delaying = [peers[rank] for rank in late_ranks(wait, peers)]
+    oldest = min((status.published_at if status else 0.0 for status in delaying), default=0.0)
+    return min(limit_s, max(0.0, oldest + limit_s - now))
+
+
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever in a collective if this rank closed its world.
 

@@ -9,6 +9,8 @@ mpi4py and `runtime.start.pmi` request MPI_THREAD_MULTIPLE when they start MPI, 
     lower levels            only the main thread calls MPI. Calls from other threads and models on a GPU raise an error
 """
 
+import re
+
 from mpi4py import MPI
 
 _THREAD_LEVELS = {
@@ -21,9 +23,18 @@ _THREAD_LEVELS = {
 
 def library_name(version: str) -> str:
     """Shorten the result of MPI_Get_library_version to name and version number, such as "Open MPI v5.0.11"."""
-    words = version.replace("Version:", "").replace(",", " ").split("\n")[0].split()
-    end = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
+    words = re.sub(r"(?i)^MPI VERSION\s*:|\bversion\b\s*:?|,", " ", version.split("\n")[0]).split()
+    end = next((i for i, word in enumerate(words) if re.match(r"v?\d", word)), len(words) - 1)
     return " ".join(words[: end + 1])
+
+
+def is_mpich(version: str) -> bool:
+    """Return True for MPICH and libraries based on it: Cray MPICH, Intel MPI, MVAPICH.
+
+    `version` is the result of MPI_Get_library_version or of `library_name`.
+    """
+    named = any(name in version.lower() for name in ("mpich", "mvapich", "intel(r) mpi"))
+    return named and not version.startswith("Open MPI")  # whose version contains the name of the host that built it
 
 
 def memory_model(win: MPI.Win) -> str:

@@ -69,10 +69,10 @@ class StatusPage:
             self._store()
             return self.num_collectives
 
-    def announce_abort(self) -> None:
-        """Publish that this rank is about to abort the job. Its last activity is kept."""
+    def announce_abort(self, aborting: bool = True) -> None:
+        """Publish that this rank is about to abort the job, or no longer is. Its last activity is kept."""
         with self._lock:
-            self.aborting = True
+            self.aborting = aborting
             self._store()
 
     def heartbeat(self) -> None:

@@ -5,6 +5,8 @@ A world has the collectives that are used outside of training steps: `run_on_all
 """
 
 import atexit
+import hashlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import AllRanksUserError, UserError, file_error
+from odc_mpi.formatting import truncate_text
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
@@ -102,7 +105,7 @@ class World(AbstractContextManager["World"]):
         self._closed = False
         if job is None:
             self.on_close(self.job.free_status_window)
-            atexit.register(self._finalize)
+            atexit.register(self._finalize, os.getpid())
 
     def split(self, by: str) -> "World":
         """Return a new world of the ranks on this node or of this rank only. Collective if `by` is "node".
@@ -224,12 +227,20 @@ class World(AbstractContextManager["World"]):
     def require_same(self, value: str, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
 
-        `what` is the name of the value for the message. Use this at startup only.
+        The message has the first line that differs. Only digests are gathered. `what` is the name of the value.
         """
-        values = self.gather_objects(value)
-        differing = [rank for rank in range(self.size) if values[rank] != values[0]]
-        if differing:
-            raise AllRanksUserError(f"{what}: expected the same on every rank, rank {differing[0]} differs from rank 0")
+        digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return
+        with self.collective(f"comparing {what}"):
+            values = [self.comm.bcast(value, root).split("\n") for root in (0, other)]
+        pairs = itertools.zip_longest(*values, fillvalue="nothing")
+        first, differing = next(pair for pair in pairs if pair[0] != pair[1])
+        raise AllRanksUserError(
+            f"{what}: expected the same on every rank, got {truncate_text(differing.strip(), 120)} on rank {other} and "
+            f"{truncate_text(first.strip(), 120)} on rank 0"
+        )
 
     def cores_per_rank(self) -> int:
         """Return the number of cores per rank on this host, at least 1. Collective.
@@ -301,10 +312,16 @@ class World(AbstractContextManager["World"]):
         if kind is None:
             self.close()
 
-    def _finalize(self) -> None:
-        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this."""
-        self.close()
-        limit_finalize(self.timeout_s)
+    def _finalize(self, pid: int) -> None:
+        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this.
+
+        Do nothing in a forked child of process `pid`.
+        """
+        if os.getpid() == pid:
+            try:
+                self.close()
+            finally:
+                limit_finalize(self.timeout_s)
 
     def _find_ranks(self, comm: MPI.Intracomm) -> None:
         """Duplicate the communicator, split it by node, and set the attributes that describe the ranks. Collective."""

@@ -34,7 +34,7 @@ from odc_mpi.shard.modules import (
     wrap_forward,
 )
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise
-from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
+from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
 from odc_mpi.shard.step_phases import SYNC_POINTS, SpanRecorder, StepPhase, StepPhases
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
 
@@ -86,6 +86,9 @@ class ShardedModel:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         parts, self._names_by_module, self._names = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
+        # Windows of different sizes would be read out of bounds.
+        tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
+        transport.group.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
         self.module, self._transport = module, transport
         self.device = transport.device
         self.spans = SpanRecorder()

@@ -97,6 +97,23 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
 
+def describe_tensors(
+    module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
+) -> str:
+    """Describe all tensors of a module in the order of the module, one in each line, to compare models between ranks.
+
+    `dtypes` are the dtypes in the shards by dotted name, where they differ from `dtype`.
+    """
+    lines = []
+    for part in parts:
+        for name, parameter in part.parameters.items():
+            kind = "trainable" if parameter.requires_grad else "frozen"
+            unit = part.name or "(root)"
+            lines.append(f"{name} {tuple(parameter.shape)} {dtypes.get(name, dtype)} {kind} in unit {unit}")
+    lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in replicated_tensors(module)]
+    return "\n".join(lines).replace("torch.", "")
+
+
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[Unit], list[FlatLayout]]:

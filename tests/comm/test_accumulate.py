@@ -12,6 +12,7 @@ from odc_mpi.comm.reduce.accumulate import MAX_WINDOWS, windows_per_array
         ("MPICH 5.0.2", 64, 300, 2),
         ("MPICH 5.0.2", 64, 3000, 1),
         ("MPICH 5.0.2", 2, 0, 2),
+        ("CRAY MPICH 8.1.29.4", 64, 10, 4),
         ("Open MPI 5.0.11", 64, 10, 1),
     ],
 )

@@ -278,6 +278,24 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
     run_ranks(4, work)
 
 
+def test_counters_and_slots_that_contradict_each_other_are_errors():
+    """Also under `python -O`."""
+
+    def work(world):
+        reduction = MailboxGradientStore(world, torch.float32, SMALLEST)
+        reduction.plan(layouts(2))
+        reduction.allocate()
+        if world.rank == 0:
+            reduction._heads[1] = -1
+            with pytest.raises(RuntimeError, match="a rank synchronized before its gradients had arrived"):
+                reduction.complete()
+            reduction._heads[1] = 128  # no slot was written
+            with pytest.raises(RuntimeError, match="slot of rank 1: expected position 64, got 0"):
+                reduction.complete()
+
+    run_ranks(2, work)
+
+
 def test_a_mailbox_without_space_for_one_element_of_each_peer_is_refused():
     world = Group(4).world(0)
     MailboxGradientStore(world, torch.float64, 3 * SMALLEST).plan(layouts(4))

@@ -87,6 +87,9 @@ class LocalTransport(Transport, Group):
                 ]
         return Work()
 
+    def require_same(self, value: str, what: str) -> None:
+        pass
+
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         plan()
 

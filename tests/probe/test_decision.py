@@ -79,12 +79,18 @@ def test_one_sided_accumulate_may_be_slow():
     assert decide(report(slow)).reduction.value == "accumulate"
 
 
-def test_with_a_mailbox_put_and_get_decide_on_progress():
+def test_a_mailbox_needs_a_thread_even_if_puts_and_gets_are_one_sided():
+    full = "a full mailbox delays other ranks until its owner adds the gradients"
     slow_sum = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.01)
     one_sided_puts = replace(NODE, accumulate=slow_sum)
-    assert choices(decide(report(other_node=one_sided_puts)))[2:] == ("mailbox", "off")
+    made = decide(report(other_node=one_sided_puts))
+    assert choices(made)[2:] == ("mailbox", "thread") and made.progress.reason == full
     assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
-    assert choices(decide(report(other_node=replace(one_sided_puts, get=WAITS))))[2:] == ("mailbox", "thread")
+    without = decide(report(), CommSettings(reduction="mailbox", progress="off"))
+    assert f"no progress thread (set by comm.progress; warning: {full})" in without.one_line()
+    serialized = replace(report(), thread_level="MPI_THREAD_SERIALIZED")
+    line = decide(serialized, CommSettings(reduction="mailbox")).one_line()
+    assert f"(warning: {full}, but a thread requires MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED)" in line
     # Accumulate, if set all the same, needs a thread that makes progress.
     wanted = decide(report(other_node=one_sided_puts), CommSettings(reduction="accumulate"))
     assert choices(wanted)[2:] == ("accumulate", "thread")
@@ -92,7 +98,7 @@ def test_with_a_mailbox_put_and_get_decide_on_progress():
 
 def test_no_answer_counts_against_an_operation():
     assert choices(decide(report(replace(NODE, get=NO_ANSWER)))) == ("allocate_shared", "on", "accumulate", "thread")
-    assert choices(decide(report(replace(NODE, accumulate=NO_ANSWER))))[2:] == ("mailbox", "off")
+    assert choices(decide(report(replace(NODE, accumulate=NO_ANSWER))))[2:] == ("mailbox", "thread")
     neither = decide(report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER)))
     assert choices(neither)[2:] == ("accumulate", "thread")
     assert "no answer" in neither.reduction.reason
@@ -131,7 +137,7 @@ def test_settings_win():
     assert choices(made) == ("allocate", "off", "mailbox", "off")
     assert made.zero_copy.reason == "set by comm.zero_copy"
     assert made.reduction.reason == "set by comm.reduction"
-    assert made.progress.reason == "set by comm.progress"
+    assert decide(report(), CommSettings(progress="off")).progress.reason == "set by comm.progress"
     assert decide(report(), CommSettings(progress="thread")).progress.value == "thread"
 
 

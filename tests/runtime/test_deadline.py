@@ -11,9 +11,10 @@ class Calls:
         self.seen: list[str] = []
         self.called = threading.Event()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, what: str, waited_s: float) -> float:
         self.seen.append(what)
         self.called.set()
+        return 0.0
 
 
 def test_it_prints_once_what_outlasted_its_deadline() -> None:
@@ -27,6 +28,25 @@ def test_it_prints_once_what_outlasted_its_deadline() -> None:
     assert calls.seen == ["waiting for rank 3"]
     watchdog._thread.join(5.0)
     assert not watchdog._thread.is_alive()
+
+
+def test_a_deadline_is_extended_as_long_as_the_callback_says() -> None:
+    waited: list[float] = []
+    is_over = threading.Event()
+
+    def on_expiry(wait: str, waited_s: float) -> float:
+        waited.append(waited_s)
+        if len(waited) < 3:
+            return 0.1
+        is_over.set()
+        return 0.0
+
+    watchdog = Watchdog(0.1, on_expiry)
+    with watchdog.watch("generating"):
+        assert is_over.wait(10.0)
+    watchdog._thread.join(5.0)
+    assert not watchdog._thread.is_alive()
+    assert len(waited) == 3 and all(seconds > 0.1 * i for i, seconds in enumerate(waited, start=1))
 
 
 def test_a_wait_that_ended_is_forgotten() -> None:

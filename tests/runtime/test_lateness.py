@@ -10,6 +10,7 @@ from odc_mpi.runtime.lateness import (
     format_status,
     late_ranks,
     mark_missing_heartbeats,
+    seconds_until_late,
     stranded_ranks,
 )
 
@@ -47,6 +48,25 @@ def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> 
     alive = {0: at(3), 1: at(3, published_at=50.0)}
     assert late_ranks(PendingWait("closing"), alive) == [1, 0]
     assert late_ranks(PendingWait("closing"), {**alive, 2: None, 3: at(3, heartbeat_missing=True)}) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("peers", "seconds"),
+    [
+        ({1: at(7, published_at=0.0), 2: at(6, published_at=99.0)}, 59.0),
+        ({1: at(6, published_at=70.0), 2: at(6, published_at=99.0)}, 30.0),
+        ({1: at(6, published_at=99.0), 2: at(6, published_at=30.0)}, 0.0),
+        ({1: at(6, published_at=99.0), 2: None}, 0.0),
+        ({1: at(6, published_at=200.0)}, 60.0),
+        ({1: at(7, published_at=99.0)}, 0.0),
+    ],
+    ids=["one reports", "the one that reported first counts", "one is silent", "no answer", "clock ahead", "none late"],
+)
+def test_a_rank_is_late_if_it_has_reported_nothing_for_the_limit(
+    peers: dict[int, Status | None], seconds: float
+) -> None:
+    wait = PendingWait(SYNCHRONIZING, collective=7)
+    assert seconds_until_late(wait, peers, now=100.0, limit_s=60.0) == seconds
 
 
 def test_ranks_missing_from_a_collective_of_some_are_late() -> None:

@@ -78,9 +78,8 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         """
         if layer < self._num_published:
             return
-        assert layer == self._num_published < self._windows.sizes.num_layers, (
-            f"layer {layer} follows layer {self._num_published - 1}"
-        )
+        if not layer == self._num_published < self._windows.sizes.num_layers:
+            raise RuntimeError(f"layer {layer} follows layer {self._num_published - 1}")
         self._num_published += 1
         key, value = kv
         self._templates.append((torch.empty_like(key[:, :, :1]), torch.empty_like(value[:, :, :1])))
@@ -89,7 +88,8 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         if self._later_ranks:
             end = self._windows.write(self._windows.slot_offset(layer), key)
             end = self._windows.write(end, value)
-            assert end <= self._windows.slot_offset(layer + 1), f"{key.shape} and {value.shape} do not fit into a slot"
+            if end > self._windows.slot_offset(layer + 1):
+                raise RuntimeError(f"{key.shape} and {value.shape} do not fit into a slot")
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:

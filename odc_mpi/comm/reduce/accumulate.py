@@ -18,6 +18,7 @@ from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferred_flush
 from odc_mpi.comm.work import Work
+from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
 #: Maximum number of windows per array, and of ranks of a node that add to it concurrently. More were not measured.
@@ -130,9 +131,9 @@ def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
     """Return the number of windows per array that allows concurrent accumulates to different owners.
 
     Args:
-        library: Name and version of the MPI library, as in `World.mpi_library`. Only MPICH needs several windows.
+        library: Name and version of the MPI library, as in `World.mpi_library`. The MPICH family needs several.
         num_arrays: Number of trainable arrays.
     """
-    if not library.startswith("MPICH"):
+    if not is_mpich(library):
         return 1  # Open MPI has one lock per target
     return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))

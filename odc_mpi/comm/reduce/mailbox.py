@@ -176,7 +176,8 @@ class MailboxGradientStore(WindowGradientStore):
         with self.world.deadline("adding the last gradients"), self._drain_lock:
             self._inbox.sync()
             self._drain()
-        assert (self._heads == self._consumed).all(), "a rank synchronized before its gradients had arrived"
+        if not (self._heads == self._consumed).all():
+            raise RuntimeError("a rank synchronized before its gradients had arrived")
 
     @override
     def free(self) -> None:
@@ -266,7 +267,8 @@ class MailboxGradientStore(WindowGradientStore):
         while tail < head:
             offset = tail % self._ring_bytes
             array, start, numel, position = self._slots.header(origin, offset)
-            assert position == tail, f"slot of rank {origin}: expected position {tail}, got {position}"
+            if position != tail:
+                raise RuntimeError(f"slot of rank {origin}: expected position {tail}, got {position}")
             headers.append(Header(array, start, numel, offset))
             tail += self._slot_bytes(numel)
         return headers, tail

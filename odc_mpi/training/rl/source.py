@@ -209,6 +209,7 @@ class RolloutSource(MinibatchSource):
 
     def _report_token(self, token: int) -> None:
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
+        self._world.progress.poke()  # without a progress thread, as no fetch does it while all units are unsharded
 
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions

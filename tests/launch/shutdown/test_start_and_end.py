@@ -221,3 +221,41 @@ def test_no_library_opens_the_memory_of_its_start_by_name_later():
     """So the names may go as soon as MPI has started (docs/windows.md)."""
     done = launch(4, "-c", REMOVES_AT_ONCE)
     assert done.code == 0 and done.out.count("all at work") == 4, done.err
+
+
+#: Handlers of `atexit` run in reverse order, and MPI_Finalize after the last one.
+FAILS_TO_CLOSE = """
+import atexit, signal
+atexit.register(lambda: print("limited", signal.getitimer(signal.ITIMER_REAL)[0] > 0))
+import odc_mpi
+odc_mpi.World().on_close(lambda: 1 / 0)
+"""
+
+
+@pytest.mark.quick
+def test_mpi_finalize_has_a_limit_even_if_a_world_fails_to_close():
+    done = finish(start(0, "-c", FAILS_TO_CLOSE))
+    assert "limited True" in done.out.split("\n") and "ZeroDivisionError" in done.err
+
+
+#: A child of rank 1 fails, without a call of MPI.
+FORKS = """
+import os
+import odc_mpi
+world = odc_mpi.World(timeout_s=30)
+if world.rank == 1:
+    pid = os.fork()
+    if not pid:
+        raise RuntimeError("in the child")
+    print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(world.gather_objects(world.rank))
+"""
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_forked_child_that_fails_is_no_rank():
+    done = finish(start(2, "-c", FORKS))
+    assert done.code == 0, done.err
+    assert sorted(done.out.split("\n")) == ["", "[0, 1]", "[0, 1]", "child 1"]
+    assert done.err.count("RuntimeError: in the child") == 1 and "odc_mpi:" not in done.err

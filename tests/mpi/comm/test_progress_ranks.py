@@ -9,6 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.progress import ProgressThread
@@ -98,3 +99,31 @@ def test_a_transport_has_one(world):
     assert torch.equal(transport.gradients.shard(0)[: stop - start], torch.full((stop - start,), float(world.size)))
     assert transport.group._progress is not None
     transport.close()
+
+
+@pytest.mark.sizes(3)
+def test_a_full_mailbox_of_a_rank_that_sleeps_or_generates_delays_no_push(world, base):
+    """Rank 0 pushes more than its rings hold. Rank 1 sleeps and rank 2 generates without fetches until it is done."""
+    module = torch.nn.Linear(64, 64)
+    decision = decide_for(world, reduction="mailbox")
+    model = shard_model(
+        module,
+        world,
+        decision=decision,
+        prefetch=0,
+        mailbox_bytes=4096,
+        parameter_cache_bytes=0,
+        gradient_cache_bytes=0,
+    )
+    x, deadline = torch.ones(2, 64), time.monotonic() + 30
+    with model.minibatch():
+        if world.rank == 0:
+            for _ in range(5):
+                model(x).sum().backward()
+            base.touch()
+        with model.unsharded(gradients=False), torch.no_grad():
+            while not base.exists() and time.monotonic() < deadline:
+                model(x) if world.rank == 2 else time.sleep(1e-3)
+        assert base.exists(), "the pushes waited for a rank that neither fetches nor pushes"
+    model.publish()
+    model.close()

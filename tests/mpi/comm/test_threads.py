@@ -10,6 +10,7 @@ from mpi4py import MPI
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.prefetch import CommunicationThread
 
@@ -57,6 +58,18 @@ def test_serialized_calls_may_come_from_any_thread(monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     with World(timeout_s=60) as world:
         assert in_a_thread(lambda: world.gather_objects(world.rank)) == list(range(world.size))
+
+
+def test_without_threads_a_deadline_says_that_no_rank_can_be_asked(monkeypatch):
+    messages = []
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr("odc_mpi.runtime.job.abort", messages.append)
+    with World(timeout_s=60) as world:
+        world.job._expired(PendingWait("synchronizing", collective=9), 61.0)
+        world.job._expired(PendingWait("fetching unit x", owners=(0,)), 61.0)
+    unknown = "(other ranks cannot be asked under MPI_THREAD_SERIALIZED); the limit is comm.timeout_s"
+    assert messages[0].endswith(f"while synchronizing: another rank is late, stuck or dead {unknown}")
+    assert messages[1].endswith(f"while fetching unit x: it waits for rank 0 on {world.hosts[0]} {unknown}")
 
 
 @pytest.mark.parametrize("level", ["MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED"])

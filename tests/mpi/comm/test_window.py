@@ -17,6 +17,7 @@ from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.runtime.library import is_mpich
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -196,7 +197,7 @@ def test_a_computing_owner_is_not_waited_for(make, world):
 
 def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
     """Before any is allocated, in a line that names the setting to change."""
-    if not world.mpi_library.startswith("MPICH"):
+    if not is_mpich(world.mpi_library):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
     monkeypatch.setattr(world.job, "num_windows", 0)  # not those of other tests
@@ -209,7 +210,7 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
 
 
 def test_windows_of_several_models_are_counted_together(world, monkeypatch):
-    if not world.mpi_library.startswith("MPICH"):
+    if not is_mpich(world.mpi_library):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 5)
     monkeypatch.setattr(world.job, "num_windows", 0)

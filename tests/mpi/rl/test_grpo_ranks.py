@@ -104,8 +104,9 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
 
 
 @pytest.mark.sizes(2)
-def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
+def test_a_rank_that_generates_or_waits_for_groups_serves_the_other(world, run, monkeypatch):
     waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._compute_rewards
+    tokens, report = [], RolloutSource._report_token
 
     def scored(source, *arguments):
         time.sleep(world.rank)  # rank 1 has begun what rank 0 then waits for
@@ -116,16 +117,23 @@ def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
         wait(source, *arguments)
         waiting.pop()
 
+    def reports(source, token):
+        waiting.append(token)
+        report(source, token)
+        tokens.append(waiting.pop())
+
     def task():
         served.extend(waiting)
         return False
 
     monkeypatch.setattr(RolloutSource, "_compute_rewards", scored)
+    monkeypatch.setattr(RolloutSource, "_report_token", reports)
     monkeypatch.setattr(RolloutSource, "_wait", waits)
     world.progress.add(task)
     run("waiting", run__steps=1)
     world.progress.remove(task)
-    assert served or world.rank == 1
+    assert [token for token in served if token is not None] == tokens
+    assert None in served or world.rank == 1
 
 
 def test_ranks_make_the_same_as_one(world, run, grpo_dir):

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from odc_mpi.runtime.status import StatusWindow
+from odc_mpi.runtime.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -69,6 +70,19 @@ def test_a_rank_that_computes_is_read_at_once(world, window):
         end = time.perf_counter() + 2.0
         while time.perf_counter() < end:
             sum(range(1000))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_reports_progress_is_waited_for_beyond_the_deadline():
+    with World(timeout_s=60) as world:
+        world.timeout_s = 3 if world.rank == 0 else 60
+        end = time.monotonic() + 6
+        while world.rank == 1 and time.monotonic() < end:
+            world.set_status(f"generating, token {time.monotonic()}")
+            time.sleep(0.05)
+        assert world.gather_objects(world.rank) == list(range(world.size))
+        world.timeout_s = 60
+        assert not any(status.aborting for status in world.job.status.read().values())
 
 
 def test_a_freed_window_has_no_status(world):

@@ -10,6 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
+from odc_mpi.errors import AllRanksUserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -76,3 +77,37 @@ def test_open_resources_close_with_their_world(world, decision):
         inner = part.split("self")
     assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed
+
+
+def unequal_module(rank, difference):
+    """A module of which rank 0 has another one than the last rank of two."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3 + rank * (difference == "shape")), torch.nn.ReLU())
+    module.register_buffer("seen", torch.zeros(1 + rank * (difference == "buffer")))
+    if rank == 0 and difference == "freeze":
+        module[0].weight.requires_grad_(False)
+    elif rank == 0 and difference == "parameter":
+        module.append(torch.nn.Linear(3, 1, bias=False))
+    elif rank == 0 and difference == "dtype":
+        module.bfloat16()
+    return module
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    ("difference", "found"),
+    [
+        (
+            "freeze",
+            r"0.weight \(3, 2\) float32 trainable in unit 0 on rank 1 and .* frozen in unit 0 on rank 0",
+        ),
+        ("shape", r"0.weight \(4, 2\) float32 .* on rank 1 and 0.weight \(3, 2\) float32 .* on rank 0"),
+        ("dtype", r"0.weight \(3, 2\) float32 .* on rank 1 and 0.weight \(3, 2\) bfloat16 .* on rank 0"),
+        ("parameter", r"seen \(1,\) float32 on rank 1 and 2.weight \(1, 3\) float32 trainable in unit 2 on rank 0"),
+        ("buffer", r"seen \(2,\) float32 on rank 1 and seen \(1,\) float32 on rank 0"),
+    ],
+)
+def test_models_that_differ_between_ranks_are_refused_on_all(world, decision, difference, found):
+    before = kept(world)
+    with pytest.raises(AllRanksUserError, match=f"^the model: expected the same on every rank, got {found}$"):
+        shard_model(unequal_module(world.rank, difference), world, units=[torch.nn.Linear], decision=decision)
+    assert_no_more(world, before)
