@@ -87,8 +87,8 @@ def shard_model(
 
     Raises:
         ValueError: `units` matches no module or one without a forward, a dtype is not supported, a trainable parameter
-            is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, or a parameter is on the
-            meta device and `weights` is not given.
+            is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, the module was sharded
+            before, or a parameter is on the meta device and `weights` is not given.
         UserError: Memory for windows is insufficient, the device is not available, CuPy is missing for windows on a
             GPU, `decision` selects collectives although `device` is cuda, or a cache size is invalid.
     """

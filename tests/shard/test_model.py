@@ -696,6 +696,38 @@ def test_closing_keeps_the_slices(transport: RecordingTransport, size: int, modu
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
 
 
+@pytest.mark.parametrize("kind", [RecordingTransport, InPlace])
+@on_ranks(1)
+def test_a_closed_model_is_refused(transport: Any, kind: Any, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
+        loss, gradient_of_input = squares(model, (INPUT,)), squares(model, (INPUT.clone().requires_grad_(),))
+    model.publish()
+    model.close()
+    for use in (
+        lambda: model(INPUT),
+        lambda: model.module.layers[0](INPUT),
+        lambda: model.module.layers[0].linear.weight,
+        lambda: model.minibatch().__enter__(),
+        model.publish,
+        model.state_dict,
+        loss.backward,
+        gradient_of_input.backward,
+    ):
+        with pytest.raises(RuntimeError, match=r"after (publish\(\) or )?close\(\)|got 'closed'"):
+            use()
+
+
+@on_ranks(1)
+def test_a_module_is_sharded_once(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    for _ in range(2):
+        for again in (model.module, model.module.layers[1], nn.Sequential(nn.ReLU(), model.module)):
+            with pytest.raises(ValueError, match="is sharded already: expected a module"):
+                ShardedModel(again, transport, units=[])
+        model.close()
+
+
 @on_ranks(2)
 def test_waiting_is_measured(transport: RecordingTransport, module: nn.Module) -> None:
     model = shard(module, transport)
