@@ -290,6 +290,8 @@ class ShardedModel:
         """Publish this rank's parameters, clear its gradients, and synchronize all ranks. Collective."""
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
+        for unit in self.units:
+            unit.invalidate()
         self._local_shards.write_back()
         # B in docs/ordering.md.
         self._phases.synchronize("parameters_published", self._transport.publish_parameters)

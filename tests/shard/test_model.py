@@ -209,6 +209,41 @@ class InPlace(RecordingTransport):
         pass
 
 
+class Keeping(InPlace):
+    """Fetches a window that autograd may save."""
+
+    access = Access.KEEP
+
+
+@pytest.mark.parametrize("kind", [RecordingTransport, InPlace, Keeping])
+@on_ranks(1)
+def test_gradients_of_inputs_alone_are_refused_after_a_publication(transport: Any, kind: Any) -> None:
+    """No gradient reaches a parameter, and views of the window show the new values."""
+    model = shard(WithDict(), transport)
+    inputs = INPUT.clone().requires_grad_()
+    with model.minibatch():
+        losses = model(inputs)["y"].sum(), model.module.layer(inputs).sum()
+        alone = (inputs @ model.module.layer.linear.weight).sum()
+    model.publish()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+            torch.autograd.grad(loss, inputs)
+    if kind is Keeping:  # otherwise the old values are kept
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(alone, inputs)
+
+
+class WithDict(nn.Module):
+    """Returns a dictionary, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.layer = stack(), Layer().double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.stack(self.layer(x))}
+
+
 @pytest.mark.parametrize("transport", [RecordingTransport, InPlace])
 @pytest.mark.parametrize("how", ["with a graph", "without a graph", "in inference mode", "a frozen one"])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
