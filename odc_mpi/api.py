@@ -190,11 +190,14 @@ def choose_device(world: World) -> tuple[str, str]:
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
     """Return the bytes free on the computing device after allocation of the optimizer state, and its number of ranks.
 
-    The optimizer state is only counted if `optimized` is given: the model whose optimizer is on this device.
+    Collective if `device` is given. The optimizer state is only counted if `optimized` is given: the model whose
+    optimizer is on this device.
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
-        free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
+        # By identity: each rank of a host may see only a GPU of its own.
+        own = gpu_uuid(world.host_rank)
+        free, num_ranks = device.free_bytes(), world.gather_objects(own).count(own)
     state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in optimized.shard_parameters()) if optimized else 0
     return free - num_ranks * state_bytes, num_ranks
 
