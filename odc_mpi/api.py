@@ -87,8 +87,8 @@ def shard_model(
 
     Raises:
         ValueError: `units` matches no module or one without a forward, a dtype is not supported, a trainable parameter
-            is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, or a parameter is on the
-            meta device and `weights` is not given.
+            is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, the module was sharded
+            before, or a parameter is on the meta device and `weights` is not given.
         UserError: Memory for windows is insufficient, the device is not available, CuPy is missing for windows on a
             GPU, `decision` selects collectives although `device` is cuda, or a cache size is invalid.
     """
@@ -190,11 +190,14 @@ def choose_device(world: World) -> tuple[str, str]:
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
     """Return the bytes free on the computing device after allocation of the optimizer state, and its number of ranks.
 
-    The optimizer state is only counted if `optimized` is given: the model whose optimizer is on this device.
+    Collective if `device` is given. The optimizer state is only counted if `optimized` is given: the model whose
+    optimizer is on this device.
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
-        free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
+        # By identity: each rank of a host may see only a GPU of its own.
+        own = gpu_uuid(world.host_rank)
+        free, num_ranks = device.free_bytes(), world.gather_objects(own).count(own)
     state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in optimized.shard_parameters()) if optimized else 0
     return free - num_ranks * state_bytes, num_ranks
 

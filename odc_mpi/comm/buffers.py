@@ -8,12 +8,21 @@ the parameters of another unit (parameters that are fetched and released togethe
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
 def empty_host(num_bytes: int) -> torch.Tensor:
     """Return uninitialized host memory, `[num_bytes]` uint8."""
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a contiguous tensor `[n]` in host memory to another one of the same dtype, on the calling thread only.
+
+    `Tensor.copy_` would start a team of OpenMP threads for each thread that calls it.
+    """
+    np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
 
 class BufferPool:

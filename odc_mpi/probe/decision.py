@@ -170,17 +170,17 @@ def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bo
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.value == "mailbox" else "accumulate"):
-            if report.is_wrong(*origin, kind, name):
-                raise _wrong_data(report, name, f"{LOCATIONS[kind]}{where}", advice)
-        if tickets and report.is_wrong(kind, "fetch_and_op"):
-            raise _wrong_data(report, "fetch_and_op", LOCATIONS[kind], "set data.balance to lb_mini")
+            _require_correct(report, (*origin, kind, name), f"{LOCATIONS[kind]}{where}", advice)
+        if tickets:
+            _require_correct(report, (kind, "fetch_and_op"), LOCATIONS[kind], "set data.balance to lb_mini")
 
 
-def _wrong_data(report: ProbeReport, name: str, where: str, advice: str) -> UserError:
-    return UserError(
-        f"{OPERATION_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: use another MPI "
-        f"library (odc-mpi doctor tests it){advice and ', or '}{advice}"
-    )
+def _require_correct(report: ProbeReport, trial: tuple[str, ...], where: str, advice: str) -> None:
+    if wrong := report.wrong_data(*trial):
+        raise UserError(
+            f"{OPERATION_NAMES[trial[-1]]} with a peer {where} delivers wrong data under {report.library} ({wrong}): "
+            f"use another MPI library (odc-mpi doctor tests it){advice and ', or '}{advice}"
+        )
 
 
 def _window(zero_copy: Choice) -> Choice:

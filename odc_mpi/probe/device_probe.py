@@ -28,7 +28,7 @@ from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
 #: Maximum time of each trial. Less than `probe.FULL`, since there are six operations for each kind of peer.
-BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3)
+BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
 #: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may only have been busy, or
@@ -121,7 +121,7 @@ def alloc_kinds() -> str | None:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer at the origin, in device memory, with initial content `values`, `[n]` uint8."""
+    """A buffer at the origin, or the memory of a window, in device memory, with content `values`, `[n]` uint8."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
@@ -143,11 +143,9 @@ class DeviceBuffer(Buffer):
 def _try_pairs(
     world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
-    window_buffers: list[DeviceBuffer] = []  # MPI does not keep references to them
-
-    def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
-        window_buffers.append(DeviceBuffer(device, values))
-        return [MPI.Win.Create(window_buffers[-1].memory, 1, MPI.INFO_NULL, world.comm)]
+    def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], Buffer]:
+        buffer = DeviceBuffer(device, values)
+        return [MPI.Win.Create(buffer.memory, 1, MPI.INFO_NULL, world.comm)], buffer
 
     origins: dict[str, Callable[[np.ndarray], Buffer]]
     origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}

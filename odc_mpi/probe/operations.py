@@ -25,14 +25,13 @@ def pattern(num_bytes: int) -> np.ndarray:
 
 
 class Buffer:
-    """A buffer at the origin, in host memory, with initial content `values`, `[n]` uint8.
+    """A buffer at the origin, or the memory of a window, in host memory, `[n]` uint8.
 
     `memory` is the buffer that is passed to MPI.
     """
 
     def __init__(self, values: np.ndarray) -> None:
-        # The copy writes the pages, so that the first timed operation does not fault them in.
-        self.memory: np.ndarray | memoryview = values.copy()
+        self.memory: np.ndarray | memoryview = values
 
     def fill(self, value: int, num_bytes: int) -> None:
         """Set each of the first `num_bytes` bytes to `value`."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
 #: Maximum time of each trial in `odc-mpi doctor`.
-FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
+FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum time of each trial at the start of a training run.
-QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
+QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15, num_staleness_reads=200, staleness_s=0.2)
 #: Timeout of waits when this module runs as a program, in seconds. Usually `odc-mpi doctor` ends the program earlier.
 PROGRAM_S = 150.0
 

@@ -107,6 +107,7 @@ class Cause(Enum):
     """Cause of a problem. The value is the text with which the description of the problem begins."""
 
     WRONG = "received data differs from what was sent"
+    STALE = "a read returned an old value after its owner had announced a new one"
     INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
     NO_ANSWER = "no answer within"
     OTHER = ""
@@ -202,10 +203,10 @@ class ProbeReport:
         """Return the first problem of a trial (see `Problem.where`), or None if it had no problem."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
-    def is_wrong(self, *where: str) -> bool:
-        """Return True if the trial of an operation (see `Problem.where`) delivered wrong data."""
+    def wrong_data(self, *where: str) -> str | None:
+        """Return the problem of a trial (see `Problem.where`) as text if it delivered wrong or old data, or None."""
         problem = self.problem(*where)
-        return problem is not None and problem.cause is Cause.WRONG
+        return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to a JSON-serializable dictionary."""

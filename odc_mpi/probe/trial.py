@@ -1,9 +1,11 @@
 """The trial of a one-sided operation by a pair of ranks.
 
-    commands   messages from the origin to the target: compute for some seconds, wait, or stop
+    commands   messages from the origin to the target: compute for some seconds, wait, write a value, or stop
     idle       small operations while the target waits inside MPI for the next command
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations while the target waits inside MPI
+    staleness  only for Get: the target writes a value by store instructions, or by a kernel on a device, and sends a
+               message; the origin reads the value as soon as it has received the message
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the clock of the origin is used. The target receives the next command when it has computed for the given time. From
@@ -34,6 +36,8 @@ HOST = "from_host"
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Maximum number of runs with one large size. The fastest run is used, since the first one may fault in pages.
 LARGE_RUNS = 3
+#: Sizes of the values that are tested for staleness, in bytes, in turn. Libraries choose protocols by the size.
+STALENESS_BYTES = (64, 1 << 12, 1 << 16)
 #: Maximum number of small operations whose median time is computed.
 SMALL_RUNS = 20
 #: Factor by which the target computes longer to confirm that an operation waits. A short delay may have another cause,
@@ -53,30 +57,40 @@ class TrialBudget:
         idle_s: Time for small operations while the target waits, in seconds.
         busy_s: Duration of the first computation of the target, in seconds.
         bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
+        num_staleness_reads: Number of values that are tested for staleness, ...
+        staleness_s: ... or the time after which the test ends, in seconds.
     """
 
     idle_s: float
     busy_s: float
     bandwidth_s: float
+    num_staleness_reads: int
+    staleness_s: float
 
 
 #: Collective function that creates the window of the trials, with a displacement unit of one byte. Its argument is the
-#: content of the window on this rank, `[n]` uint8. A second window in the result owns the memory of the first one.
-Allocate = Callable[[World, np.ndarray], Sequence[MPI.Win]]
+#: content of the window on this rank, `[n]` uint8. It returns the window, a second window if that owns the memory of
+#: the first one, and the memory of this rank.
+Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buffer]]
 
 
-def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
+def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
     """Create a window with `Win.Allocate`, as for gradients. `values` is its content on this rank. Collective."""
     win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
-    np.asarray(win.tomemory())[:] = values
-    return [win]
+    return [win], _filled(win, values)
 
 
-def allocate_shared(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
+def allocate_shared(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
     """Create a window on shared memory of each node, as for parameters. Collective. Arguments as for `allocate`."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
-    np.asarray(shared.tomemory())[:] = values
-    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
+    memory = _filled(shared, values)
+    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared], memory
+
+
+def _filled(win: MPI.Win, values: np.ndarray) -> operations.Buffer:
+    memory = np.asarray(win.tomemory())
+    memory[:] = values
+    return operations.Buffer(memory)
 
 
 class Trials:
@@ -105,7 +119,8 @@ class Trials:
         with world.collective("allocating the window of a probe"):
             self._comm = world.comm.Dup()
             # All ranks, as in training, since libraries choose protocols by the group of a window.
-            self._windows = allocate(world, operations.pattern(num_bytes if is_target else operations.COUNTER_BYTES))
+            values = operations.pattern(num_bytes if is_target else operations.COUNTER_BYTES)
+            self._windows, self._memory = allocate(world, values)
             self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
             self._win.Sync()
@@ -127,7 +142,7 @@ class Trials:
         """
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
-        numbers = np.full(6, np.nan)
+        numbers = np.full(7, np.nan)
         with self._world.deadline(what):
             if self._world.rank == origin:
                 numbers[:] = self._measure(operations.OPERATIONS_BY_NAME[name](self._links[kind, memory]), target)
@@ -135,9 +150,9 @@ class Trials:
                 self._run_target(origin)
         # Other ranks wait here during the trial.
         self._world.wait_collective(self._comm.Ibcast(numbers, root=origin), what)
-        idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct = numbers.tolist()
-        if not is_correct:
-            return OperationResult(), Cause.WRONG
+        idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current = numbers.tolist()
+        if not (is_correct and is_current):
+            return OperationResult(), Cause.STALE if is_correct else Cause.WRONG
         if not is_valid:
             return OperationResult(None, idle_s, busy_s, gb_per_s), Cause.INCONCLUSIVE
         return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s), None
@@ -152,14 +167,15 @@ class Trials:
             self._comm.Free()
 
     def _measure(self, operation: operations.TrialOperation, target: int) -> tuple[float, ...]:
-        """Run the trial on the origin, and return idle_s, busy_s, gb_per_s, one_sided, is_valid and is_correct."""
+        """Run the trial on the origin. Return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current."""
         operation.run(operation.small_bytes)  # opens connections and faults in pages
         idle_s = _median(lambda: operation.run(operation.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_valid = self._while_busy(operation, target, idle_s)
         gb_per_s = self._bandwidth(operation) if operation.grows else operation.small_bytes / idle_s / 1e9
         is_correct = operation.is_correct()
+        is_current = not isinstance(operation, operations.Get) or self._reads_are_current(operation.link, target)
         self._send_command(target, stop=True)
-        return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct
+        return idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct, is_current
 
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.
@@ -197,24 +213,49 @@ class Trials:
             next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
         return gb_per_s
 
+    def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
+        """Return True if reads never return an old value after the target has announced a new one.
+
+        A stack may deliver a message before the value that was written earlier can be read.
+        """
+        announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
+        for number in range(self._budget.num_staleness_reads):
+            num_bytes, value = STALENESS_BYTES[number % len(STALENESS_BYTES)], number % 251 + 1
+            command = np.array([0.0, False, num_bytes, value])
+            self._world.wait(self._comm.Isend(command, target), "sending a command of a probe")
+            self._world.wait(self._comm.Irecv(announced, target), "waiting for a value of a probe")
+            self._win.Sync()
+            link.get(num_bytes)
+            is_current = is_current and bool((link.received.read(num_bytes) == value).all())
+            link.expected[:num_bytes] = value
+            if time.perf_counter() > end:
+                break
+        return is_current
+
     def _start_busy(self, target: int, busy_s: float) -> None:
         """Command the target to compute, and wait for some time, in which the target receives it and leaves MPI."""
         end = time.perf_counter() + busy_s / 5
         # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
-        self._world.wait(self._comm.Isend(np.array([busy_s, False]), target), "sending a command of a probe")
+        self._world.wait(self._comm.Isend(np.array([busy_s, False, 0, 0]), target), "sending a command of a probe")
         while time.perf_counter() < end:
             self._comm.Iprobe(target)  # the message may only be sent while this rank is in MPI
             time.sleep(SLEEP_S)
 
     def _send_command(self, target: int, *, stop: bool) -> None:
         """Command the target to wait, or to stop. Return when the target has entered MPI and received the command."""
-        self._world.wait(self._comm.Issend(np.array([0.0, stop]), target), "sending a command of a probe")
+        self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0]), target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
-        command = np.zeros(2)
+        command = np.zeros(4)  # seconds to compute, 1 to stop, number of bytes to write, value of each of them
         while not command[1]:
             self._world.wait(self._comm.Irecv(command, origin), "receiving a command of a probe")
-            compute(command[0])
+            busy_s, _, num_bytes, value = command.tolist()
+            if not num_bytes:
+                compute(busy_s)
+                continue
+            self._memory.fill(int(value), int(num_bytes))
+            self._win.Sync()
+            self._world.wait(self._comm.Isend(command, origin), "announcing a value of a probe")
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:

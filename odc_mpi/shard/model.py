@@ -27,6 +27,7 @@ from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import (
+    check_not_sharded,
     full_state_dict,
     install_on_demand_parameters,
     materialized_parameters,
@@ -59,7 +60,7 @@ class ShardedModel:
     Raises:
         ValueError: `units` matches no submodule or one without a forward, a trainable parameter is not real
             floating-point, a parameter is on the meta device and `weights` is not given, an embedding has `max_norm`,
-            or `prefetch` is negative.
+            the module was sharded before, or `prefetch` is negative.
 
     Attributes:
         module: The module. Its `parameters()` are placeholders.
@@ -84,6 +85,7 @@ class ShardedModel:
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
+        check_not_sharded(module)
         parts, self._names_by_module, self._names = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
         # Windows of different sizes would be read out of bounds.
@@ -291,6 +293,8 @@ class ShardedModel:
         """Publish this rank's parameters, clear its gradients, and synchronize all ranks. Collective."""
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
+        for unit in self.units:
+            unit.invalidate()
         self._local_shards.write_back()
         # B in docs/ordering.md.
         self._phases.synchronize("parameters_published", self._transport.publish_parameters)
@@ -349,6 +353,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Free the windows. The slices keep their values. Collective. Idempotent."""
+        self._phases.phase = StepPhase.CLOSED
         self._resources.close()
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -46,6 +46,14 @@ class OnDemandParameters(dict[str, Any]):
         return super().__getitem__(key) if name is None else self._find(name)
 
 
+def check_not_sharded(module: nn.Module) -> None:
+    """Raise ValueError if a module, or a part of it, was sharded before. This also applies after `close()`."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule._parameters, OnDemandParameters):
+            what = name or type(module).__name__
+            raise ValueError(f"{what} is sharded already: expected a module that has its parameters, build a new one")
+
+
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a parameter like `parameter`, in which all elements are NaN and share the memory of a single element."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)

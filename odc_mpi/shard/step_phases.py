@@ -75,11 +75,12 @@ class SpanRecorder:
 
 
 class StepPhase(Enum):
-    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED."""
+    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED. At the end, CLOSED."""
 
     PUBLISHED = "parameters published"
     MINIBATCH = "inside a minibatch"
     COMPLETE = "gradients complete"
+    CLOSED = "closed"
 
 
 class StepPhases:

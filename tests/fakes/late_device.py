@@ -21,7 +21,6 @@ class LateDevice:
 
     torch_device = torch.device("cpu")
     name = "late device"
-    num_visible = 1
 
     def __init__(self, copy_s=0.0005, can_register=True):
         self.can_register = can_register

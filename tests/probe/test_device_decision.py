@@ -87,15 +87,23 @@ def test_a_crash_is_the_reason():
     assert crash in decision.window_device.reason
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("get", "cpu"), ("put", "cuda"), ("accumulate", "cuda")])
-def test_wrong_data_is_not_used(name, wanted):
+@pytest.mark.parametrize(
+    ("name", "cause", "wanted"),
+    [
+        ("get", Cause.WRONG, "cpu"),
+        ("get", Cause.STALE, "cpu"),
+        ("put", Cause.WRONG, "cuda"),
+        ("accumulate", Cause.WRONG, "cuda"),
+    ],
+)
+def test_wrong_data_is_not_used(name, cause, wanted):
     found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
-        Problem(("from_device", "same_node", name), Cause.WRONG)
+        Problem(("from_device", "same_node", name), cause)
     )
     decision = made(found)
     assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
     reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
-    assert reason is None or Cause.WRONG.value in reason.reason
+    assert reason is None or cause.value in reason.reason
     require_correct_data(found, decision)
 
 

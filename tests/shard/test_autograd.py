@@ -1,6 +1,7 @@
+import copy
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,9 +9,13 @@ import pytest
 import torch
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
+from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.transport import Access
+from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards, in_backward
+from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.units.unit import Unit, UnitState
 from odc_mpi.shard.units.unsharded import UnshardedUnits
@@ -194,6 +199,55 @@ def test_hooks_of_others_see_every_tensor(transport: RecordingTransport) -> None
         loss = (parts.calls.parameter(unit, "a") * x).sum()
     loss.backward()
     assert len(packed) == 2
+
+
+class InPlaceTransport(RecordingTransport):
+    """Fetches the one rank's window itself, which autograd may save."""
+
+    access = Access.KEEP
+
+    def fetch(self, index: int) -> FetchWork:
+        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], Work())
+
+    def release(self, fetched: torch.Tensor) -> None:
+        pass
+
+
+def offload(model: Any, pointers: Callable[[], set[int]]) -> list[torch.Tensor]:
+    """Run a forward and a backward under `save_on_cpu`. Return the activations that it got, and the gradient."""
+    packed: list[tuple[int, torch.Tensor]] = []
+    hooks, inputs = torch.autograd.graph.save_on_cpu(), INPUT.clone().requires_grad_()
+    pack = hooks.pack_hook
+    hooks.pack_hook = lambda t: packed.append((t.untyped_storage().data_ptr(), t.detach().clone())) or pack(t)
+    with hooks:
+        loss = model(inputs).square().sum()
+    weights = pointers()
+    loss.backward()
+    assert inputs.grad is not None
+    return [tensor for pointer, tensor in packed if pointer not in weights] + [inputs.grad, loss.detach()]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("kind", [RecordingTransport, InPlaceTransport])
+@on_ranks(1)
+def test_hooks_outside_of_a_model_get_all_activations(transport: Any, kind: Any, cache_bytes: int) -> None:
+    module = Stack(4).double()
+    expected = offload(module, lambda: {p.untyped_storage().data_ptr() for p in module.parameters()})
+    assert len(expected) > 6
+    model = ShardedModel(copy.deepcopy(module), transport, units=[Layer])
+    model.cache_bytes = CacheBytes(parameters=cache_bytes)
+
+    def pointers() -> set[int]:
+        unsharded = (unit for unit in model.units if unit.state is UnitState.UNSHARDED)
+        windows = {transport.parameters.shard(i).untyped_storage().data_ptr() for i in range(len(model.layouts))}
+        return windows.union(*(unit.storage_pointers() for unit in unsharded))
+
+    with model.minibatch():
+        for _ in range(2):  # in the second one, all units may be unsharded already
+            actual = offload(model, pointers)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    for name, slice_ in model.named_shard_parameters():
+        torch.testing.assert_close(slice_.grad, 2 * module.get_parameter(name).grad.flatten())
 
 
 @on_ranks(1)

@@ -209,6 +209,41 @@ class InPlace(RecordingTransport):
         pass
 
 
+class Keeping(InPlace):
+    """Fetches a window that autograd may save."""
+
+    access = Access.KEEP
+
+
+@pytest.mark.parametrize("kind", [RecordingTransport, InPlace, Keeping])
+@on_ranks(1)
+def test_gradients_of_inputs_alone_are_refused_after_a_publication(transport: Any, kind: Any) -> None:
+    """No gradient reaches a parameter, and views of the window show the new values."""
+    model = shard(WithDict(), transport)
+    inputs = INPUT.clone().requires_grad_()
+    with model.minibatch():
+        losses = model(inputs)["y"].sum(), model.module.layer(inputs).sum()
+        alone = (inputs @ model.module.layer.linear.weight).sum()
+    model.publish()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+            torch.autograd.grad(loss, inputs)
+    if kind is Keeping:  # otherwise the old values are kept
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(alone, inputs)
+
+
+class WithDict(nn.Module):
+    """Returns a dictionary, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.layer = stack(), Layer().double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.stack(self.layer(x))}
+
+
 @pytest.mark.parametrize("transport", [RecordingTransport, InPlace])
 @pytest.mark.parametrize("how", ["with a graph", "without a graph", "in inference mode", "a frozen one"])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
@@ -694,6 +729,38 @@ def test_closing_keeps_the_slices(transport: RecordingTransport, size: int, modu
     assert transport._group.parameters[transport.group.rank] == []
     model.close()
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
+
+
+@pytest.mark.parametrize("kind", [RecordingTransport, InPlace])
+@on_ranks(1)
+def test_a_closed_model_is_refused(transport: Any, kind: Any, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
+        loss, gradient_of_input = squares(model, (INPUT,)), squares(model, (INPUT.clone().requires_grad_(),))
+    model.publish()
+    model.close()
+    for use in (
+        lambda: model(INPUT),
+        lambda: model.module.layers[0](INPUT),
+        lambda: model.module.layers[0].linear.weight,
+        lambda: model.minibatch().__enter__(),
+        model.publish,
+        model.state_dict,
+        loss.backward,
+        gradient_of_input.backward,
+    ):
+        with pytest.raises(RuntimeError, match=r"after (publish\(\) or )?close\(\)|got 'closed'"):
+            use()
+
+
+@on_ranks(1)
+def test_a_module_is_sharded_once(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    for _ in range(2):
+        for again in (model.module, model.module.layers[1], nn.Sequential(nn.ReLU(), model.module)):
+            with pytest.raises(ValueError, match="is sharded already: expected a module"):
+                ShardedModel(again, transport, units=[])
+        model.close()
 
 
 @on_ranks(2)

@@ -28,14 +28,13 @@ class Device:
 
     Attributes:
         torch_device: The device as a `torch.device`.
-        num_visible: Number of GPUs that are visible to this process.
         name: GPU model, number of visible GPUs and CUDA version, on which the behavior of MPI may depend.
     """
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self.num_visible = torch.cuda.device_count()
-        self.name = f"{torch.cuda.get_device_name(index)} ({self.num_visible} visible), CUDA {torch.version.cuda}"
+        num_visible = torch.cuda.device_count()
+        self.name = f"{torch.cuda.get_device_name(index)} ({num_visible} visible), CUDA {torch.version.cuda}"
         self._h2d_stream = torch.cuda.Stream(self.torch_device)
         self._d2h_stream = torch.cuda.Stream(self.torch_device)
         self._add_stream = torch.cuda.Stream(self.torch_device)

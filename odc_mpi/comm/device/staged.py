@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.buffers import BufferPool, copy_host
 from odc_mpi.comm.device.device import BufferEvents, Device
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.layout import FlatLayout
@@ -98,7 +98,7 @@ class StagedParameters(ParameterStore):
         else:
             # A view of a window that the driver did not register: only the CPU can copy from it.
             pinned = self._pinned.pool.acquire(array.numel(), array.dtype)
-            pinned.copy_(array)
+            copy_host(pinned, array)
             self._device.copy(buffer, pinned, wait_for).synchronize()
             self._pinned.pool.release(pinned)
         self._inner.release(array)

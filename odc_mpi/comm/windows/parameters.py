@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.buffers import BufferPool, copy_host
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
@@ -104,5 +104,5 @@ class WindowParameters(ShardStorage, ParameterStore):
         # While the Gets are in flight:
         for owner, shard in mapped.items():
             start, stop = ranges[owner]
-            buffer[start:stop].copy_(shard[: stop - start])
+            copy_host(buffer[start:stop], shard[: stop - start])
         return work

@@ -102,6 +102,12 @@ class Unit:
         for array in arrays:
             transport.parameters.release(array)
 
+    def invalidate(self) -> None:
+        """Make autograd refuse a backward that has saved parameters, since views of windows will show new values."""
+        for name, (full, _) in self._aliases.items():
+            torch.autograd.graph.increment_version(full)
+            self._aliases[name] = full, full._version
+
     def drop_aliases(self) -> None:
         """Drop all references to the memory of the unit, which must not be fetched again."""
         self._aliases = {}

@@ -88,6 +88,7 @@ class UnshardedUnits:
         self.parameter_version = 0
         self.fetch_allowed = True
         self.reshard_forbidden = False
+        self._is_closed = False
 
     @property
     def tensors_stay_valid(self) -> bool:
@@ -169,7 +170,7 @@ class UnshardedUnits:
     def check_current(self, parameter_version: int) -> None:
         """Raise RuntimeError if `parameter_version` is not the current version, or parameters must not be read now."""
         if parameter_version != self.parameter_version:
-            raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
+            raise RuntimeError("backward after publish() or close(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
 
     def check_unchanged(self) -> None:
@@ -184,8 +185,11 @@ class UnshardedUnits:
         for unit in list(self._held):
             self._discard(unit)  # without a check for changes, so that the windows can be freed in any case
         self.invalidate()
+        self._is_closed = True
 
     def _check_fetch_allowed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("parameters were used after close() of their model: build and shard a new module")
         if not self.fetch_allowed:
             raise RuntimeError(
                 "parameters were used between the end of a minibatch and publish(), while their owners may be writing "

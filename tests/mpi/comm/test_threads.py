@@ -1,6 +1,7 @@
 """Fetches and pushes from two threads beside the main thread's own: nothing is lost, nothing comes half."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +88,25 @@ def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(
         model.publish()
         with pytest.raises(UserError, match=f"run.device: cuda requires MPI_THREAD_SERIALIZED, .* got {level}"):
             shard_model(torch.nn.Linear(2, 2), world, decision=decision, device="cuda")
+
+
+def count_threads():
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def test_a_fetch_in_a_thread_starts_no_other_threads(world, allocate, threads):
+    """As torch does for a large copy: each thread that calls it gets a team of its own."""
+    transport = allocate(window_transport(world, zero_copy=False), [1 << 20])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1 << 20).add_(1)  # the main thread has its team
+        num_threads = count_threads()
+        buffer = transport.parameters.acquire_buffer(0)
+        threads[0].start(transport.parameters.start_fetch, 0, buffer).wait()
+        assert count_threads() == num_threads + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_three_threads_fetch_and_push_at_a_time(transport, threads, world):

@@ -66,7 +66,7 @@ def test_wrong_data_is_reported_for_the_memory_it_came_from(world, monkeypatch, 
     monkeypatch.setattr(kind, "_run", forgetful)
     found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
     assert list(map(str, found.problems)) == [f"{origin} same_node {name}: {Cause.WRONG.value}"]
-    assert found.is_wrong(origin, "same_node", name) and not found.is_wrong("same_node", name)
+    assert found.wrong_data(origin, "same_node", name) and not found.wrong_data("same_node", name)
     for other, memory in DEVICE_OPERATIONS:
         answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
         assert answered == ((other, memory) != (name, origin))

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from mpi4py import MPI
 
+from odc_mpi.api import decide_for
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.probe import cache, operations, probe
 from odc_mpi.probe.report import OPERATIONS, Cause, Peers, Problem
 
@@ -13,7 +15,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 def over_own_memory(world, values):
     """A window over memory that the process had before: in both libraries a Get then waits for its target."""
-    return [MPI.Win.Create(values, 1, MPI.INFO_NULL, world.comm)]
+    return [MPI.Win.Create(values, 1, MPI.INFO_NULL, world.comm)], operations.Buffer(values)
 
 
 @pytest.mark.parametrize("budget", [probe.QUICK, probe.FULL], ids=["quick", "full"])
@@ -78,6 +80,26 @@ def test_wrong_data_is_reported(world, monkeypatch, name):
     assert list(map(str, report.problems)) == [f"same_node {name}: received data differs from what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
     assert answered == set(OPERATIONS) - {name}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_stale_value_is_refused_before_training(world, monkeypatch, tmp_path):
+    """One read returns what was in the buffer before. No library here does so, hence a fake."""
+    get, stale = operations.ProbeLink.get, []
+
+    def stale_once(self, num_bytes):
+        if num_bytes == 4096 and not stale:  # a size that only this trial uses
+            stale.append(num_bytes)
+        else:
+            get(self, num_bytes)
+
+    monkeypatch.setattr(operations.ProbeLink, "get", stale_once)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = r"^Get with a peer on the same node delivers wrong data .* \(a read returned an old value .*\): use .*$"
+    with pytest.raises(AllRanksUserError, match=words):
+        decide_for(world)
+    assert len(world.gather_objects(stale)[0]) == 1
+    assert probe.cached_or_quick_report(world).problems == (), "the failure was cached"
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from late_device import LateDevice
 from torch import nn
 
-from odc_mpi import shard_model
+from odc_mpi import api, shard_model
 from odc_mpi.api import decide_for
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -133,3 +134,16 @@ def test_a_size_that_is_none_on_one_rank_is_refused_on_all(world, wrong):
     size = wrong if world.rank == world.size - 1 else "auto"
     with pytest.raises(AllRanksUserError, match=f"gradient_cache_bytes: expected .*, got {wrong!r}"):
         shard_model(Net(), world, gradient_cache_bytes=size)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 3])
+def test_ranks_share_the_memory_of_a_gpu_with_the_same_uuid(world, monkeypatch, num_gpus):
+    """Each rank sees one GPU, as under `srun --gpus-per-task=1`: only the UUID tells if it is the same one."""
+    device = LateDevice()
+    device.free_bytes = lambda: 12_000
+    monkeypatch.setattr(api, "find_device", lambda kind, host_rank: device)
+    monkeypatch.setattr(api, "gpu_uuid", lambda host_rank: f"GPU-{world.rank % num_gpus}")
+    decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+    model = shard_model(Net(), world, units=[Block], decision=decision, device="cuda")
+    assert model.cache_bytes.parameters == 6_000 // (world.size if num_gpus == 1 else 1)
+    model.close()

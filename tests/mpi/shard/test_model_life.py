@@ -77,6 +77,8 @@ def test_open_resources_close_with_their_world(world, decision):
         inner = part.split("self")
     assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed
+    with pytest.raises(RuntimeError, match=r"parameters were used after close\(\)"):
+        model(torch.ones(1, 2))
 
 
 def unequal_module(rank, difference):
