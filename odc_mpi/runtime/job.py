@@ -10,7 +10,7 @@ A process has one `Job`, which all its `World` objects share.
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from mpi4py import MPI
@@ -20,7 +20,6 @@ from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import (
     PendingWait,
-    Status,
     format_late_ranks,
     format_status,
     mark_missing_heartbeats,
@@ -29,13 +28,14 @@ from odc_mpi.runtime.lateness import (
 from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
-from odc_mpi.runtime.status import StatusWindow
+from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
-#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then prints.
-ABORT_DELAY_S = 5.0
+#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then reads the
+#: status of all ranks, which takes up to two pauses and a few seconds, and prints.
+ABORT_DELAY_S = 12.0
 #: Time for which a failed rank waits for the errors of other ranks, in seconds. Only one of those with the same error
 #: then prints a traceback.
 SAME_ERROR_S = 0.5
@@ -173,27 +173,35 @@ class Job:
     def _check_stranded(self) -> None:
         status = self.status
         assert status is not None
-        peers = status.read()
+        # The next lower rank would be enough: it waits in a collective, leaves, or is late and will do either.
+        peers = status.read(status.nearby)
         waiting = stranded_ranks(status.page.num_collectives, peers)
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
             text = format_status(rank, self._hosts[rank], peers[rank], time.time())
-            self._abort(f"has left while others wait for it: {text}", peers)
+            self._defer_to_lower_rank(status)
+            self._abort(f"has left while others wait for it: {text}")
 
     def _expired(self, wait: PendingWait) -> None:
         """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread. Does not return."""
         late = "another rank is late, stuck or dead"
-        peers: Mapping[int, Status | None] = {}
         status = self.status
         if status is not None:
             status.page.announce_abort()
-            first = status.read()
+            owners = [rank for rank in wait.owners if rank != self.rank]
+            ranks = owners or list(dict.fromkeys([*status.nearby, *status.others]))
+            # At once, but only a few ranks, since many waits may expire together.
+            first = status.read(ranks[:MAX_REQUESTS])
             time.sleep(HEARTBEAT_S)
-            peers = status.read()
-            late = format_late_ranks(wait, mark_missing_heartbeats(first, peers), self._hosts, time.time())
+            self._defer_to_lower_rank(status)
+            if len(first) < len(ranks):
+                first |= status.read(ranks[MAX_REQUESTS:])
+                time.sleep(HEARTBEAT_S)
+            peers = mark_missing_heartbeats(first, status.read(first))
+            late = format_late_ranks(wait, peers, self._hosts, time.time())
         waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
-        self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
+        self._abort(f"{waited}: {late}; the limit is {self._limit}")
 
     def _reported_by(self, error: str) -> int | None:
         """Publish an error, and return the lowest other rank below this one with the same error, or None."""
@@ -203,7 +211,7 @@ class Job:
         what = f"failed: {zlib.crc32(error.encode()):08x}"
         status.page.write(what)
         time.sleep(SAME_ERROR_S)
-        same = (rank for rank, peer in status.read().items() if rank < self.rank and peer and peer.what == what)
+        same = (rank for rank, peer in status.read(self._lower_ranks(status)).items() if peer and peer.what == what)
         return min(same, default=None)
 
     def _heartbeat(self) -> None:
@@ -211,7 +219,14 @@ class Job:
         if status is not None:
             status.page.heartbeat()
 
-    def _abort(self, message: str, peers: Mapping[int, Status | None]) -> None:
-        if any(status and status.aborting for rank, status in peers.items() if rank < self.rank):
+    def _defer_to_lower_rank(self, status: StatusWindow) -> None:
+        """Wait, if a lower rank is about to abort the job, so that only that rank prints a message."""
+        peers = status.read(self._lower_ranks(status))
+        if any(peer and peer.aborting for peer in peers.values()):
             time.sleep(ABORT_DELAY_S)
+
+    def _lower_ranks(self, status: StatusWindow) -> list[int]:
+        return [rank for rank in status.nearby if rank < self.rank]
+
+    def _abort(self, message: str) -> None:
         abort(f"rank {self.rank} on {MPI.Get_processor_name()} {message}")
