@@ -41,13 +41,13 @@ COMMUNICATING = (
     ("Collective", _COLLECTIVES, "comm node_comm"),
     ("Collective", "Allocate Allocate_shared Create", "Win"),
     ("One-sided", "put get accumulate flush", "window inbox store memory elements slots flags returns"),
-    ("One-sided", "fetch_and_add compare_and_swap atomic_read atomic_store", "window board"),
+    ("One-sided", "fetch_and_add atomic_read atomic_store", "window board"),
     ("One-sided", "atomic_read_all atomic_store_all", "window board"),
     ("One-sided", "Put Get Rget Accumulate Get_accumulate Fetch_and_op Compare_and_swap Flush Flush_all", "win"),
     ("One-sided", "fetch start_fetch", "parameters inner"),
     ("One-sided", "push", "gradients inner"),
     ("One-sided", "draw", "tickets"),
-    ("One-sided", "claim publish snapshot mark_done", "queue work_queue"),
+    ("One-sided", "claim publish snapshot has_changed mark_done", "queue work_queue"),
 )
 _WORD_OF = {
     (call, on): word for word, calls, names in COMMUNICATING for call in calls.split() for on in names.split(" ")

@@ -1,4 +1,4 @@
-"""Output of `odc-mpi checkpoint list | verify | show | digest`."""
+"""Output of `odc-mpi checkpoint list | verify | show | digest | index`."""
 
 import math
 from collections.abc import Iterator
@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from odc_mpi.checkpoint.digest import blocks, compute_digest
-from odc_mpi.checkpoint.manifest import MANIFEST, VersionError
+from odc_mpi.checkpoint.index import write_index
+from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, VersionError
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.errors import UserError
+from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
@@ -76,6 +78,17 @@ def digest_line(path: Path) -> str:
     with open_newest_checkpoint(path) as checkpoint:
         digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
         return f"{digest}  {checkpoint.directory}"
+
+
+def index_line(path: Path) -> str:
+    """Write index.h5 of the newest checkpoint below a path, and return a line with its path."""
+    with open_newest_checkpoint(path) as checkpoint:
+        if error := checkpoint.check_files(range(checkpoint.manifest.size)):
+            raise UserError(error)
+        index = checkpoint.directory / INDEX
+        with atomic_write(index) as new:
+            write_index(new, checkpoint.directory, checkpoint.manifest)
+        return f"wrote {index}"
 
 
 def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:

@@ -3,6 +3,9 @@
 Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of the files is
 missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN, which makes missing data
 visible, and this package never reads a checkpoint through its index.
+
+The size of an index grows with the number of ranks. Therefore, a checkpoint of many ranks is saved without an index,
+which `odc-mpi checkpoint index` can write later.
 """
 
 import math
@@ -12,20 +15,24 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from odc_mpi.checkpoint.manifest import FORMAT, INDEX, VERSION, FileRecord, Manifest, TensorRecord, shard_name
+from odc_mpi.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, TensorRecord, shard_name
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync_file
 from odc_mpi.hdf5_file import create_hdf5
 
 #: Box in a tensor: start and stop of the range in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
+#: Maximum number of ranks of a checkpoint that is saved with an index.
+MAX_INDEXED_RANKS = 64
 #: Bits of NaN for types that are stored as integers.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
-def write_index(directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint, and return its record. The files of all ranks must exist in `directory`."""
-    path = directory / INDEX
+def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
+    """Write the index of a checkpoint to `path`, a new file, and return its record.
+
+    The files of all ranks must exist in `directory`, to which the index belongs.
+    """
     with create_hdf5(path) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():

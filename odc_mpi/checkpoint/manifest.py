@@ -168,10 +168,8 @@ def _check(manifest: Manifest) -> None:
         )
     ):
         raise ValueError("the state of the optimizer has another type")
-    if len(manifest.files) != manifest.size + 1 or manifest.files.keys() != {
-        INDEX,
-        *(shard_name(manifest.step, rank) for rank in range(manifest.size)),
-    }:
+    shards = manifest.files.keys() - {INDEX}
+    if len(shards) != manifest.size or shards != {shard_name(manifest.step, rank) for rank in range(manifest.size)}:
         raise ValueError(f"its files are not those of {manifest.size} ranks")
     if not manifest.tensors:
         raise ValueError("it has no tensors")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from odc_mpi.checkpoint.index import write_index
+from odc_mpi.checkpoint.index import MAX_INDEXED_RANKS, write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, Manifest, steps_in, write_manifest
 from odc_mpi.files import sync_directory
 
@@ -24,11 +24,13 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     """Publish a directory with the files of all ranks as the checkpoint `goal` beside it, atomically.
 
-    The index and the manifest, which has records of all files but the index, are written into the directory, which is
-    then renamed. An existing checkpoint is replaced.
+    The index (unless there are many ranks) and the manifest, which has records of all files but the index, are written
+    into the directory, which is then renamed. An existing checkpoint is replaced.
     """
-    index = write_index(directory, manifest)
-    write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
+    files = dict(manifest.files)
+    if manifest.size <= MAX_INDEXED_RANKS:
+        files[INDEX] = write_index(directory / INDEX, directory, manifest)
+    write_manifest(directory / MANIFEST, replace(manifest, files=files))
     sync_directory(directory)
     if goal.exists():
         _retire(goal)

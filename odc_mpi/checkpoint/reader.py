@@ -83,6 +83,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     yield from file.verify()
             except UserError as error:
                 yield str(error)
+        if INDEX not in self.manifest.files:
+            return
         path = self.directory / INDEX
         try:
             if checksum_of_file(path) != self.manifest.files[INDEX]:

@@ -7,17 +7,19 @@ which has a limited size. All accesses are one-sided: neither rank 0 nor the own
     mark_started   this rank works on the item
     publish        the item can be claimed: its content is in the store of this rank (written before the board)
     mark_done      the item is finished, and no rank needs to claim it
-    claim          take the largest published item (MPI_Compare_and_swap on its word)
+    claim          take published items (MPI_Fetch_and_op on a counter of each item)
+    has_changed    poll a single counter of the board, which every change of a state increments
     reset          clear the board and the stores, after gradients are complete and before parameters are published
 
 Note: each item once
-    The word of an item is changed only by its owner, from NOT_STARTED to STARTED to PUBLISHED, until a compare-and-swap
-    of a single rank changes it to CLAIMED. After this rank has read the content, it sets the word to FETCHED, and the
-    owner may reuse the memory. Ranks reach the synchronization point of complete gradients only when no word is
-    NOT_STARTED, STARTED or PUBLISHED. Then no rank can claim an item, so no claim can overlap with `reset`.
+    The word of an item is changed only by its owner, from NOT_STARTED to STARTED to PUBLISHED. Then the first rank that
+    increments the counter of its claims changes it to CLAIMED. After this rank has read the content, it sets the word
+    to FETCHED, and the owner may reuse the memory. Ranks reach the synchronization point of complete gradients only
+    when no word is NOT_STARTED, STARTED or PUBLISHED. Then no rank can claim an item, so no claim can overlap with
+    `reset`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +42,14 @@ class QueueState(NamedTuple):
         num_not_started: Number of items that no rank has started.
         published: Items that can be claimed, in descending order of size.
         num_done: Number of items that are claimed or done.
+        num_changes: Number of changes of states before the snapshot.
     """
 
     in_progress: dict[int, int]
     num_not_started: int
     published: list[int]
     num_done: int
+    num_changes: int
 
 
 class WorkQueue:
@@ -59,10 +63,11 @@ class WorkQueue:
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
         self._world = world
         store_bytes = align_up(store_bytes)
-        world.require_shared_memory(store_bytes + 16 * max_count, "the work queue")
-        # The second half of the board has the offset of each item in the store of its owner.
-        self._max_count = max_count
-        self._board = Window(world, 2 * max_count if world.rank == 0 else 0, torch.int64, same_size=False)
+        # After the words of the items: offset of each item in the store of its owner, claims of each item, changes.
+        self._first_offset, self._first_claims, self._changes = max_count, 2 * max_count, 3 * max_count
+        board_numel = 3 * max_count + 1
+        world.require_shared_memory(store_bytes + 8 * board_numel, "the work queue")
+        self._board = Window(world, board_numel if world.rank == 0 else 0, torch.int64, same_size=False)
         self._store = Window(world, store_bytes, torch.uint8, same_size=False)
         self._held: dict[int, tuple[int, int]] = {}  # offset and size by item
         world.on_close(self.close)
@@ -86,12 +91,13 @@ class WorkQueue:
         self._held[item] = start, len(content)
         self._store.sync()
         with self._world.deadline("publishing finished work", [0]):
-            self._board.atomic_store(0, self._max_count + item, start)
-            self._board.atomic_store(0, item, _word(_PUBLISHED, self._world.rank, len(content)))
+            self._board.atomic_store(0, self._first_offset + item, start)
+        self._write(item, _word(_PUBLISHED, self._world.rank, len(content)))
         return True
 
     def snapshot(self, count: int) -> QueueState:
         """Return the state of the first `count` items. One-sided."""
+        num_changes = self._num_changes()  # first: a change during the snapshot is found by `has_changed`
         words = self._words(count)
         states, sizes = words & 7, words >> _SIZE_SHIFT
         published = np.flatnonzero(states == _PUBLISHED)
@@ -102,18 +108,28 @@ class WorkQueue:
             # By size, then by number.
             published=published[np.lexsort((published, -sizes[published]))].tolist(),
             num_done=int(np.count_nonzero(states >= _CLAIMED)),
+            num_changes=num_changes,
         )
 
-    def claim(self, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """Claim published items below `count`, the largest first, until none is left. One-sided.
+    def has_changed(self, state: QueueState) -> bool:
+        """Return True if the state of an item has changed since a snapshot. Reads 8 bytes. One-sided."""
+        return self._num_changes() != state.num_changes
+
+    def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
+        """Claim items that a snapshot found published, the largest first, except those of other ranks. One-sided.
+
+        If another rank was first, this rank continues at a position of its own, so that idle ranks do not compete for
+        one item after the other.
 
         Yields `(item, owner, content)` of each claimed item. The owner is the rank that published it.
         """
-        while published := self.snapshot(count).published:
-            for item in published:
-                if (content := self._try_claim(item)) is not None:
-                    yield item, *content
-                    break
+        left, position = list(published), 0
+        while left:
+            item = left.pop(position % len(left))
+            if (content := self._try_claim(item)) is not None:
+                yield item, *content
+            elif not position:
+                position = len(left) * self._world.rank // self._world.size
 
     def reset(self) -> None:
         """Clear the board and the store. One-sided. All ranks must call it, after all items are claimed or done."""
@@ -121,12 +137,12 @@ class WorkQueue:
         if self._world.rank == 0:
             # With atomics, as a claim: where network cards do the swap, a plain store may stay in the CPU cache.
             with self._world.deadline("clearing the work queue", [0]):
-                self._board.atomic_store_all(0, np.zeros(2 * self._max_count, dtype=np.int64))
+                self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 
     def close(self) -> None:
         """Free the board and the store. Collective. Further calls do nothing."""
-        if self._max_count:
-            self._max_count = 0
+        if self._changes:
+            self._changes = 0
             with self._world.collective("freeing the work queue"):
                 self._board.free()
                 self._store.free()
@@ -135,24 +151,30 @@ class WorkQueue:
     def _try_claim(self, item: int) -> tuple[int, bytes] | None:
         """Claim an item and return its owner and content, or None if another rank was first."""
         with self._world.deadline("claiming finished work", [0]):
-            word = self._board.atomic_read(0, item)
-            claimed = word ^ _PUBLISHED ^ _CLAIMED
-            if word & 7 != _PUBLISHED or self._board.compare_and_swap(0, item, word, claimed) != word:
+            if self._board.fetch_and_add(0, self._first_claims + item, 1):
                 return None
-            start = self._board.atomic_read(0, self._max_count + item)
+            word = self._board.atomic_read(0, item)
+            start = self._board.atomic_read(0, self._first_offset + item)
+        self._write(item, word ^ _PUBLISHED ^ _CLAIMED)
         owner, size = (word >> _RANK_SHIFT) & _RANK_MASK, word >> _SIZE_SHIFT
         buffer = np.empty(size, dtype=np.uint8)
         with self._world.deadline("fetching finished work", [owner]):
             self._store.get(owner, buffer, start)
             self._store.flush(owner)
-        self._write(item, _word(_FETCHED, owner))
+        with self._world.deadline("releasing fetched work", [0]):
+            self._board.atomic_store(0, item, _word(_FETCHED, owner))  # no change that a rank waits for
         return owner, buffer.tobytes()
 
     def _find_space(self, size: int) -> int | None:
         """Return the offset of a gap of `size` bytes in the store, or None."""
-        if self._held:
+        start = self._find_gap(size)
+        if start is None and self._held:
             words = self._words(max(self._held) + 1)
             self._held = {item: held for item, held in self._held.items() if words[item] & 7 != _FETCHED}
+            start = self._find_gap(size)
+        return start
+
+    def _find_gap(self, size: int) -> int | None:
         begin = 0
         for start, held_bytes in sorted(self._held.values()):
             if start - begin >= size:
@@ -164,9 +186,14 @@ class WorkQueue:
         with self._world.deadline("reading the state of the work queue", [0]):
             return self._board.atomic_read_all(0, count)
 
+    def _num_changes(self) -> int:
+        with self._world.deadline("reading the number of changes of the work queue", [0]):
+            return self._board.atomic_read(0, self._changes)
+
     def _write(self, item: int, word: int) -> None:
         with self._world.deadline("writing the state of an item", [0]):
             self._board.atomic_store(0, item, word)
+            self._board.fetch_and_add(0, self._changes, 1)
 
 
 def _word(state: int, rank: int, size: int = 0) -> int:

@@ -155,7 +155,10 @@ class Accumulate(TrialOperation):
 
 
 class FetchAndOp(TrialOperation):
-    """Operation Fetch_and_op, which increments the counter and fetches its previous value."""
+    """Operation Fetch_and_op, which increments the counter and fetches its previous value.
+
+    The check also reads the counter by Get_accumulate with MPI_NO_OP, as the work queue does.
+    """
 
     small_bytes = COUNTER_BYTES
     grows = False
@@ -177,7 +180,13 @@ class FetchAndOp(TrialOperation):
 
     @override
     def is_correct(self) -> bool:
-        return self._is_correct
+        self._get_accumulate()
+        return self._is_correct and bool(self._fetched[0] == self._count)
+
+    def _get_accumulate(self) -> None:
+        link, location, element = self.link, (self._offset, 1, MPI.INT64_T), MPI.INT64_T
+        link.win.Get_accumulate([self._one, element], [self._fetched, element], link.target, location, MPI.NO_OP)
+        link.win.Flush(link.target)
 
 
 #: Classes of the operations, by their names in a report.

@@ -31,15 +31,16 @@ from odc_mpi.runtime.lateness import (
 from odc_mpi.runtime.library import has_thread_multiple, has_thread_serialized, library_name, thread_level
 from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.start.pmi import check_launcher
-from odc_mpi.runtime.status import StatusWindow
+from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
 #: Maximum time of a wait for ranks that report progress, as a multiple of the limit for others.
 MAX_EXTENSION = 10
-#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then prints.
-ABORT_DELAY_S = 5.0
+#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then reads the
+#: status of all ranks, which takes up to two pauses and a few seconds, and prints.
+ABORT_DELAY_S = 12.0
 #: Time for which a failed rank waits for the errors of other ranks, in seconds. Only one of those with the same error
 #: then prints a traceback.
 SAME_ERROR_S = 0.5
@@ -177,13 +178,15 @@ class Job:
     def _check_stranded(self) -> None:
         status = self.status
         assert status is not None
-        peers = status.read()
+        # The next lower rank would be enough: it waits in a collective, leaves, or is late and will do either.
+        peers = status.read(status.nearby)
         waiting = stranded_ranks(status.page.num_collectives, peers)
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
             text = format_status(rank, self._hosts[rank], peers[rank], time.time())
-            self._abort(f"has left while others wait for it: {text}", peers)
+            self._defer_to_lower_rank(status)
+            self._abort(f"has left while others wait for it: {text}")
 
     def _expired(self, wait: PendingWait, waited_s: float) -> float:
         """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread.
@@ -196,22 +199,37 @@ class Job:
             limit_s, limit = MAX_EXTENSION * limit_s, f"{MAX_EXTENSION} times {limit}"
         owners = "; ".join(f"rank {rank} on {self._hosts[rank]}" for rank in wait.owners[:MAX_LISTED] if self._hosts)
         late = f"it waits for {owners}" if owners else "another rank is late, stuck or dead"
-        peers: Mapping[int, Status | None] = {}
         status = self.status
         if status is not None and has_thread_multiple():
             status.page.announce_abort()
-            first = status.read()
-            extension_s = min(extensible_s, seconds_until_late(wait, first, time.time(), limit_s))
-            if extension_s:
-                status.page.announce_abort(False)
+            waits_for = [rank for rank in wait.owners if rank != self.rank]
+            ranks = waits_for or list(dict.fromkeys([*status.nearby, *status.others]))
+            # At once, but only a few ranks, since many waits may expire together.
+            first = status.read(ranks[:MAX_REQUESTS])
+            if extension_s := self._extension_s(wait, first, limit_s, extensible_s):
                 return extension_s
             time.sleep(HEARTBEAT_S)
-            peers = status.read()
-            late = format_late_ranks(wait, mark_missing_heartbeats(first, peers), self._hosts, time.time())
+            self._defer_to_lower_rank(status)
+            if len(first) < len(ranks):
+                first |= status.read(ranks[MAX_REQUESTS:])
+                if extension_s := self._extension_s(wait, first, limit_s, extensible_s):
+                    return extension_s
+                time.sleep(HEARTBEAT_S)
+            peers = mark_missing_heartbeats(first, status.read(first))
+            late = format_late_ranks(wait, peers, self._hosts, time.time())
         elif status is not None:
             late += f" (other ranks cannot be asked under {thread_level()})"
-        self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}", peers)
+        self._abort(f"waited more than {limit_s:g} s while {wait.what}: {late}; the limit is {limit}")
         return 0.0
+
+    def _extension_s(
+        self, wait: PendingWait, peers: Mapping[int, Status | None], limit_s: float, extensible_s: float
+    ) -> float:
+        """Return the time by which to extend a deadline, and withdraw the announced abort if it is not 0."""
+        extension_s = min(extensible_s, seconds_until_late(wait, peers, time.time(), limit_s))
+        if extension_s and self.status:
+            self.status.page.announce_abort(False)
+        return extension_s
 
     def _reported_by(self, error: str) -> int | None:
         """Publish an error, and return the lowest other rank below this one with the same error, or None."""
@@ -221,7 +239,7 @@ class Job:
         what = f"failed: {zlib.crc32(error.encode()):08x}"
         status.page.write(what)
         time.sleep(SAME_ERROR_S)
-        same = (rank for rank, peer in status.read().items() if rank < self.rank and peer and peer.what == what)
+        same = (rank for rank, peer in status.read(self._lower_ranks(status)).items() if peer and peer.what == what)
         return min(same, default=None)
 
     def _heartbeat(self) -> None:
@@ -229,7 +247,14 @@ class Job:
         if status is not None:
             status.page.heartbeat()
 
-    def _abort(self, message: str, peers: Mapping[int, Status | None]) -> None:
-        if any(status and status.aborting for rank, status in peers.items() if rank < self.rank):
+    def _defer_to_lower_rank(self, status: StatusWindow) -> None:
+        """Wait, if a lower rank is about to abort the job, so that only that rank prints a message."""
+        peers = status.read(self._lower_ranks(status))
+        if any(peer and peer.aborting for peer in peers.values()):
             time.sleep(ABORT_DELAY_S)
+
+    def _lower_ranks(self, status: StatusWindow) -> list[int]:
+        return [rank for rank in status.nearby if rank < self.rank]
+
+    def _abort(self, message: str) -> None:
         abort(f"rank {self.rank} on {MPI.Get_processor_name()} {message}")

@@ -63,7 +63,8 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]
     if wait.collective:
-        late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
+        # A rank that did not answer is unknown: its host may be dead, or it may only be busy.
+        late = [rank for rank, s in peers.items() if s and (s.heartbeat_missing or _misses(s, wait))]
     else:
         # Without owners any rank may be late: one without a heartbeat, if there is one, or one that is elsewhere.
         busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
@@ -93,24 +94,25 @@ def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
     """Format a message with the late ranks and their last activities. `hosts` contains the host name of every rank."""
     late = late_ranks(wait, peers)
-    if late:
-        lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"
-    else:
-        lead = "no rank is late, but in another collective is"
+    silent = [rank for rank, status in peers.items() if status is None and wait.collective]
+    lead = "late is " if wait.collective and len(late) == 1 else "late are " if wait.collective else "it waits for "
+    if not late and not silent:
+        lead = "no rank is late, but in another collective is "
         late = [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
-    if not late:
+    if not late and not silent:
         return "all ranks have arrived there; the network or the MPI library is stuck"
     named = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]
-    if len(late) > MAX_LISTED:
-        named.append(f"and {len(late) - MAX_LISTED} more")
-    return f"{lead} {'; '.join(named)}"
+    named += [f"rank {rank} on {hosts[rank]} did not answer" for rank in silent[: MAX_LISTED - len(named)]]
+    if len(late) + len(silent) > MAX_LISTED:
+        named.append(f"and {len(late) + len(silent) - MAX_LISTED} more")
+    return f"{lead if late else ''}{'; '.join(named)}"
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
     """Format a rank, its host and its last activity. `status` is None if the rank does not answer."""
     who = f"rank {rank} on {host}"
     if status is None:
-        return f"{who}, which does not answer"
+        return f"{who}, which did not answer"
     ago = f"{max(0.0, now - status.published_at):.1f} s ago"
     silent = ", and shows no sign of life" if status.heartbeat_missing else ""
     if status.finalizing:
@@ -124,9 +126,10 @@ def mark_missing_heartbeats(
 ) -> dict[int, Status | None]:
     """Compare two readings of the status, and return the first one with `heartbeat_missing` set.
 
-    A heartbeat is missing if its number is the same in both readings. Ranks that announced an abort are not marked.
+    A heartbeat is missing if its number is the same in both readings. Ranks that announced an abort are not marked. For
+    a rank that answered only the second time, this status is returned.
     """
-    result = dict(first)
+    result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():
         later = second[rank]
         # The watchdog of a rank that is about to abort sends no heartbeats.

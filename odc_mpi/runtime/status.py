@@ -1,9 +1,10 @@
 """Status of all ranks in a window. A rank whose wait has exceeded its deadline reads it.
 
 Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
-with MPI_Rget after a wait has exceeded its deadline. Within a node, they can read the page of a rank that computes or
-is stopped. Over a network without one-sided hardware, a page can be read only while its rank is in MPI, which a
-background thread of the rank enters periodically. A stopped rank then does not answer.
+with MPI_Rget after a wait has exceeded its deadline. In a large job each rank reads a limited number of pages, except
+for a few that read all (`runtime.job`). Within a node, they can read the page of a rank that computes or is stopped.
+Over a network without one-sided hardware, a page can be read only while its rank is in MPI, which a background thread
+of the rank enters periodically. A stopped rank then does not answer.
 
 Note: torn pages
     A page has two slots (halves), which are written alternately, each with a number and a checksum. A reader uses the
@@ -16,7 +17,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,8 +38,12 @@ _FINALIZING, _ABORTING = 1, 2
 #: Time between polls of the background thread, in seconds, and MPI calls per poll. The calls make MPI progress on a
 #: rank that computes: enough for other ranks to read its page, and too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
-#: Maximum time to wait for the pages, in seconds. A dead or stopped host never answers.
+#: A reading ends when no rank has answered for this time, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
+#: Maximum number of incomplete reads. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi issue 14192).
+MAX_REQUESTS = 64
+#: Number of ranks, from rank 0 on, that all ranks can read from the start on.
+NUM_FIRST_RANKS = 8
 
 
 class StatusPage:
@@ -119,6 +125,53 @@ def _read_slot(slot: bytes) -> Status | None:
     )
 
 
+def nearby_ranks(rank: int, size: int) -> list[int]:
+    """Return the ranks that a rank reads if it does not need the status of all others (`StatusWindow.nearby`)."""
+    first = range(min(NUM_FIRST_RANKS, size))
+    below = ((rank - distance) % size for distance in range(1, size))
+    return [other for other in dict.fromkeys([*first, *below]) if other != rank][:MAX_REQUESTS]
+
+
+class PageReader:
+    """Reader of the pages of other ranks, which has at most `MAX_REQUESTS` incomplete requests. Not thread-safe.
+
+    Args:
+        start: Function that starts to read the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
+    """
+
+    def __init__(self, start: Callable[[np.ndarray, int], MPI.Request]) -> None:
+        self._start = start
+        # Requests to silent ranks stay here after a reading, since MPI may still write to their buffers.
+        self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
+
+    def read(self, status: dict[int, Status | None], deadline: float) -> None:
+        """Read the status of each rank in `status` that answers before the deadline. One-sided.
+
+        `deadline` is a time of the monotonic clock. The reading ends earlier if no rank answers for `READ_GRACE_S`.
+        """
+        for rank in self._completed():
+            del self._incomplete[rank]  # a page of an earlier reading
+        unread = deque(rank for rank in status if rank not in self._incomplete)
+        num_missing = len(status)
+        answered_at = time.monotonic()
+        while num_missing and time.monotonic() < min(deadline, answered_at + READ_GRACE_S):
+            while unread and len(self._incomplete) < MAX_REQUESTS:
+                page = np.empty(PAGE_BYTES, dtype=np.uint8)
+                rank = unread.popleft()
+                self._incomplete[rank] = self._start(page, rank), page
+            for rank in self._completed():
+                _, page = self._incomplete.pop(rank)
+                if rank in status and (found := read_page(page.tobytes())) is None:
+                    unread.append(rank)  # a torn page
+                elif rank in status:
+                    status[rank], answered_at = found, time.monotonic()
+                    num_missing -= 1
+            time.sleep(100e-6)
+
+    def _completed(self) -> list[int]:
+        return [rank for rank, (request, _) in self._incomplete.items() if request.Test()]
+
+
 class StatusWindow:
     """Window with the status pages of all ranks. Construction is collective.
 
@@ -128,13 +181,18 @@ class StatusWindow:
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread enters MPI periodically. Other ranks can then read the page
             over any network.
+        others: All ranks except this one.
+        nearby: The first ranks, and those below this one, cyclically: at most `MAX_REQUESTS` of `others`. Ranks that do
+            not need the status of all others read these.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.background_progress = True
         self.prepare: Callable[[], None] = lambda: None
         self._comm = comm
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._rank, size = comm.Get_rank(), comm.Get_size()
+        self.others = [rank for rank in range(size) if rank != self._rank]
+        self.nearby = nearby_ranks(self._rank, size)
         info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
         self._win: MPI.Win | None = MPI.Win.Allocate(PAGE_BYTES, 1, info, comm)
         info.Free()
@@ -143,26 +201,27 @@ class StatusWindow:
         self.page = StatusPage(memoryview(self._win.tomemory()))  # type: ignore[arg-type]
         self.page.write("starting up")
         self._win.Sync()
-        # Memory of incomplete requests, which MPI may still write.
-        self._unanswered: list[np.ndarray] = []
+        self._reader = PageReader(self._start_reading)
         # Read in a separate thread: an MPI call for a dead host may not return.
         self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="odc_mpi-status", daemon=True)
         # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
             self._thread.start()
-        # The first Get from a peer opens a connection, which must exist before the peer fails.
+        # The first Get from a peer opens a connection, which must exist before the peer fails. No rank does so with all
+        # others, except a few, which then read for all.
         comm.Barrier()
-        self.read()
+        self.read(self.others if self._rank < NUM_FIRST_RANKS else self.nearby)
         comm.Barrier()
 
-    def read(self) -> dict[int, Status | None]:
-        """Read the status of all other ranks. The status is None if a rank does not answer in time. One-sided."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        reading = _Reading(dict.fromkeys(others), time.monotonic() + READ_GRACE_S)
+    def read(self, ranks: Iterable[int]) -> dict[int, Status | None]:
+        """Read the status of other ranks. The status is None if a rank does not answer in time. One-sided."""
+        status: dict[int, Status | None] = dict.fromkeys(ranks)
+        limit_s = READ_GRACE_S * -(-len(status) // MAX_REQUESTS)
+        reading = _Reading(status, time.monotonic() + limit_s)
         if self._thread.is_alive():
             self._readings.put(reading)
-            reading.is_done.wait(READ_GRACE_S + 0.5)
+            reading.is_done.wait(limit_s + 0.5)
         return dict(reading.status)
 
     def free(self) -> None:
@@ -189,7 +248,7 @@ class StatusWindow:
             if reading is None:
                 return
             self.prepare()
-            self._read(reading)
+            self._reader.read(reading.status, reading.deadline)
             reading.is_done.set()
 
     def _poll(self) -> None:
@@ -198,22 +257,9 @@ class StatusWindow:
             self._comm.Iprobe()
             time.sleep(1e-3)
 
-    def _read(self, reading: "_Reading") -> None:
+    def _start_reading(self, page: np.ndarray, rank: int) -> MPI.Request:
         assert self._win is not None
-        pages = {rank: np.empty(PAGE_BYTES, dtype=np.uint8) for rank in reading.status}
-        requests: dict[int, MPI.Request] = {}
-        while pages and time.monotonic() < reading.deadline:
-            for rank, page in list(pages.items()):
-                if rank not in requests:
-                    requests[rank] = self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
-                if requests[rank].Test():
-                    del requests[rank]
-                    # A torn page is read again.
-                    if status := read_page(page.tobytes()):
-                        reading.status[rank] = status
-                        del pages[rank]
-            time.sleep(100e-6)
-        self._unanswered += pages.values()
+        return self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
 
 
 @dataclass

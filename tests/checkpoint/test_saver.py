@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from damage import flip
@@ -15,7 +16,7 @@ from damage import flip
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
-from odc_mpi.checkpoint.commands import list_lines, open_newest_checkpoint, verify
+from odc_mpi.checkpoint.commands import index_line, list_lines, open_newest_checkpoint, verify
 from odc_mpi.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -135,6 +136,31 @@ def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
     ranks.save(1)
     assert ranks.steps() == [] and not list(tmp_path.iterdir())
     assert "No space left on device" in ranks.warnings[0]
+
+
+def test_the_index_of_many_ranks_is_written_on_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "MAX_INDEXED_RANKS", 2)
+    ranks = Ranks(tmp_path, 3)
+    ranks.save(1)
+    index = tmp_path / step_name(1) / "index.h5"
+    assert not index.exists() and verify(tmp_path)[1] == 0
+    assert index_line(tmp_path) == f"wrote {index}"
+    with h5py.File(index) as file:
+        assert file["model/x"][:].tolist() == [1.0] * 9
+    assert index_line(tmp_path) == f"wrote {index}", "it may be repeated"
+    assert verify(tmp_path)[1] == 0
+    (tmp_path / step_name(1) / shard_name(1, 2)).unlink()
+    with pytest.raises(UserError, match=r"rank_00002\.h5 is missing"):
+        index_line(tmp_path)
+
+
+def test_a_lost_index_is_written_again_with_the_same_checksum(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.save(1)
+    (tmp_path / step_name(1) / "index.h5").unlink()
+    assert verify(tmp_path)[1] == 1
+    index_line(tmp_path)
+    assert verify(tmp_path)[1] == 0
 
 
 def test_files_that_rank_0_does_not_see(tmp_path):

@@ -26,6 +26,7 @@ COMMANDS = {
     "list": (("checkpoint", "list", "run"), (0, 1, 2)),
     "show": (("checkpoint", "show", "run"), (0, 2)),
     "digest": (("checkpoint", "digest", "run"), (0, 2)),
+    "index": (("checkpoint", "index", "run"), (0, 2)),
     "report": (("report", "run", "--out", "new.html"), (0, 2)),
 }
 _SAME = ("resume", "generate", "export")

@@ -27,10 +27,19 @@ def test_ranks_that_arrived_at_fewer_collectives_are_late() -> None:
     assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), peers) == [2]
 
 
-def test_ranks_without_status_or_heartbeat_are_late_and_named_first() -> None:
+def test_ranks_without_heartbeat_are_late_and_named_first() -> None:
     busy, silent = at(6, "x", published_at=90.0), at(7, heartbeat_missing=True, published_at=95.0)
     peers = {0: busy, 1: silent, 2: at(7), 3: at(6, "y", published_at=80.0), 5: None}
-    assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), peers) == [5, 1, 3, 0]
+    assert late_ranks(PendingWait(SYNCHRONIZING, collective=7), peers) == [1, 3, 0]
+
+
+def test_a_rank_that_did_not_answer_is_named_but_not_called_late() -> None:
+    wait, late = PendingWait(SYNCHRONIZING, collective=7), at(6, "x", published_at=99.0)
+    said = format_late_ranks(wait, {0: late, 1: at(7), 5: None}, HOSTS, now=100.0)
+    assert said == "late is rank 0 on host0, which was last seen 1.0 s ago, x; rank 5 on host2 did not answer"
+    assert format_late_ranks(wait, {1: at(7), 5: None}, HOSTS, now=100.0) == "rank 5 on host2 did not answer"
+    said = format_late_ranks(wait, {0: late, **dict.fromkeys(range(1, 40))}, HOSTS, now=100.0)
+    assert said.count("rank ") == MAX_LISTED and said.endswith(f" did not answer; and {40 - MAX_LISTED} more")
 
 
 def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
@@ -110,7 +119,7 @@ def test_no_rank_is_blamed_if_all_have_arrived() -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (None, "which does not answer"),
+        (None, "which did not answer"),
         (at(6, "leaving", finalizing=True), "which left 5.0 s ago"),
         (at(6, "leaving", finalizing=True, heartbeat_missing=True), "which left 5.0 s ago, and shows no sign of life"),
         (at(6, "x", heartbeat_missing=True), "which was last seen 5.0 s ago, x, and shows no sign of life"),
@@ -142,9 +151,10 @@ def test_a_heartbeat_is_missing_if_two_readings_are_equal() -> None:
         0: False,
         1: True,
         2: False,
+        3: False,
         4: False,
     }
-    assert seen[3] is None
+    assert seen[3] == second[3], "it answered only the second time"
     assert seen[0] is not None and seen[0].num_collectives == 6, "what a rank did when the deadline passed counts"
 
 

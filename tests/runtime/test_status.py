@@ -1,10 +1,22 @@
 import threading
 import time
+from collections.abc import Collection, Iterable
 
+import numpy as np
 import pytest
 
+from odc_mpi.runtime import status as status_module
 from odc_mpi.runtime.lateness import Status
-from odc_mpi.runtime.status import MAX_TEXT_BYTES, PAGE_BYTES, SLOT_BYTES, StatusPage, read_page
+from odc_mpi.runtime.status import (
+    MAX_REQUESTS,
+    MAX_TEXT_BYTES,
+    PAGE_BYTES,
+    SLOT_BYTES,
+    PageReader,
+    StatusPage,
+    nearby_ranks,
+    read_page,
+)
 
 
 @pytest.fixture
@@ -126,3 +138,68 @@ def test_a_detached_page_writes_nowhere(page: StatusPage, memory: bytearray) -> 
     page.detach()
     page.write("after")
     assert read(memory).what == "before"
+
+
+class Pages:
+    """The pages of many ranks, some of which are silent. The requests that are answered need two tests."""
+
+    def __init__(self, silent: Collection[int] = ()) -> None:
+        self.silent = set(silent)
+        self.incomplete: set[int] = set()
+        self.largest = 0
+
+    def start(self, page: np.ndarray, rank: int) -> "Request":
+        assert rank not in self.incomplete, "a second request beside one that is incomplete"
+        self.incomplete.add(rank)
+        self.largest = max(self.largest, len(self.incomplete))
+        StatusPage(memoryview(page)).write(f"forward of unit {rank}")  # type: ignore[arg-type]
+        return Request(self, rank)
+
+
+class Request:
+    def __init__(self, pages: Pages, rank: int) -> None:
+        self.pages, self.rank, self.tests = pages, rank, 0
+
+    def Test(self) -> bool:  # noqa: N802 - the name in MPI
+        self.tests += 1
+        if self.tests < 2 or self.rank in self.pages.silent:
+            return False
+        self.pages.incomplete.discard(self.rank)
+        return True
+
+
+def read_all(reader: PageReader, ranks: Iterable[int]) -> dict[int, Status | None]:
+    status: dict[int, Status | None] = dict.fromkeys(ranks)
+    reader.read(status, time.monotonic() + 20.0)
+    return status
+
+
+def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over several readings, since a request to a silent rank stays incomplete."""
+    monkeypatch.setattr(status_module, "READ_GRACE_S", 0.3)
+    pages = Pages(silent=range(7, 1024, 40))
+    reader = PageReader(pages.start)  # type: ignore[arg-type]
+    for _ in range(3):
+        status = read_all(reader, range(1024))
+        assert {rank for rank, found in status.items() if found is None} == pages.silent
+        assert all(found.what == f"forward of unit {rank}" for rank, found in status.items() if found)
+    assert pages.largest == MAX_REQUESTS
+    pages.silent.clear()
+    assert None not in read_all(reader, range(1024)).values(), "a rank that answers late is read the next time"
+
+
+def test_if_too_many_ranks_are_silent_the_reading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "READ_GRACE_S", 0.1)
+    pages = Pages(silent=range(100))
+    reader = PageReader(pages.start)  # type: ignore[arg-type]
+    assert set(read_all(reader, range(300)).values()) == {None}
+    assert pages.largest == MAX_REQUESTS
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 1024])
+def test_a_rank_reads_few_others(size: int) -> None:
+    nearby = {rank: nearby_ranks(rank, size) for rank in range(size)}
+    for rank, others in nearby.items():
+        assert rank not in others and len(set(others)) == len(others) == min(size - 1, MAX_REQUESTS)
+        assert size == 1 or (rank - 1) % size in others
+        assert rank == 0 or 0 in others

@@ -12,6 +12,7 @@ _ACTIONS = {
     "verify": "compare all data with its checksums; exit code 1 if a checkpoint is damaged",
     "show": "print the tensors of the newest checkpoint, with shapes, types and norms",
     "digest": "print one SHA-256 over the tensors of the newest checkpoint, independent of the number of ranks",
+    "index": "write index.h5 of the newest checkpoint, which one of more than 64 ranks is saved without",
     "export": export.HELP,
 }
 
@@ -37,8 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         lines, num_damaged = commands.verify(arguments.directory)
         print("\n".join(lines))
         return 1 if num_damaged else 0
-    if arguments.action == "digest":
-        print(commands.digest_line(arguments.directory))
+    if arguments.action in ("digest", "index"):
+        line_of = commands.digest_line if arguments.action == "digest" else commands.index_line
+        print(line_of(arguments.directory))
     else:
         lines_of = commands.list_lines if arguments.action == "list" else commands.show_lines
         for line in lines_of(arguments.directory):

@@ -116,17 +116,6 @@ class Window:
         """Atomically overwrite the int64 element at `offset` of a shard. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
-    def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Atomically overwrite the int64 element at `offset` of a shard if it equals `expected`. One-sided.
-
-        Returns the previous value of the element, which equals `expected` if it was overwritten.
-        """
-        assert self.tensor.dtype == torch.int64, "counters are int64"
-        new, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
-        self._win.Compare_and_swap(new, compared, before, target, offset)
-        self._win.Flush(target)
-        return int(before[0])
-
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
         """Read the first `count` int64 elements of a shard, each one atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))

@@ -123,9 +123,9 @@ class RolloutSource(MinibatchSource):
             yield from self._pack(self._generate(minibatch, decode_batches[ticket]))
         while (state := self._queue.snapshot(count)).num_done < count:
             if state.published:
-                yield from self._pack(self._claim(count, state))
+                yield from self._pack(self._claim(state))
             else:
-                self._wait(count, state)
+                self._wait(state)
 
     def local_values(self) -> list[float]:
         """Return the counts and sums of this rank in the order of `gathered_names`."""
@@ -280,12 +280,12 @@ class RolloutSource(MinibatchSource):
                 groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0, packs=self._packs
             )
 
-    def _claim(self, count: int, state: QueueState) -> list[PromptGroup]:
+    def _claim(self, state: QueueState) -> list[PromptGroup]:
         """Claim groups until a microbatch is full, but at most this rank's share of the published groups."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[PromptGroup] = []
         num_tokens = 0
-        for _, owner, content in self._queue.claim(count):
+        for _, owner, content in self._queue.claim(state.published):
             groups.append(pickle.loads(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
@@ -293,7 +293,7 @@ class RolloutSource(MinibatchSource):
                 break
         return groups
 
-    def _wait(self, count: int, previous: QueueState) -> None:
+    def _wait(self, previous: QueueState) -> None:
         """Sleep until the state of the queue changes. The time-out message lists the ranks that are generating."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_not_started
@@ -301,7 +301,7 @@ class RolloutSource(MinibatchSource):
         with self._world.deadline(
             f"waiting for {num_open} prompt groups in progress", sorted(set(previous.in_progress.values()))
         ):
-            while self._queue.snapshot(count) == previous:
+            while not self._queue.has_changed(previous):
                 self._world.progress.run_tasks()  # other ranks may push gradients to this one
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)

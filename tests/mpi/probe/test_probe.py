@@ -103,6 +103,13 @@ def test_a_stale_value_is_refused_before_training(world, monkeypatch, tmp_path):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_counter_that_get_accumulate_reads_wrongly_is_reported(world, monkeypatch):
+    monkeypatch.setattr(operations.FetchAndOp, "_get_accumulate", lambda self: None)
+    report = probe.probe(world, probe.QUICK)
+    assert list(map(str, report.problems)) == ["same_node fetch_and_op: received data differs from what was sent"]
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_listener_gets_every_attempt(world):
     heard = []
     probe.probe(world, probe.QUICK, on_message=lambda report, doing: heard.append((report, doing)))

@@ -101,6 +101,11 @@ def test_it_holds_for_models_of_all_kinds(world, train, model):
     check(train, world, {"data__balance": "dynamic", "comm__zero_copy": "off"}, **model)
 
 
+@pytest.mark.sizes(2, 3)
+def test_ranks_without_a_microbatch_change_no_bit(world, train):
+    check(train, world, {"data__balance": "dynamic"}, data__minibatch_sequences=1)
+
+
 @pytest.mark.sizes(2)
 def test_slow_ranks_change_no_bit(world, train, monkeypatch):
     """Rank 1 takes a while for each microbatch, so that rank 0 draws most of them."""
