@@ -75,10 +75,10 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
     """Return the time until one of the ranks that delay a wait has published no activity for `limit_s` seconds.
 
-    It is 0 if that is the case already, or if none of them is known or answers.
+    It is 0 if that is the case already, if none of them is known, or if a rank did not answer.
     """
-    delaying = [peers[rank] for rank in late_ranks(wait, peers)]
-    oldest = min((status.published_at if status else 0.0 for status in delaying), default=0.0)
+    late = [peers[rank] for rank in late_ranks(wait, peers)]
+    oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0
     return min(limit_s, max(0.0, oldest + limit_s - now))
 
 
