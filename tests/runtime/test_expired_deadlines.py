@@ -50,7 +50,7 @@ def expire(
     job.rank, job.status, job._hosts = rank, status, ["host"] * SIZE  # type: ignore[assignment]
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(AbortedError) as caught:
-        job._expired(wait)
+        job._expired(wait, 60.0)
     return status, str(caught.value), pauses
 
 
