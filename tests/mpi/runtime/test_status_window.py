@@ -82,7 +82,7 @@ def test_a_rank_that_reports_progress_is_waited_for_beyond_the_deadline():
             time.sleep(0.05)
         assert world.gather_objects(world.rank) == list(range(world.size))
         world.timeout_s = 60
-        assert not any(status.aborting for status in world.job.status.read().values())
+        assert not any(status.aborting for status in world.job.status.read(world.job.status.others).values())
 
 
 def test_a_freed_window_has_no_status(world):
