@@ -7,7 +7,7 @@ which has a limited size. All accesses are one-sided: neither rank 0 nor the own
     mark_started   this rank works on the item
     publish        the item can be claimed: its content is in the store of this rank (written before the board)
     mark_done      the item is finished, and no rank needs to claim it
-    claim          take published items (MPI_Fetch_and_op on a counter of each item)
+    claim          take published items, the largest first (MPI_Fetch_and_op on a counter of each item)
     has_changed    poll a single counter of the board, which every change of a state increments
     reset          clear the board and the stores, after gradients are complete and before parameters are published
 
@@ -135,7 +135,7 @@ class WorkQueue:
         """Clear the board and the store. One-sided. All ranks must call it, after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
-            # With atomics, as a claim: where network cards do the swap, a plain store may stay in the CPU cache.
+            # With atomics, as a claim: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("clearing the work queue", [0]):
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 

@@ -95,7 +95,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
     """Format a message with the late ranks and their last activities. `hosts` contains the host name of every rank."""
     late = late_ranks(wait, peers)
     silent = [rank for rank, status in peers.items() if status is None and wait.collective]
-    lead = "late is " if wait.collective and len(late) == 1 else "late are " if wait.collective else "it waits for "
+    lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
     if not late and not silent:
         lead = "no rank is late, but in another collective is "
         late = [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]

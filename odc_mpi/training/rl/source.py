@@ -5,7 +5,7 @@ A group is a prompt with its completions. A minibatch has these phases:
     claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
     generate             after the last completion of a prompt, compute rewards and advantages and
                          publish the group. If the memory for groups is full, train on it instead     one-sided
-    no prompts left      claim the largest published group of any rank and train on it                one-sided
+    no prompts left      claim published groups of any rank, the largest first, and train on them     one-sided
     no groups published  sleep until a group is published or all groups are done                      one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
 
@@ -122,8 +122,8 @@ class RolloutSource(MinibatchSource):
         for ticket in self._tickets.draw(len(decode_batches)):
             yield from self._pack(self._generate(minibatch, decode_batches[ticket]))
         while (state := self._queue.snapshot(count)).num_done < count:
-            if state.published:
-                yield from self._pack(self._claim(state))
+            if groups := self._claim(state):
+                yield from self._pack(groups)
             else:
                 self._wait(state)
 
