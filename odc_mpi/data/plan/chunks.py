@@ -50,7 +50,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
         max_tokens: Maximum number of tokens in a chunk.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
-    # The costliest chunk costs at least an equal share of the cost without `earlier_tokens`.
+    # The costliest chunk costs at least an equal share.
     low = cost.chunk(0, length) / count
     margin = cost.chunk(length - 1, length)
     while (bounds := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
@@ -84,11 +84,9 @@ def _longest_first(
 
 def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
     """Return the largest end, at most `length`, of a chunk that begins at `begin` and costs at most `max_cost`."""
-    # chunk_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier_tokens * b = max_cost, solved for e, without
-    # cancellation.
-    part = (max_cost - cost.earlier_tokens * begin) / cost.chunk_factor
-    total = part + cost.linear * begin + cost.quadratic * begin * begin
-    if part <= 0:
+    # chunk_factor * (linear * (e - b) + quadratic * (e² - b²)) = max_cost, solved for e, without cancellation.
+    total = max_cost / cost.chunk_factor + cost.linear * begin + cost.quadratic * begin * begin
+    if max_cost <= 0:
         return begin
     root = math.sqrt(cost.linear * cost.linear + 4 * cost.quadratic * total)
     end = min(int(2 * total / (cost.linear + root)), length)

@@ -128,8 +128,7 @@ class _Planner:
     def _candidates(self) -> Iterator[ChunkCounts]:
         """Yield chunk counts for each threshold."""
         constant, factor = self._cost.constant, self._cost.chunk_factor
-        # On average, half of the sequence's tokens are before a chunk.
-        chunk_costs = factor * self._costs + self._cost.earlier_tokens * self._lengths / 2
+        chunk_costs = factor * self._costs
         max_cost = self.even_end() / len(SPREADS) * MIN_THRESHOLD
         while True:
             requested = np.ceil(chunk_costs / max(max_cost - constant, 1e-3 * max_cost)).astype(np.int64)
@@ -145,8 +144,7 @@ class _Planner:
     def _estimate(self, counts: ChunkCounts) -> float:
         """Estimate the end of the last rank, summed over `SPREADS`, with one unsplit sequence per microbatch."""
         is_split = counts > 1
-        before = self._cost.earlier_tokens * self._lengths * (counts - 1) / 2
-        chunk_costs = (self._cost.chunk_factor * self._costs + before) / counts + self._cost.constant
+        chunk_costs = self._cost.chunk_factor * self._costs / counts + self._cost.constant
         order = [i for i in argsort_descending(chunk_costs) if is_split[i]]
         each = list(zip(counts[order].tolist(), chunk_costs[order].tolist(), strict=True))
         rest = -np.sort(-self._costs[~is_split])

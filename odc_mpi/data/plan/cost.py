@@ -25,15 +25,12 @@ class CostModel:
         quadratic: Cost per square of a sequence's number of tokens, for attention.
         constant: Cost of a microbatch with any content, for fetching parameters and launching kernels.
         chunk_factor: Cost of a chunk relative to its part of the sequence's cost, at least 1.
-        earlier_tokens: Additional cost of a chunk per token of earlier chunks of the sequence, for reading the keys and
-            values of these tokens and accumulating the gradients of keys and values.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
     constant: float = 0.0
     chunk_factor: float = CHUNK_FACTOR
-    earlier_tokens: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the costs of sequences with these lengths in tokens, as float64 in the shape of `lengths`."""
@@ -46,8 +43,7 @@ class CostModel:
         Under causal attention a token attends to all earlier tokens, so a chunk's part of the sequence's cost is the
         cost of `end` tokens minus that of `begin` tokens.
         """
-        part = self.linear * (end - begin) + self.quadratic * (end * end - begin * begin)
-        return self.chunk_factor * part + self.earlier_tokens * begin
+        return self.chunk_factor * (self.linear * (end - begin) + self.quadratic * (end * end - begin * begin))
 
     def microbatch(self, lengths: npt.ArrayLike) -> float:
         """Return the cost of a microbatch of sequences with these lengths in tokens, [n], including `constant`."""

@@ -113,9 +113,8 @@ class FittedCostModel:
         if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()
             for begin, end, seconds in self._new_chunks:
-                part = usual * replace(self._cost, chunk_factor=1.0, earlier_tokens=0.0).chunk(begin, end)
-                other = usual * (self._cost.constant + self._cost.earlier_tokens * begin)
-                factor = (seconds - other) / part if part > 0 else 1.0
+                part = usual * replace(self._cost, chunk_factor=1.0).chunk(begin, end)
+                factor = (seconds - usual * self._cost.constant) / part if part > 0 else 1.0
                 row[10:] += [min(max(factor, 0.0), MAX_CHUNK_FACTOR), 1.0]
         return row
 

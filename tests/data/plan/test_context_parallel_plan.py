@@ -14,7 +14,7 @@ from odc_mpi.errors import UserError
 
 COST = CostModel(1.0, 1e-3, 100.0)
 #: Linear, quadratic, both, and with a cost for the tokens before a chunk.
-COSTS = (CostModel(1.0), CostModel(0.0, 1.0), CostModel(3.0, 0.25), CostModel(1.0, 0.5, 7.0, 1.2, 0.75))
+COSTS = (CostModel(1.0), CostModel(0.0, 1.0), CostModel(3.0, 0.25), CostModel(1.0, 0.5, 7.0, 1.2))
 
 
 def longtailed(seed: int, n: int) -> np.ndarray:
