@@ -1,12 +1,7 @@
 """Benchmark of training speed: FSDP2, the runtime over collectives and over windows, and no communication.
 
-    ceiling    rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the
-               number of ranks
-    apart      all ranks train at once in plain torch, each on its own microbatches, without communication; what another
-               contender needs longer is the cost of communication on cores that share a machine
-
-All contenders train on the same minibatches in rounds (`bench.contenders`). All losses must agree, except those of
-`apart`, where each rank optimizes with its own gradients.
+All contenders train on the same minibatches in rounds (`bench.contenders`), and all losses must agree. For `ceiling`,
+rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the number of ranks.
 """
 
 import math
@@ -47,7 +42,6 @@ BASELINE = "fsdp2"
 #: FSDP2 on the plan of `lb_mini`, with counts made equal by dummy microbatches: the baseline of AMD's port of ODC.
 PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
-INDEPENDENT = "apart"
 #: Balance of the contender that uses `dynamic` and splits the longest sequences over ranks (context parallelism).
 SPLIT = "split"
 #: Contenders on the runtime, as TRANSPORT/BALANCE.
@@ -55,7 +49,7 @@ COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: Contenders over windows with `run.exact`, on request.
 EXACT = ("exact/lb_mini", "exact/dynamic")
-CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
+CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, CEILING)
 #: Largest allowed relative difference of losses. fp32 sums in another order cause differences; 4e-7 was observed.
 TOLERANCE = 1e-5
 #: Values of settings that all contenders support, including those in plain torch.
@@ -124,8 +118,8 @@ def measure(
 
     Returns:
         JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median
-        relative speeds `ratio_to_fsdp2`, `ratio_to_ceiling` and `ratio_to_apart`, and, except for `apart`,
-        `loss_deviation` from FSDP2. `losses` are those of FSDP2. Further keys describe environment and model.
+        relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation` from FSDP2. `losses` are those of
+        FSDP2. Further keys describe environment and model.
 
     Raises:
         AllRanksUserError: There are several nodes, settings, data and model do not fit together, or losses differ.
@@ -138,11 +132,7 @@ def measure(
     contenders = _Contenders(world, config, (*OURS, *EXACT) if exact else OURS)
     rounds = run_rounds(world, contenders.by_name, steps, repeats, report)
     contenders.close()
-    deviations = agreement(
-        {name: rounds_of_contender for name, rounds_of_contender in rounds.items() if name != INDEPENDENT},
-        BASELINE,
-        TOLERANCE,
-    )
+    deviations = agreement(rounds, BASELINE, TOLERANCE)
     return {
         **header(world, "train", before, repeats=repeats, steps=steps, threads=torch.get_num_threads()),
         **_figures(rounds, world.size),
@@ -169,8 +159,7 @@ class _Contenders:
             PADDED: self._fsdp(self._configure("window", "lb_mini")),
             COLLECTIVE: self._collective,
             **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
-            INDEPENDENT: self._unsharded(world.rank, world.size),
-            CEILING: IdleContender() if world.rank else self._unsharded(rank=0, size=1),
+            CEILING: IdleContender() if world.rank else self._unsharded(),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -199,9 +188,9 @@ class _Contenders:
     def _fsdp(self, config: Config) -> Contender:
         return FSDPBaseline(self._world, config, self._inputs(config).sequence_loader)
 
-    def _unsharded(self, rank: int, size: int) -> Contender:
+    def _unsharded(self) -> Contender:
         config = self._configure("window", "lb_mini")
-        return UnshardedBaseline(config, open_inputs(config, rank, size).sequence_loader)
+        return UnshardedBaseline(config, open_inputs(config, 0, 1).sequence_loader)
 
     def _configure(self, kind: str, balance: str) -> Config:
         config, is_split = self._config, balance == SPLIT
@@ -241,7 +230,7 @@ def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str,
         "quartiles": {name: [spread["low"], spread["high"]] for name, spread in spreads.items()},
         **{
             f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
-            for reference in (BASELINE, CEILING, INDEPENDENT)
+            for reference in (BASELINE, CEILING)
         },
         "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
     }

@@ -180,7 +180,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         for name, speed in result["tokens_per_s"].items()
     }
     columns = [BarColumn("tokens per second, with quartiles", speeds, ",.0f")]
-    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling", "apart": "separate processes"}
+    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling"}
     columns += [
         BarColumn(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
         for name, title in references.items()
@@ -190,10 +190,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         max((n for n in ratios if n.startswith(kind)), key=ratios.__getitem__) for kind in ("window/", "fsdp2")
     )
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
-    caption = (
-        "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks. "
-        "Apart: as many concurrent processes, without communication."
-    )
+    caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
     figures = [bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
     losses_title = (

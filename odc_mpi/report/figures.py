@@ -12,7 +12,7 @@ _STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
     # References that do not use this package for communication.
-    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\")),
+    **dict.fromkeys(("ceiling", "fsdp2"), Style(SKY, "\\")),
 }
 
 

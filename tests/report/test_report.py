@@ -82,7 +82,7 @@ def write_trace(run, ranks):
 
 
 def training_result():
-    names = ("fsdp2", "collective/lb_micro", "window/lb_mini", "window/dynamic", "apart", "ceiling")
+    names = ("fsdp2", "collective/lb_micro", "window/lb_mini", "window/dynamic", "ceiling")
     speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)} | {"fsdp2/lb_mini": 1600.0}
     return {
         "benchmark": "train",
@@ -94,8 +94,7 @@ def training_result():
         "tokens_per_s": speeds,
         "quartiles": {name: [0.9 * speed, 1.1 * speed] for name, speed in speeds.items()},
         "ratio_to_fsdp2": {name: speed / 1000 for name, speed in speeds.items()},
-        "ratio_to_apart": {name: speed / 5000 for name, speed in speeds.items()},
-        "ratio_to_ceiling": {name: speed / 6000 for name, speed in speeds.items()},
+        "ratio_to_ceiling": {name: speed / 5000 for name, speed in speeds.items()},
         "losses": [8.0, 7.5, None, 7.0],
         "loss_deviation": dict.fromkeys(speeds, 1e-6),
         "model_numel": 8_000_000,
