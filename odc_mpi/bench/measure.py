@@ -55,7 +55,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object. `load` is the load average of the node before it began."""
+    """Return the first keys of a benchmark's JSON object. `load` is the load average of the node before the start."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
