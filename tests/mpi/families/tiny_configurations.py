@@ -81,14 +81,25 @@ _COMMON = {
     ),
 }
 _LATENT = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "head_dim": None,
+    "use_mamba_kernels": False,
+}
 _MIXED = ["full_attention", "conv"]
 _NAMES = """
 llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text phi phi3 olmo olmo2 olmo3 gpt2
 gpt_neox gptj gpt_bigcode starcoder2 cohere cohere2 granite glm glm4 smollm3 exaone4 helium stablelm nemotron persimmon
 opt falcon bloom mpt codegen seed_oss arcee apertus hunyuan_v1_dense ernie4_5 diffllama nanochat cwm vaultgemma
-modernbert-decoder biogpt xglm mixtral qwen2_moe qwen3_moe olmoe glm4_moe phimoe granitemoe ernie4_5_moe dots1
-deepseek_v2 deepseek_v3 gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe llama4_text minimax qwen3_next qwen3_5_text
-mamba mamba2 recurrent_gemma rwkv jamba granitemoehybrid bamba lfm2 lfm2_moe falcon_h1 nemotron_h bert bart
+modernbert-decoder biogpt xglm gpt_neo exaone gemma3n_text bitnet doge hrm_text mixtral qwen2_moe qwen3_moe olmoe
+glm4_moe phimoe granitemoe ernie4_5_moe dots1 deepseek_v2 deepseek_v3 gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe
+llama4_text longcat_flash dbrx exaone_moe glm4_moe_lite mimo_v2_flash jetmoe deepseek_v32 deepseek_v4 minimax
+qwen3_next qwen3_5_text mamba mamba2 recurrent_gemma rwkv jamba granitemoehybrid bamba lfm2 lfm2_moe falcon_h1
+nemotron_h falcon_mamba zamba zamba2 zaya bert bart
 """
 #: Values of `model_type`, in the order of the table.
 FAMILIES = _NAMES.split()
@@ -109,6 +120,24 @@ _OWN = {
     "lfm2": {"layer_types": _MIXED},
     "lfm2_moe": {"layer_types": _MIXED},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "deepseek_v32": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "longcat_flash": {"num_layers": 2, "head_dim": 8, "num_key_value_heads": 4, "zero_expert_num": 2},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "zamba": _HYBRID | {"mamba_dt_rank": 4},
+    "zamba2": _HYBRID | {"n_mamba_heads": 2, "hybrid_layer_ids": [1, 3]},
+    "zaya": {"layer_types": ["hybrid"] * 2, "num_experts_per_tok": 1, "router_hidden_size": 16},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
     "nemotron_h": {"hybrid_override_pattern": "M*E-", "num_hidden_layers": None},
 }
 
