@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.errors import UserError
+from odc_mpi.cli.options import require_config
 
 HELP = "print all settings of a configuration, and where each comes from"
 
@@ -19,11 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the settings and return the exit code."""
     from odc_mpi.training import settings
 
-    if not arguments.config.exists():
-        raise UserError(
-            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
-            "odc-mpi config CONFIG --run.steps 5"
-        )
+    require_config(arguments)
     for line in settings.describe(arguments.config, arguments.overrides):
         print(line)
     return 0

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from odc_mpi.cli.options import positive_int
+from odc_mpi.cli.options import positive_int, require_config
 from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
@@ -49,11 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
 
-    if not arguments.config.exists():
-        raise UserError(
-            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
-            "odc-mpi job CONFIG --run.steps 5"
-        )
+    require_config(arguments)
     config = configuration.load(arguments.config, arguments.overrides)
     mpi = f"${{SLURM_MPI_TYPE:-{srun_mpi()}}}" if arguments.mpi is None else _check_word("mpi", arguments.mpi)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}

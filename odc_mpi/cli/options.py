@@ -50,6 +50,15 @@ def check_out(arguments: argparse.Namespace, rest: Sequence[str], words: Sequenc
     raise UserError(f"expected the option --out {value}, got none: write odc-mpi {shlex.join(new)}")
 
 
+def require_config(arguments: argparse.Namespace) -> None:
+    """Raise a UserError if the file CONFIG of a command does not exist."""
+    if not arguments.config.exists():
+        raise UserError(
+            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
+            f"odc-mpi {arguments.command} CONFIG --run.steps 5"
+        )
+
+
 def positive_int(text: str) -> int:
     """Parse an integer from 1 to `MAX_VALUE`."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MAX_VALUE):
