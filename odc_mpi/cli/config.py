@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the settings and return the exit code."""
     from odc_mpi.training import settings
 
-    require_config(arguments.config, "config")
+    require_config(arguments)
     for line in settings.describe(arguments.config, arguments.overrides):
         print(line)
     return 0

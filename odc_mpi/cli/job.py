@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
 
-    require_config(arguments.config, "job")
+    require_config(arguments)
     config = configuration.load(arguments.config, arguments.overrides)
     mpi = f"${{SLURM_MPI_TYPE:-{srun_mpi()}}}" if arguments.mpi is None else _check_word("mpi", arguments.mpi)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}

@@ -28,12 +28,12 @@ def output(text: str) -> Path:
     return Path(text)
 
 
-def require_config(path: Path, command: str) -> None:
-    """Raise `UserError` if a configuration file does not exist, for example because an option comes before it."""
-    if not path.exists():
+def require_config(arguments: argparse.Namespace) -> None:
+    """Raise a UserError if the file CONFIG of a command does not exist."""
+    if not arguments.config.exists():
         raise UserError(
-            f"{path}: expected a configuration file, but there is no such file. CONFIG comes first: odc-mpi {command} "
-            "CONFIG --run.steps 5"
+            f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
+            f"odc-mpi {arguments.command} CONFIG --run.steps 5"
         )
 
 

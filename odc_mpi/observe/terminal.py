@@ -135,7 +135,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         **{
             name: f"{format_entry(first, form)} -> {format_entry(last, form)}"
             for name, first, last, form in _RESULTS
-            if (last in summary or last == "loss_last") and (last != "loss_last" or "reward_last" not in summary)
+            if ("reward_last" not in summary if last == "loss_last" else summary.get(last) is not None)
         },
         "tokens": f"{format_entry('tokens', ',.0f')}, {format_entry('tokens_per_s', ',.0f')} per second",
         "idle (waiting at step ends)": format_entry("idle_fraction", ".1%"),
@@ -147,7 +147,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
         "run directory": format_entry("run_dir"),
     }
-    if "eval_loss" in summary:
+    if summary.get("eval_loss") is not None:
         rows["eval loss (start -> final)"] += f", perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():

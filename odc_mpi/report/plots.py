@@ -218,10 +218,10 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 
 
 def stack(
-    x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, points: Panel
+    x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
 ) -> Drawing:
-    """Draw stacked bars of the fractions `parts`, and below them the curves of `points` on the same x axis."""
-    drawing, top, height = Drawing(), 48, 180
+    """Draw stacked bars of the fractions `parts`."""
+    drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))
     drawing.text(0, 14, "where a step's time went, mean over ranks", font_weight="bold")
@@ -235,7 +235,7 @@ def stack(
             drawing.bar(left, *box, styles[kind], f"{xlabel} {at:g}\n{hover}")
             bottom += values[number]
     axes.draw_x(lambda value: f"{value:g}", integers=True)
-    _draw_panel(drawing, 0, top + height + 30, WIDTH, points, [x[0] - step / 2, x[-1] + step / 2], xlabel, None)
+    drawing.text(WIDTH - 8, 262, xlabel, MUTED, text_anchor="end")
     return drawing
 
 

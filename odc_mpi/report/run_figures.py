@@ -16,11 +16,9 @@ from odc_mpi.report.plot_types import (
     PURPLE,
     RED,
     SKY,
-    Curve,
     GanttChart,
     GanttRow,
     Histogram,
-    Panel,
     Plot,
     Style,
     choose_ranks,
@@ -108,7 +106,7 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the mean parts of the time of each step, and the idle time of ranks, from metrics.jsonl."""
+    """Draw the mean parts of the time of each step, from metrics.jsonl."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
@@ -119,22 +117,13 @@ def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     parts = {kind: [_share(group, keys) for group in groups] for kind, keys in names.items()}
     rest = "computes and everything else"
     parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
-    every = Curve(
-        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Style(SKY, "none"), "."
-    )
-    mean = Curve(
-        "mean" if at_once > 1 else "",
-        x,
-        [float(np.mean([step["idle_fraction"] for step in group])) for group in groups],
-    )
     idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
     title = f"Ranks were idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
-    panel = Panel("idle: fraction of the time in which ranks waited for the slowest", [every, mean], ".0%")
-    caption = "Means over all ranks, without evaluations and checkpoints." + (
-        f" Bars and the line are means over {at_once} steps." if at_once > 1 else ""
-    )
+    caption = "Means over all ranks, without evaluations and checkpoints."
+    if at_once > 1:
+        caption += f" Bars are means over {at_once} steps."
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure(Plot("stack", "time", title, (x, parts, styles, "step", panel)), caption)
+    return Figure(Plot("stack", "time", title, (x, parts, styles, "step")), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:

@@ -73,10 +73,10 @@ class Drawing:
             self.add("path", d=" ".join(path), fill="none", stroke=style.color, stroke_width=1.8, **dash)
 
     def marker(self, x: float, y: float, marker: str, color: str) -> None:
-        """Add a marker: `o` circle, `.` dot, `s` square, `D` diamond, `^` triangle, `x` cross, or none."""
+        """Add a marker: `o` circle, `s` square, `D` diamond, `^` triangle, `x` cross, or none."""
         shapes = {"s": "M-4,-4 h8 v8 h-8 Z", "D": "M0,-5 l5,5 l-5,5 l-5,-5 Z", "^": "M0,-5 l5,9 h-10 Z"}
-        if marker in ("o", "."):
-            self.add("circle", cx=x, cy=y, r=4 if marker == "o" else 1.6, fill=color)
+        if marker == "o":
+            self.add("circle", cx=x, cy=y, r=4, fill=color)
         elif marker == "x":
             self.add("path", d=f"M{x - 4:.1f},{y - 4:.1f} l8,8 m0,-8 l-8,8", stroke=color, stroke_width=1.8)
         elif marker:
