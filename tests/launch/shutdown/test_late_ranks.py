@@ -276,8 +276,9 @@ def test_who_is_waited_for_is_named_with_its_last_activity(tmp_path, text, line)
 
 @pytest.mark.library
 def test_a_stopped_rank(tmp_path):
-    job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
-    time.sleep(1.0)
+    model, others = "odc_mpi.shard_model(module, world, units=[Block])", "[Block() for _ in range(3)]"
+    job = Job(tmp_path, f"train({model}, {others}, lambda step: Path(sys.argv[1], 'trains').touch())\n")
+    assert wait_until((tmp_path / "trains").exists, 60)
     os.kill(job.pids[2], signal.SIGSTOP)
     lines, done = job.end()
     assert 1 <= len(lines) <= 2, done
