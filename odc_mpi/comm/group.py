@@ -44,7 +44,8 @@ class WorldGroup(Group):
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         footprint = self._world.run_on_all(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:
-            self._world.require_shared_memory(footprint.shared_bytes, "the parameter and gradient windows")
+            what = f"the parameter and gradient windows{self._beside()}"
+            self._world.require_shared_memory(footprint.shared_bytes, what)
         self._num_windows = footprint.num_windows
         self._world.job.num_windows += self._num_windows
 
@@ -105,9 +106,13 @@ class WorldGroup(Group):
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
         others, number = self._world.job.num_windows, footprint.num_windows
         if number and is_mpich(self._world.mpi_library) and others + number > MAX_WINDOWS:
-            beside = f", beside {others} of other models" if others else ""
             raise UserError(
                 f"units: expected at most {MAX_WINDOWS} windows, since MPICH crashes beyond, got {num_arrays} "
-                f"arrays, which take {number}{beside}: choose fewer, larger units"
+                f"arrays, which take {number}{self._beside()}: choose fewer, larger units"
             )
         return footprint
+
+    def _beside(self) -> str:
+        # A model that was deleted without `close` is among them: to free windows is collective.
+        others = self._world.job.num_windows
+        return f" (beside {others} of other models, which close() frees)" if others else ""

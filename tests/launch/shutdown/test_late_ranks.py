@@ -259,8 +259,9 @@ def test_a_rank_in_the_collective_of_another_unit(tmp_path):
 
 @pytest.mark.library
 def test_a_stopped_rank(tmp_path):
-    job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
-    time.sleep(1.0)
+    model, others = "odc_mpi.shard_model(module, world, units=[Block])", "[Block() for _ in range(3)]"
+    job = Job(tmp_path, f"train({model}, {others}, lambda step: Path(sys.argv[1], 'trains').touch())\n")
+    assert wait_until((tmp_path / "trains").exists, 60)
     os.kill(job.pids[2], signal.SIGSTOP)
     lines, done = job.end()
     assert 1 <= len(lines) <= 2, done

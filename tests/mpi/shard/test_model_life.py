@@ -58,6 +58,15 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
     assert [reference() for reference in references] == [None] * len(references)
 
 
+def test_models_that_were_not_closed_are_named_when_memory_runs_out(world, decision, monkeypatch):
+    model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+    monkeypatch.setattr("odc_mpi.runtime.memory.available_bytes", lambda: 0)
+    words = r"this node has 0 MiB .* windows \(beside \d+ of other models, which close\(\) frees\) of its"
+    with pytest.raises(AllRanksUserError, match=words):
+        shard_model(torch.nn.Linear(200, 2000), world, decision=decision)
+    model.close()
+
+
 def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     before = kept(world)
     Tickets(world).close()
