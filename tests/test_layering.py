@@ -78,6 +78,7 @@ KEPT_IN = {
         "cli",
         "probe.doctor",
         "observe.terminal",
+        "observe.watch",
         "training.dry_run",
         "data.prepare",
         "data.show",
