@@ -157,8 +157,12 @@ def _unbind(pieces: Sequence[PlacedTensor], tensor: PlacedTensor, dim: int = 0) 
         yield [part.drop(dim) for region in tensor.regions if (part := region.clip(tuple(box)))]
 
 
-def _squeeze(_: Any, tensor: PlacedTensor, dim: int) -> Iterator[list[Region]]:
-    yield [region.drop(dim) for region in tensor.regions] if tensor.shape[dim] == 1 else tensor.regions
+def _squeeze(_: Any, tensor: PlacedTensor, dim: int | None = None) -> Iterator[list[Region]]:
+    dims = range(tensor.ndim) if dim is None else [dim]  # None in transformers 5.13
+    regions = tensor.regions
+    for index in reversed([each for each in dims if tensor.shape[each] == 1]):
+        regions = [region.drop(index) for region in regions]
+    yield regions
 
 
 def _transpose(_: Any, tensor: PlacedTensor, dim0: int, dim1: int) -> Iterator[list[Region]]:

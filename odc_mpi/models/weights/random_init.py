@@ -71,13 +71,16 @@ class RandomInitWeights(HashedWeights):
     @torch.no_grad()
     def _init_module(self, name: str) -> nn.Module:
         module = copy.copy(self._modules[name])
+        model_name = name  # of the innermost model, as transformers initializes its modules
+        while not isinstance(model := self._modules[model_name], transformers.PreTrainedModel):
+            model_name = model_name.rpartition(".")[0]
         module._parameters = {k: _nan_like(p) for k, p in module._parameters.items()}
         module._buffers = {k: _real(b) for k, b in module._buffers.items()}
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             # Weights are initialized on the CPU. `torch.manual_seed` would record a traceback for each device type.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-            self._model._init_weights(module)
+            model._init_weights(module)
         return module
 
 
