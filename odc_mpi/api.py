@@ -66,8 +66,9 @@ def shard_model(
             and the types in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose sums
             do not depend on the order of the additions (docs/exact.md).
         activation_checkpointing: True to keep only the inputs of each unit and recompute its forward in the backward.
-        prefetch: Number of units to fetch ahead while the current one computes. Each unit beyond the first needs memory
-            for one more unit. If positive, one thread fetches units and another pushes gradients; if 0, neither starts.
+        prefetch: Number of units to fetch ahead while the current one computes, and of pushes in flight. Each beyond
+            the first needs memory for one more unit. If positive, one thread fetches units and another pushes
+            gradients; if 0, neither starts.
         weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
             device.
         decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With

@@ -112,12 +112,6 @@ class FlatLayout:
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
-    def owners(self, start: int, stop: int) -> range:
-        """Return the ranks that own at least one element of `[start, stop)`."""
-        if start >= stop:
-            return range(0)
-        return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
-
     def slices(self, rank: int) -> tuple[Slice, ...]:
         """Return the slices that a rank owns: one for each parameter, in order. Slices can be empty."""
         first, last = self.owned(rank)

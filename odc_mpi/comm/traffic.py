@@ -48,7 +48,7 @@ class TrafficCounter:
 
     def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> Counter[str]:
         layout, group, counts = self._transport.parameters.layouts[index], self._transport.group, Counter[str]()
-        for owner, begin, end in ranges_by_owner(layout, group.rank, start, stop):
+        for owner, begin, end in ranges_by_owner(layout.shard_numel, group.rank, start, stop):
             if owner != group.rank:
                 counts[PLACES[not group.is_on_this_node(owner)]] += (end - begin) * itemsize
         return counts

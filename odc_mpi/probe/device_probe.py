@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
+from odc_mpi.comm.windows.rma import messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
@@ -166,7 +167,7 @@ def _try_self(world: World, device: Device) -> bool:
     device.record_event().synchronize()
     world.wait_collective(world.comm.Ibarrier(), "creating the windows of a probe")
     for _ in range(2):
-        window.accumulate(world.rank, 0, as_mpi_buffer(values))
+        window.accumulate_messages(as_mpi_buffer(values), messages(world.rank, 0, _SELF_TEST_NUMEL))
     window.flush()
     window.sync()
     is_correct = bool((window.tensor == 2 * values).all())

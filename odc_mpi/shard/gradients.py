@@ -3,7 +3,7 @@
 The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
 (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
 gradient is sent. A push is in flight while the next gradient is computed and copied. It runs on a thread if the
-transport allows it.
+transport allows it, and several may be in flight (`num_push_buffers`).
 
 If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
 gradient. The sum is pushed once: at the end of the minibatch, or in the last backward as soon as the gradient of the
@@ -29,8 +29,13 @@ from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
-#: Number of buffers for gradients: one in flight, and one that is being filled.
-MAX_BUFFERS = 2
+
+def num_push_buffers(prefetch: int) -> int:
+    """Return the number of buffers for gradients: one that is being filled, and one for each push in flight.
+
+    `prefetch` pushes may be in flight, as many as fetches, but at least one.
+    """
+    return max(2, prefetch + 1)
 
 
 @dataclass
@@ -46,7 +51,8 @@ class GradientPusher:
     """Accumulates the gradients of units locally, or pushes them to their owners.
 
     Args:
-        in_thread: Push on a separate thread. Ignored if only one thread may call the transport.
+        prefetch: Number of pushes in flight, on a separate thread. If it is 0, or only one thread may call the
+            transport, there is no thread, and one push is in flight.
         spans: Recorder of the time spent on pushes. Default: a new one.
         traffic: Counter of the pushed bytes. Default: a new one.
         gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
@@ -61,7 +67,7 @@ class GradientPusher:
     def __init__(
         self,
         transport: Transport,
-        in_thread: bool = False,
+        prefetch: int = 0,
         spans: SpanRecorder | None = None,
         traffic: TrafficCounter | None = None,
         gradient_format: GradientFormat | None = None,
@@ -71,7 +77,9 @@ class GradientPusher:
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.thread_safe else None
+        prefetch = prefetch if transport.thread_safe else 0
+        self._thread = CommunicationThread("odc_mpi-push") if prefetch else None
+        self._max_in_flight = num_push_buffers(prefetch) - 1
         self.buffers = BufferPool(transport.gradients.empty)
         self._in_flight: deque[tuple[Work, torch.Tensor, int]] = deque()
         self._accumulated: dict[int, AccumulatedGradient] = {}
@@ -141,14 +149,14 @@ class GradientPusher:
 
     def _push_accumulated(self, index: int) -> None:
         if self._thread is None:
-            self._wait(MAX_BUFFERS - 1)  # a push in flight may occupy further memory, such as pinned memory
+            self._wait(self._max_in_flight)  # a push in flight may occupy further memory, such as pinned memory
         accumulated = self._accumulated.pop(index)
         flat = accumulated.flat[accumulated.start : accumulated.stop]
         self.gradient_format.note_push(index, flat)
         self._start_push(index, flat, accumulated.start)
 
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
-        self._wait(MAX_BUFFERS - 1)
+        self._wait(self._max_in_flight)
         flat = self.buffers.acquire(stop - first, self._store.dtype)
         self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
         return flat

@@ -52,8 +52,8 @@ class ShardedModel:
         weights: Source of the initial parameters. Default: the parameters of rank 0. Required if a parameter is on the
             meta device.
         activation_checkpointing: Save only the inputs of each unit, and run its forward again in the backward.
-        prefetch: Number of units to fetch ahead, if the transport allows it. If it is 0, no thread is started;
-            otherwise gradients are pushed on a thread, too.
+        prefetch: Number of units to fetch ahead, and of pushes in flight, if the transport allows it. If it is 0, no
+            thread is started; otherwise gradients are pushed on a thread, too.
         optimizer_device: Device of this rank's slices of trainable parameters. Default: the host.
         dtypes: Dtypes of parameters by dotted name, where they differ from the dtype of the transport.
 
@@ -109,7 +109,7 @@ class ShardedModel:
         self._unsharded = make_unsharded(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._unsharded.close)
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
-        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._gradient_format)
+        self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)

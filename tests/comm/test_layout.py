@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
+from odc_mpi.comm.shard_storage import ranges_by_owner
 
 SHAPES = [(), (1,), (0,), (3, 0), (31,), (32,), (33,), (5, 7), (2, 3, 4), (64, 3), (127,), (257,)]
 
@@ -72,18 +73,17 @@ def test_slices_reassemble_every_parameter() -> None:
             assert torch.equal(torch.cat(parts[name]), value)
 
 
-def test_owners_of_a_stretch_are_those_who_own_an_element_of_it() -> None:
+def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
     rng = random.Random(1)
     for layout in LAYOUTS:
         for _ in range(20):
             start = rng.randint(0, layout.numel)
             stop = rng.randint(start, layout.numel)
-            expected = [
-                rank
-                for rank in range(layout.num_owners)
-                if max(start, layout.owned(rank)[0]) < min(stop, layout.owned(rank)[1])
-            ]
-            assert list(layout.owners(start, stop)) == expected
+            size, own = layout.num_owners, rng.randrange(layout.num_owners)
+            owned = [(rank, *layout.owned(rank)) for rank in (*range(own + 1, size), *range(own + 1))]
+            parts = [(rank, max(start, first), min(stop, last)) for rank, first, last in owned]
+            expected = [(rank, begin, end) for rank, begin, end in parts if begin < end]
+            assert list(ranges_by_owner(layout.shard_numel, own, start, stop)) == expected
 
 
 def test_a_unit_smaller_than_the_number_of_ranks_leaves_shards_empty() -> None:
@@ -102,7 +102,7 @@ def test_parameters_without_elements() -> None:
     layout = FlatLayout.build("none", [ParameterSpec("a", (0, 3), False)], 3)
     assert layout.numel == 0 and not layout.trainable
     assert all(interval.numel == 0 for rank in range(3) for interval in layout.slices(rank))
-    assert list(layout.owners(0, 0)) == []
+    assert list(ranges_by_owner(layout.shard_numel, 0, 0, 0)) == []
 
 
 def test_trainable_and_frozen_do_not_mix() -> None:

@@ -43,6 +43,12 @@ class Borrowed:
         return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self._address), dtype=np.uint8)
 
 
+def split(memory, parts):
+    """Yield target, start and memory of messages of bytes."""
+    for target, start, (size, first) in parts:
+        yield target, start, memory.reshape(-1).view(np.uint8)[first : first + size]
+
+
 class LateWindow:
     """Delivers in any order, some of it only when it is flushed; until then memory is to stay as it is."""
 
@@ -57,23 +63,24 @@ class LateWindow:
         world.group.barrier.wait()
         self._everyone = list(world.group.windows)
 
-    def put(self, target, start, values):
+    def put_messages(self, values, parts):
         assert self._busy.acquire(blocking=False), "two threads at a time"
-        self._waiting.append((target, start, Borrowed(values)))
-        if self._rng.random() < 0.5:
-            self._deliver([self._waiting.pop(self._rng.integers(len(self._waiting)))])
+        for target, start, part in split(values, parts):
+            self._waiting.append((target, start, Borrowed(part)))
+            if self._rng.random() < 0.5:
+                self._deliver([self._waiting.pop(self._rng.integers(len(self._waiting)))])
         self._busy.release()
 
-    def flush(self, target=None):
+    def flush(self):
         assert self._busy.acquire(blocking=False), "two threads at a time"
-        due = [put for put in self._waiting if target in (None, put[0])]
-        self._waiting = [put for put in self._waiting if target not in (None, put[0])]
+        due, self._waiting = self._waiting, []
         self._deliver([due[i] for i in self._rng.permutation(len(due))])
         self._busy.release()
 
-    def get(self, target, buffer, start):
+    def get_messages(self, buffer, parts):
         self._busy.acquire()
-        buffer[:] = self._everyone[target].tensor.numpy()[start : start + buffer.size]
+        for target, start, part in split(buffer, parts):
+            part[:] = self._everyone[target].tensor.numpy()[start : start + part.size]
         self._busy.release()
 
     def sync(self):
@@ -106,11 +113,11 @@ class Sent:
 class HastyWindow(LateWindow):
     """Keeps the order, but its flush comes back a little before the last bytes arrive: MPICH over libfabric's tcp."""
 
-    def put(self, target, start, values):
+    def put_messages(self, values, parts):
         with self._busy:
-            self._waiting.append((target, start, Sent(values)))
+            self._waiting += [(target, start, Sent(part)) for target, start, part in split(values, parts)]
 
-    def flush(self, target=None):
+    def flush(self):
         with self._busy:
             num_late = self._rng.integers(3) if self._waiting and self._waiting[-1][2].size == 8 else 0
             on_time = max(0, len(self._waiting) - num_late)
@@ -253,6 +260,21 @@ def test_sums_are_exact_where_a_flush_comes_back_early(size, ring_bytes, monkeyp
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_thread_serves(size):
     run_ranks(size, functools.partial(train, ring_bytes=SMALLEST, dtype=torch.float32, serving_thread=True))
+
+
+def test_a_push_flushes_all_rings_at_once():
+    def work(world):
+        reduction = MailboxGradientStore(world, torch.float32)
+        reduction.plan(layouts(world.size))
+        reduction.allocate()
+        flushes, flush = [], reduction._inbox.flush
+        reduction._inbox.flush = lambda: (flushes.append(world.rank), flush())
+        reduction.push(2, torch.ones(333)).wait()  # a slot for each of the other three
+        assert len(flushes) == 1
+        reduction.flush()
+        world.group.barrier.wait()
+
+    run_ranks(4, work)
 
 
 def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():

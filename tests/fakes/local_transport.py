@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
@@ -78,9 +78,8 @@ class LocalTransport(Transport, Group):
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         layout, stop = self.layouts[index], start + gradient.numel()
-        for owner in layout.owners(start, stop):
-            first, last = layout.owned(owner)
-            begin, end = max(start, first), min(stop, last)
+        for owner, begin, end in ranges_by_owner(layout.shard_numel, self.rank, start, stop):
+            first = owner * layout.shard_numel
             with self._group.lock:
                 self._group.gradients[owner][index][begin - first : end - first] += gradient[
                     begin - start : end - start

@@ -6,7 +6,7 @@ from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.work import Work
-from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
+from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
@@ -119,23 +119,25 @@ def test_only_the_stretch_with_gradients_travels() -> None:
     assert sent == [(32, 64 + 1), (128, 12)]
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize(("prefetch", "num_buffers"), [(0, 2), (1, 2), (3, 4)])
 @on_ranks(1, transport=LateTransport)
-def test_a_push_is_waited_for_before_its_memory_is_used_again(transport: LateTransport, in_thread: bool) -> None:
+def test_a_push_is_waited_for_before_its_memory_is_used_again(
+    transport: LateTransport, prefetch: int, num_buffers: int
+) -> None:
     """Also where the network reads the gradient late."""
-    unit, pusher = make_unit(transport), GradientPusher(transport, in_thread)
+    unit, pusher = make_unit(transport), GradientPusher(transport, prefetch)
     transport.publish_parameters()
     pusher.start()
     for i in range(1, 6):
         pusher.push(unit, ["b"], [torch.full((40,), float(i))])
         done = len(transport.names("push"))
-        assert done == max(0, i - 2) or (in_thread and i - 2 <= done <= i)  # two on their way
+        assert done == max(0, i - num_buffers) or (prefetch and i - num_buffers <= done <= i)
     pusher.finish()
     assert len(transport.names("push")) == 5
     assert torch.equal(
         reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
     )
-    assert pusher.buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher.buffers._in_use
+    assert pusher.buffers.peak_bytes == num_buffers * 40 * 8 and not pusher.buffers._in_use
     pusher.close()
 
 
@@ -146,7 +148,7 @@ class Failing(RecordingTransport):
 
 @on_ranks(1, transport=Failing)
 def test_a_push_that_fails_in_the_thread_raises_at_the_end(transport: RecordingTransport) -> None:
-    unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
+    unit, pusher = make_unit(transport), GradientPusher(transport, prefetch=1)
     pusher.start()
     pusher.push(unit, ["b"], [torch.ones(40)])
     with pytest.raises(ConnectionError, match="lost"):

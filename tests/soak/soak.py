@@ -31,6 +31,7 @@ from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 
@@ -134,8 +135,9 @@ class Life:
         drawn = (push for microbatch in self.own(minibatch) for push in self.pushes(minibatch, microbatch))
         for index, start, values in drawn:
             gradient = torch.from_numpy(values).to(self.dtype)
-            owners = self.transport.parameters.layouts[index].owners(start, start + values.size)
-            self.num_sent += sum(owner != self.world.rank for owner in owners)
+            shard_numel, rank = self.transport.parameters.layouts[index].shard_numel, self.world.rank
+            ranges = ranges_by_owner(shard_numel, rank, start, start + values.size)
+            self.num_sent += sum(owner != rank for owner, _, _ in ranges)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
             if len(on_the_way) > whims.integers(4):

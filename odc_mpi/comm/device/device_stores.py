@@ -54,15 +54,14 @@ class DeviceParameters(WindowParameters):
         self._device.set_current()
         wait_for.synchronize()
         self.world.progress.run_tasks()
-        ranges = self.owned_ranges(index)
-        gets = self.start_gets(index, [owner for owner in ranges if owner != self.world.rank], buffer)
-        if self.world.rank in ranges:
-            start, stop = ranges[self.world.rank]
-            copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
-            gets.wait()
-            copied.synchronize()
-        else:
-            gets.wait()
+        gets = self.start_gets(index, buffer)
+        copied = [
+            self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
+            for _, start, stop in self.fetch_plan(index).mapped
+        ]
+        gets.wait()
+        for event in copied:
+            event.synchronize()
 
 
 class DeviceGradients(GradientStore):

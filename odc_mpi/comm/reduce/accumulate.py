@@ -8,6 +8,7 @@ With the store in `comm.reduce.mailbox`, the owners add the gradients.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import override
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferred_flush
+from odc_mpi.comm.windows.rma import HOST_WINDOW, Message, Window, WindowFactory, deferred_flush, messages
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
@@ -26,6 +27,8 @@ MAX_WINDOWS_PER_ARRAY = 4
 #: Maximum number of windows of all arrays together, unless there are more arrays than this. A library may limit the
 #: number of windows (`comm.group`), and parameters also need windows.
 MAX_WINDOWS = 800
+#: Maximum number of plans that a store keeps. Few different ranges are pushed, but a plan for 1000 owners takes 0.3 MB.
+MAX_PLANS = 256
 
 
 class WindowGradientStore(GradientStore, ShardStorage):
@@ -38,15 +41,6 @@ class WindowGradientStore(GradientStore, ShardStorage):
     @override
     def mapped_memory(self) -> list[torch.Tensor]:
         return [self.shard(index) for index in self.trainable_numels]
-
-    def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
-        """Split the elements from `start` to `stop`, exclusive, of an array by owner.
-
-        Yields `(owner, offset, part)`: offset of the part in the shard of the owner, and its slice relative to `start`.
-        """
-        layout = self.layouts[index]
-        for owner, begin, end in ranges_by_owner(layout, self.world.rank, start, stop):
-            yield owner, begin - layout.owned(owner)[0], slice(begin - start, end - start)
 
 
 class AccumulateGradientStore(WindowGradientStore):
@@ -62,6 +56,7 @@ class AccumulateGradientStore(WindowGradientStore):
         self._kind = kind
         self._per_array = 1
         self._windows: dict[int, list[Window]] = {}
+        self._plan_of = lru_cache(MAX_PLANS)(self._plan_push)
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
@@ -76,17 +71,17 @@ class AccumulateGradientStore(WindowGradientStore):
 
     @override
     def shard(self, index: int) -> torch.Tensor:
-        return self._window(index, self.world.rank).tensor
+        return self._windows[index][self._window_of(self.world.rank)].tensor
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
-        layout, values, stop = self.layouts[index], self._kind.as_buffer(gradient), start + gradient.numel()
+        layout, values = self.layouts[index], self._kind.as_buffer(gradient)
         what = f"accumulating the gradient of unit {layout.name}"
-        owners = layout.owners(start, stop)
+        owners, by_window = self._plan_of(layout.shard_numel, start, start + gradient.numel())
         with self.world.deadline(what, owners):
-            for owner, begin, part in self.split_by_owner(index, start, stop):
-                self._window(index, owner).accumulate(owner, begin, values[part])
+            for number, parts in by_window.items():
+                self._windows[index][number].accumulate_messages(values, parts)
         # Local completion: the buffer may be reused. `flush` completes the operation at the targets.
         return deferred_flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
@@ -112,12 +107,21 @@ class AccumulateGradientStore(WindowGradientStore):
         self._windows = {}
 
     def _allocate_windows(self, numel: int) -> list[Window]:
-        own = self.world.rank % self._per_array
+        own = self._window_of(self.world.rank)
         numels = [numel if i == own else 0 for i in range(self._per_array)]
         return [self._kind.create(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]
 
-    def _window(self, index: int, owner: int) -> Window:
-        return self._windows[index][owner % self._per_array]
+    def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
+        """Return the owners of a range of elements, and the messages to them by number of the window."""
+        by_window: dict[int, list[Message]] = {}
+        ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
+        for owner, begin, end in ranges:
+            parts = messages(owner, begin - owner * shard_numel, end - begin, begin - start)
+            by_window.setdefault(self._window_of(owner), []).extend(parts)
+        return tuple(owner for owner, _, _ in ranges), by_window
+
+    def _window_of(self, owner: int) -> int:
+        return owner % self._per_array
 
     def _all_windows(self) -> Iterator[Window]:
         return chain.from_iterable(self._windows.values())

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Segment
-from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, ring_index
+from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, Index, ring_index
 from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
 from odc_mpi.comm.windows.rma import Memory, Window
 from odc_mpi.runtime.world import World
@@ -41,7 +41,6 @@ class DeviceSlots(HostSlots):
     @override
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
         super().allocate(inbox, rings_start, ring_bytes, numels)
-        self._device_ring_bytes = ring_bytes
         self._elements = DeviceWindow(self.world, (self.world.size - 1) * ring_bytes, torch.uint8, self._device)
 
     @override
@@ -49,15 +48,15 @@ class DeviceSlots(HostSlots):
         return as_mpi_buffer(gradient)
 
     @override
-    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:
-        assert isinstance(values, memoryview)
-        self._inbox.put(owner, self._header_start(self.world.rank, owner, offset), header)
-        self._elements.put(owner, self._elements_start(self.world.rank, owner, offset), values.cast("B"))
+    def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
+        self._put_headers(owners, headers)
+        starts = self._elements_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes)
+        self._elements.put_messages(values, self._messages(owners, starts, headers[:, 2], firsts))
 
     @override
-    def flush(self, owner: int | None = None) -> None:
-        self._elements.flush(owner)
-        self._inbox.flush(owner)
+    def flush(self) -> None:
+        self._elements.flush()
+        self._inbox.flush()
 
     @override
     def add(self, origin: int, headers: Sequence[Header]) -> None:
@@ -85,8 +84,8 @@ class DeviceSlots(HostSlots):
         for event in [self._device.add_segments(self.shards[index], segments) for index, segments in slots.items()]:
             event.synchronize()
 
-    def _header_start(self, origin: int, owner: int, offset: int) -> int:
+    def _header_start(self, origin: Index, owner: Index, offset: Index) -> Index:
         return super()._header_start(origin, owner, offset // self.alignment * HEADER_BYTES)
 
-    def _elements_start(self, origin: int, owner: int, offset: int) -> int:
-        return ring_index(origin, owner) * self._device_ring_bytes + offset
+    def _elements_start(self, origin: Index, owner: Index, offset: Index) -> Index:
+        return ring_index(origin, owner) * self.ring_bytes + offset

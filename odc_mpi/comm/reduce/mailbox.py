@@ -9,7 +9,7 @@ Each ring has two 64-bit byte counters, which never decrease:
     head   in the owner's memory, written by the origin: slots before this position are complete
     tail   in the origin's memory, written by the owner: slots before this position were added and may be overwritten
 
-    push            the origin Puts header and elements if the ring has room, flushes, and Puts `head`
+    push            the origin Puts header and elements into all rings with room, flushes, and Puts their `head`
     make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
     flush           the origin reads `head` back from every owner until it is the last value that it has sent, since
                     Flush does not guarantee this on every network
@@ -30,19 +30,20 @@ Note: torn counters
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.reduce.accumulate import WindowGradientStore
-from odc_mpi.comm.reduce.slots import Header, HostSlots
-from odc_mpi.comm.shard_storage import Footprint
-from odc_mpi.comm.windows.rma import Memory, Window, align_up
+from odc_mpi.comm.reduce.accumulate import MAX_PLANS, WindowGradientStore
+from odc_mpi.comm.reduce.slots import Header, HostSlots, to_messages
+from odc_mpi.comm.shard_storage import Footprint, ranges_by_owner
+from odc_mpi.comm.windows.rma import MAX_MESSAGE_NUMEL, Memory, Message, Window, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
@@ -80,9 +81,11 @@ class MailboxGradientStore(WindowGradientStore):
         self._slots = slots(world, dtype)
         # The inbox begins with the heads of all origins.
         self._counters_bytes = align_up(world.size * COUNTER_BYTES)
-        # In the order of `ranges_by_owner`.
-        others = (*range(world.rank + 1, world.size), *range(world.rank))
-        self._rings = {owner: _Ring(owner) for owner in others}
+        self._plan_of = lru_cache(MAX_PLANS)(self._plan_push)
+        # Pushes with elements that are not in the rings yet, the oldest first.
+        self._queue: deque[_PendingPush] = deque()
+        # End of the slots that were written into this rank's ring in the inbox of each owner.
+        self._ends = np.zeros(world.size, dtype=np.int64)
         # Source of the last Put of each counter: not modified before the flush.
         self._outgoing_heads = np.zeros(world.size, dtype=np.int64)
         # Heads that were read back from the owners.
@@ -106,7 +109,8 @@ class MailboxGradientStore(WindowGradientStore):
         useful = 2 * sum(self._slot_bytes(numel) for numel in self.trainable_numels.values())
         share = self._mailbox_bytes // max(1, num_rings)
         self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
-        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - self._slots.values_offset) // self.dtype.itemsize
+        largest_slot = min(self._ring_bytes // SLOTS_PER_RING, MAX_MESSAGE_NUMEL)
+        self._max_numel = (largest_slot - self._slots.values_offset) // self.dtype.itemsize
         self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
         return Footprint(2 + self._slots.num_windows, self._inbox_bytes + self._counters_bytes)
 
@@ -128,28 +132,21 @@ class MailboxGradientStore(WindowGradientStore):
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
-        push = _PendingPush(self.layouts[index].name, gradient)
-        buffer, local = self._slots.values(gradient), []
-        for owner, begin, part in self.split_by_owner(index, start, start + gradient.numel()):
-            if owner == self.world.rank:
-                local.append((begin, part))
-            else:
-                values = buffer[part]
-                push.numel += len(values)
-                self._rings[owner].queue.append(_PendingPut(push, index, begin, values))
-        owners = [ring.owner for ring in self._rings.values() if ring.queue]
-        with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
+        layout = self.layouts[index]
+        plan = self._plan_of(layout.shard_numel, start, start + gradient.numel())
+        push = _PendingPush(layout.name, index, gradient, self._slots.values(gradient), *plan.parts.copy())
+        self._queue.append(push)
+        with self.world.deadline(f"pushing the gradient of unit {layout.name}", plan.ranks):
             self._fill_rings()
-            for begin, part in local:
+            for begin, part in plan.own:
                 self._slots.add_own_shard(index, begin, gradient[part])
         self.make_progress()
         return Work(partial(self._wait, push))
 
     @override
     def flush(self) -> None:
-        for ring in self._rings.values():
-            while ring.queue:
-                self._wait(ring.queue[-1].push)
+        while self._queue:
+            self._wait(self._queue[-1])
         with self.world.deadline("flushing gradients"):
             self._slots.flush()
             self._confirm_heads()
@@ -189,8 +186,8 @@ class MailboxGradientStore(WindowGradientStore):
 
     def _wait(self, push: "_PendingPush") -> None:
         """Wait until a push is in the rings of its owners, and add received slots while waiting. One-sided."""
-        while push.numel:
-            owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.queue))
+        while push.numels.any():
+            owner = int(push.owners[push.numels > 0][0])
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
                 wait_until(self._fill_rings, self._notify_owners)
 
@@ -202,53 +199,66 @@ class MailboxGradientStore(WindowGradientStore):
     def _fill_rings(self) -> bool:
         """Put queued elements into rings that have room. Return True if any were put. One-sided."""
         self._credit_window.sync()
-        filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
-        for ring, _ in filled:
-            # A round trip over a network, so one for all slots. It also completes the Put of the previous head.
-            self._slots.flush(ring.owner)
-            self._outgoing_heads[ring.owner] = ring.head
-            self._inbox.put(ring.owner, self.world.rank * COUNTER_BYTES, _counter(self._outgoing_heads, ring.owner))
-        return bool(filled)
+        headers = []  # kept until the flush
+        waiting = np.zeros(self.world.size, dtype=np.bool_)  # owners whose ring has no room for an earlier push
+        for push in self._queue:
+            while (added := self._put_slots(push, waiting)).size:
+                headers.append(added)
+            waiting[push.owners[push.numels > 0]] = True
+        while self._queue and not self._queue[0].numels.any():
+            self._queue.popleft()
+        if not headers:
+            return False
+        # A round trip over a network, so one for all slots. It also completes the Puts of the previous heads.
+        self._slots.flush()
+        owners = np.flatnonzero(self._ends != self._outgoing_heads)
+        self._outgoing_heads[owners] = self._ends[owners]
+        self._inbox.put_messages(self._outgoing_heads, self._counters_of(owners))
+        return True
 
     def _confirm_heads(self) -> None:
         """Wait until the memory of every owner contains the head that was sent. Call after a flush."""
-        late = np.flatnonzero(self._confirmed != self._outgoing_heads).tolist()
-        while late:
-            for owner in late:
-                self._inbox.get(owner, _counter(self._confirmed, owner), self.world.rank * COUNTER_BYTES)
+        while (late := np.flatnonzero(self._confirmed != self._outgoing_heads)).size:
+            self._inbox.get_messages(self._confirmed, self._counters_of(late))
             self._inbox.flush()
-            late = [owner for owner in late if self._confirmed[owner] != self._outgoing_heads[owner]]
 
-    def _fill(self, ring: "_Ring") -> list[np.ndarray]:
-        """Start to Put slots into a ring. One-sided. Returns their headers, which must be kept until the flush."""
-        end = int(self._credits[ring.owner]) + self._ring_bytes
-        headers = []
-        while ring.queue:
-            put, offset = ring.queue[0], ring.head % self._ring_bytes
-            # A slot does not wrap around the end of the ring. At least one element fits after a header.
-            fitting = (self._ring_bytes - offset - self._slots.values_offset) // self.dtype.itemsize
-            values = put.values[: min(self._max_numel, fitting)]
-            num_bytes = self._slot_bytes(len(values))
-            if ring.head + num_bytes > end:
-                break
-            header = np.array([put.index, put.start, len(values), ring.head], dtype=np.int64)
-            self._slots.put(ring.owner, offset, header.view(np.uint8), values)
-            headers.append(header)
-            ring.head += num_bytes
-            put.push.numel -= len(values)
-            put.start, put.values = put.start + len(values), put.values[len(values) :]
-            if not len(put.values):
-                ring.queue.popleft()
+    def _put_slots(self, push: "_PendingPush", waiting: np.ndarray) -> np.ndarray:
+        """Start to Put the next slot of a push into each ring that has room, if its owner is not `waiting`. One-sided.
+
+        Returns the headers of the slots, which must be kept until the flush.
+        """
+        ends = self._ends[push.owners]
+        # A slot does not wrap around the end of the ring. At least one element fits after a header.
+        fitting = (self._ring_bytes - ends % self._ring_bytes - self._slots.values_offset) // self.dtype.itemsize
+        numels = np.minimum(np.minimum(push.numels, self._max_numel), fitting)
+        new_ends = ends + self._slot_bytes(numels)
+        has_room = new_ends <= self._credits[push.owners] + self._ring_bytes
+        chosen = has_room & (push.numels > 0) & ~waiting[push.owners]
+        if not chosen.any():
+            return np.empty(0)
+        owners = push.owners[chosen]
+        headers = np.stack([np.full_like(ends, push.index), push.starts, numels, ends], axis=1)[chosen]
+        self._slots.put(owners, headers, push.values, push.firsts[chosen])
+        self._ends[owners] = new_ends[chosen]
+        numels[~chosen] = 0
+        push.starts += numels
+        push.firsts += numels
+        push.numels -= numels
         return headers
+
+    def _counters_of(self, ranks: np.ndarray) -> Iterator[Message]:
+        """Return messages between this rank's counters at other ranks and local arrays with a counter for each rank."""
+        starts, sizes = (np.full_like(ranks, number) for number in (self.world.rank * COUNTER_BYTES, COUNTER_BYTES))
+        return to_messages(ranks, starts, sizes, ranks * COUNTER_BYTES)
 
     def _drain(self) -> None:
         """Add all received slots, in the order of ranks. The caller holds `_drain_lock`."""
         what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
             # Usually complete since the last call. A counter may be Put again only after this.
-            for origin in self._unflushed:
-                self._credit_window.flush(origin)
-            self._unflushed.clear()
+            if self._unflushed:
+                self._credit_window.flush()
+                self._unflushed.clear()
         origins = np.flatnonzero(self._heads > self._consumed).tolist()
         with self.world.deadline(what, origins):
             for origin in origins:
@@ -256,7 +266,7 @@ class MailboxGradientStore(WindowGradientStore):
                 self._slots.add(origin, headers)
                 self._consumed[origin] = end
                 self._inbox.sync()  # no load of a slot may move after the Put that allows the origin to overwrite it
-                self._credit_window.put(origin, self.world.rank * COUNTER_BYTES, _counter(self._consumed, origin))
+                self._credit_window.put_messages(self._consumed, self._counters_of(np.array([origin])))
                 self._unflushed.append(origin)
 
     def _headers(self, origin: int, tail: int, head: int) -> tuple[list[Header], int]:
@@ -273,37 +283,49 @@ class MailboxGradientStore(WindowGradientStore):
             tail += self._slot_bytes(numel)
         return headers, tail
 
-    def _slot_bytes(self, numel: int) -> int:
+    def _slot_bytes(self, numel: Any) -> Any:
+        """Return the size of slots with `numel` elements, an integer or an array of integers."""
         return align_up(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
+
+    def _plan_push(self, shard_numel: int, start: int, stop: int) -> "_PushPlan":
+        rank = self.world.rank
+        ranges = tuple(ranges_by_owner(shard_numel, rank, start, stop))
+        own = [(begin - rank * shard_numel, slice(begin - start, end - start)) for r, begin, end in ranges if r == rank]
+        others = [(r, begin - r * shard_numel, begin - start, end - begin) for r, begin, end in ranges if r != rank]
+        return _PushPlan(tuple(r for r, *_ in others), np.array(others, dtype=np.int64).reshape(-1, 4).T, own)
+
+
+class _PushPlan(NamedTuple):
+    """Parts of a pushed range of elements.
+
+    Attributes:
+        ranks: Owners of the range, except for this rank.
+        parts: Initial `owners`, `starts`, `firsts` and `numels` of a `_PendingPush`, int64 `[4, n]`.
+        own: Start in the shard of this rank and part of the range that it owns; empty if it owns none.
+    """
+
+    ranks: tuple[int, ...]
+    parts: np.ndarray
+    own: list[tuple[int, slice]]
 
 
 @dataclass
 class _PendingPush:
-    """Gradient of which `numel` elements are not in the rings yet. It is referenced until all are."""
+    """Gradient of which some elements are not in the rings yet. It is referenced until all are.
+
+    Attributes:
+        values: Memory of `gradient` that can be passed to MPI.
+        owners: Ranks to which it is pushed, int64 `[n]`, and for each of them:
+        starts: Index in its shard of the first element that is not in its ring.
+        firsts: Index of this element in the gradient.
+        numels: Number of elements that are not in its ring.
+    """
 
     name: str
-    gradient: torch.Tensor
-    numel: int = 0
-
-
-@dataclass
-class _PendingPut:
-    """Elements for one owner that are not in its ring yet. The first one belongs to element `start` of its shard."""
-
-    push: _PendingPush
     index: int
-    start: int
+    gradient: torch.Tensor
     values: Memory
-
-
-@dataclass
-class _Ring:
-    """Ring of this rank in the inbox of an owner, with its head and the queue of elements to Put."""
-
-    owner: int
-    head: int = 0
-    queue: deque[_PendingPut] = field(default_factory=deque)
-
-
-def _counter(counters: np.ndarray, rank: int) -> np.ndarray:
-    return counters[rank : rank + 1].view(np.uint8)
+    owners: np.ndarray
+    starts: np.ndarray
+    firsts: np.ndarray
+    numels: np.ndarray

@@ -6,17 +6,19 @@ a slot.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import ALIGNMENT, Memory, Window
+from odc_mpi.comm.windows.rma import ALIGNMENT, Memory, Message, Window
 from odc_mpi.runtime.world import World
 
 #: Size of a header, half a cache line: four int64 (array, start, numel, position of the slot).
 HEADER_BYTES = 32
+#: An index, or an int64 array of indices.
+Index: TypeAlias = Any
 
 
 class Header(NamedTuple):
@@ -66,8 +68,7 @@ class HostSlots:
             ring_bytes: Size of a ring, in bytes.
             numels: Number of elements of this rank's shard, by array index.
         """
-        self._inbox, self._rings_start = inbox, rings_start
-        self._ring_bytes = self.host_ring_bytes(ring_bytes)
+        self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes
         self._memory = inbox.tensor.numpy()
         self._make_shards(numels)
 
@@ -75,23 +76,21 @@ class HostSlots:
         """Return the memory of a gradient as a buffer that can be passed to `put`."""
         return gradient.numpy()
 
-    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:
-        """Start to Put a slot into this rank's ring in the inbox of an owner. One-sided. `flush` completes it.
+    def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
+        """Start to Put a slot into this rank's ring in the inbox of each of `owners`. One-sided. `flush` completes it.
 
         Args:
-            offset: Offset of the slot in the ring, in bytes.
-            header: Header as bytes, `[32]`. Do not modify it before the flush.
-            values: Elements of the slot: a slice of a buffer that the method `values` returned. Do not modify it before
-                the flush.
+            headers: Headers of the slots, int64 `[n, 4]`. Do not modify them before the flush.
+            values: Elements of the slots, as returned by the method `values`. Do not modify them before the flush.
+            firsts: Index in `values` of the first element of each slot, int64 `[n]`.
         """
-        assert isinstance(values, np.ndarray)
-        at = self._header_start(self.world.rank, owner, offset)
-        self._inbox.put(owner, at, header)
-        self._inbox.put(owner, at + HEADER_BYTES, values.view(np.uint8))
+        self._put_headers(owners, headers)
+        starts = self._header_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes) + HEADER_BYTES
+        self._inbox.put_messages(values, self._messages(owners, starts, headers[:, 2], firsts))
 
-    def flush(self, owner: int | None = None) -> None:
-        """Complete the Puts of this rank at `owner`, or at all owners if it is None. One-sided."""
-        self._inbox.flush(owner)
+    def flush(self) -> None:
+        """Complete the Puts of this rank at all owners. One-sided."""
+        self._inbox.flush()
 
     def header(self, origin: int, offset: int) -> list[int]:
         """Return the four numbers in the header of the slot at `offset` in the ring of rank `origin`."""
@@ -118,16 +117,31 @@ class HostSlots:
         self.shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in numels.items()}
         self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
 
+    def _put_headers(self, owners: np.ndarray, headers: np.ndarray) -> None:
+        starts = self._header_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes)
+        sizes = np.full_like(owners, HEADER_BYTES)
+        self._inbox.put_messages(headers, to_messages(owners, starts, sizes, np.cumsum(sizes) - HEADER_BYTES))
+
+    def _messages(
+        self, owners: np.ndarray, starts: np.ndarray, numels: np.ndarray, firsts: np.ndarray
+    ) -> Iterator[Message]:
+        return to_messages(owners, starts, numels * self.dtype.itemsize, firsts * self.dtype.itemsize)
+
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
         # Not torch: it would start a thread pool for every thread that adds. inf - inf needs no warning here.
         shard = self._sums[index][start : start + values.size]
         with self._add_lock, np.errstate(all="ignore"):
             np.add(shard, values, out=shard)
 
-    def _header_start(self, origin: int, owner: int, offset: int) -> int:
-        return self._rings_start + ring_index(origin, owner) * self._ring_bytes + offset
+    def _header_start(self, origin: Index, owner: Index, offset: Index) -> Index:
+        return self._rings_start + ring_index(origin, owner) * self.host_ring_bytes(self.ring_bytes) + offset
 
 
-def ring_index(origin: int, owner: int) -> int:
+def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
+    """Return one message of bytes for each owner: start in its window, size, and offset in the buffer."""
+    return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)
+
+
+def ring_index(origin: Index, owner: Index) -> Index:
     """Return the index of the ring of rank `origin` in the inbox of `owner`. An owner has no ring for itself."""
     return origin - (origin > owner)

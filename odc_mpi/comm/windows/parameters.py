@@ -1,11 +1,14 @@
 """Parameters in MPI windows. Each array has its own window, so a flush waits for the fetch of one array only.
 
 A fetch returns a view if this rank maps the shards of all ranks contiguously. Otherwise it copies the shards that this
-rank maps, issues an MPI_Get for each other shard, and flushes the window.
-`comm.device.device_stores` fetches arrays to a device.
+rank maps, issues an MPI_Get for each other shard, and flushes the window. These steps are the same for fetches of an
+array, and are determined once (`FetchPlan`). `comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -14,9 +17,23 @@ from odc_mpi.comm.buffers import BufferPool, copy_host
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, Window, WindowFactory, deferred_flush
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, Message, Window, WindowFactory, deferred_flush, messages
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
+
+
+class FetchPlan(NamedTuple):
+    """Steps of a fetch. Arrays of equal size share it.
+
+    Attributes:
+        owners: Ranks that are accessed with MPI_Get.
+        gets: Messages of these Gets.
+        mapped: For each other owner, the rank and the range of the array, start and stop, that it owns.
+    """
+
+    owners: tuple[int, ...]
+    gets: tuple[Message, ...]
+    mapped: tuple[tuple[int, int, int], ...]
 
 
 class WindowParameters(ShardStorage, ParameterStore):
@@ -32,6 +49,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world = world
         self._kind = kind
         self._windows: list[Window] = []
+        self._plan_of = cache(self._plan_fetch)
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
@@ -46,21 +64,16 @@ class WindowParameters(ShardStorage, ParameterStore):
         if all(window.all_shards is not None for window in self._windows):
             self.access = Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
 
-    def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
-        """Map each owner of a part of an array to the range of elements, start and stop, that it owns."""
-        layout = self.layouts[index]
-        ranges = ranges_by_owner(layout, self.world.rank, 0, layout.numel)
-        return {owner: (start, stop) for owner, start, stop in ranges}
+    def fetch_plan(self, index: int) -> FetchPlan:
+        """Return the steps of a fetch of an array."""
+        return self._plan_of(self.layouts[index].numel, self.layouts[index].shard_numel)
 
-    def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
-        """Start to read the shards of `owners` into their ranges of `buffer`, the full array. One-sided."""
-        layout, window = self.layouts[index], self._windows[index]
-        memory = self._kind.as_buffer(buffer.view(torch.uint8))
-        what = f"fetching unit {layout.name}"
+    def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
+        """Start to read the shards that this rank does not map into `buffer`, the full array. One-sided."""
+        owners, gets, _ = self.fetch_plan(index)
+        window, what = self._windows[index], f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):
-            for owner in owners:
-                start, stop = layout.owned(owner)
-                window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
+            window.get_messages(self._kind.as_buffer(buffer.view(torch.uint8)), gets)
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     @override
@@ -98,11 +111,18 @@ class WindowParameters(ShardStorage, ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self.world.progress.run_tasks()
-        ranges, window = self.owned_ranges(index), self._windows[index]
-        mapped = {owner: shard for owner in ranges if (shard := window.mapped_shard(owner)) is not None}
-        work = self.start_gets(index, [owner for owner in ranges if owner not in mapped], buffer)
+        window, work = self._windows[index], self.start_gets(index, buffer)
         # While the Gets are in flight:
-        for owner, shard in mapped.items():
-            start, stop = ranges[owner]
+        for owner, start, stop in self.fetch_plan(index).mapped:
+            shard = window.mapped_shard(owner)
+            assert shard is not None
             copy_host(buffer[start:stop], shard[: stop - start])
         return work
+
+    def _plan_fetch(self, numel: int, shard_numel: int) -> FetchPlan:
+        mapped_ranks = self.world.node_ranks if self._kind.shared else (self.world.rank,)
+        ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, 0, numel))
+        others = [part for part in ranges if part[0] not in mapped_ranks]
+        gets = chain.from_iterable(messages(owner, 0, stop - start, start) for owner, start, stop in others)
+        mapped = tuple(part for part in ranges if part[0] in mapped_ranks)
+        return FetchPlan(tuple(owner for owner, _, _ in others), tuple(gets), mapped)

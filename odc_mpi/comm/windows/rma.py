@@ -29,8 +29,13 @@ from odc_mpi.runtime.world import World
 #: Flat buffer of an RMA operation: a host array, or a view of device memory that only MPI may access. Both support
 #: `len` (number of elements) and slicing.
 Memory: TypeAlias = np.ndarray | memoryview
+#: Part of an RMA operation between a buffer and the windows of other ranks: the target rank, the first element in its
+#: shard, and `(numel, first element in the buffer)`, a pair because this is the form that mpi4py takes.
+Message: TypeAlias = tuple[int, int, tuple[int, int]]
 #: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
+#: MPI datatypes for elements that are only copied, by element size.
+COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 #: Maximum number of elements per message, since counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
 #: Alignment of data in a window, in bytes: the size of a cache line.
@@ -55,7 +60,7 @@ class Window:
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self.all_shards: torch.Tensor | None = None
-        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
+        self._copied, self._summed = COPY_DTYPES[dtype.itemsize], MPI_DTYPES.get(dtype)
         with world.collective("allocating a window"):
             # `same_size` saves the library a table of sizes. No other hint was found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
@@ -83,26 +88,39 @@ class Window:
 
         The copy is complete after `flush`.
         """
-        for offset, part in _messages(buffer, self.tensor.itemsize):
-            self._win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
+        self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
         """Start to overwrite elements of a shard, from element `start` on, with `values`, a buffer of bytes. One-sided.
 
         Do not modify `values` before `flush` has completed the operation.
         """
-        for offset, part in _messages(values, self.tensor.itemsize):
-            self._win.Put([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
+        self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
-    def accumulate(self, target: int, start: int, values: Memory) -> None:
-        """Start to add `values` to elements of a shard, from element `start` on. One-sided.
+    def get_messages(self, buffer: Memory, parts: Iterable[Message]) -> None:
+        """Start to copy parts of the shards of other ranks into `buffer`, a buffer of bytes. One-sided."""
+        get, element = self._win.Get, self._copied
+        for target, start, span in parts:
+            get([buffer, span, element], target, start)
+
+    def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
+        """Start to overwrite parts of the shards of other ranks with parts of `values`, a buffer of bytes. One-sided.
+
+        Do not modify `values` before `flush` has completed the operation.
+        """
+        put, element = self._win.Put, self._copied
+        for target, start, span in parts:
+            put([values, span, element], target, start)
+
+    def accumulate_messages(self, values: Memory, parts: Iterable[Message]) -> None:
+        """Start to add parts of `values` to parts of the shards of other ranks. One-sided.
 
         `values` has the dtype of the shard. Do not modify it before `flush_local`.
         """
-        assert self._element != MPI.BYTE, "MPI cannot add this type"
-        for offset, part in _messages(values):
-            target_range = (start + offset, len(part), self._element)
-            self._win.Accumulate([part, self._element], target, target_range, MPI.SUM)
+        assert self._summed is not None, "MPI cannot add this type"
+        accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
+        for target, start, span in parts:
+            accumulate([values, span, element], target, start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
         """Atomically add `value` to the int64 element at `offset` of a shard, and return its old value. One-sided."""
@@ -239,8 +257,7 @@ def deferred_flush(
     return Work(partial(complete, memory))
 
 
-def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]:
-    """Split elements of `itemsize` items each into messages; yield the offset in elements and the part of each."""
-    step = MAX_MESSAGE_NUMEL * itemsize
-    for first in range(0, len(memory), step):
-        yield first // itemsize, memory[first : first + step]
+def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
+    """Split an operation on `numel` elements, from element `start` of a shard and `first` of a buffer on."""
+    for done in range(0, numel, MAX_MESSAGE_NUMEL):
+        yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

@@ -16,7 +16,7 @@ from odc_mpi.models.build import MetaModel
 from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes
-from odc_mpi.shard.gradients import MAX_BUFFERS
+from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.settings import Config
@@ -68,7 +68,8 @@ def estimate_memory(
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
     # Buffers of pushes, unless gradients are in the cache.
-    num_buffers = 0 if needs.gradients and caches.gradients >= needs.gradients else MAX_BUFFERS
+    all_accumulated = 0 < needs.gradients <= caches.gradients
+    num_buffers = 0 if all_accumulated else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
     parts = [

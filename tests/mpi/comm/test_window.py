@@ -10,10 +10,12 @@ from units import assert_pushed, assert_reports_and_sums, random_pushes
 
 from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+from odc_mpi.comm.reduce import accumulate, mailbox
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Access
-from odc_mpi.comm.windows import rma
+from odc_mpi.comm.windows import parameters, rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.errors import AllRanksUserError, UserError
@@ -245,3 +247,26 @@ def test_windows_whose_owner_does_not_see_what_others_put_are_refused(world, mon
     for kind in (Window, SharedWindow):
         with pytest.raises(UserError, match=r"MPI_WIN_UNIFIED\), got separate ones under .*another MPI"):
             kind(world, 3, torch.int64)
+
+
+@both_reductions
+def test_the_owners_of_an_array_are_determined_once(make, monkeypatch, reduction):
+    """Not for every fetch or push, nor for another array of the same size: it takes time for each rank."""
+    calls = []
+
+    def counting(*arguments):
+        calls.append(arguments)
+        return ranges_by_owner(*arguments)
+
+    for module in (parameters, accumulate, mailbox):
+        monkeypatch.setattr(module, "ranges_by_owner", counting)
+    transport = make([1000, 33, 1000], reduction=reduction)
+    monkeypatch.setattr(FlatLayout, "owned", None)  # not called either
+    for _ in range(3):
+        for index in range(3):
+            fetched = transport.parameters.fetch(index).wait()
+            transport.gradients.push(index, fetched).wait()
+            transport.parameters.release(fetched)
+    transport.complete_gradients(np.zeros(1))
+    num_stores = 1 if transport.parameters.access is not Access.COPY else 2
+    assert len(calls) == 2 * num_stores

@@ -28,15 +28,20 @@ class LateDeviceWindow(DeviceWindow):
         self._late, self._lock = [], threading.RLock()
         super().__init__(*arguments, **options)
 
-    def get(self, target, buffer, start=0):
-        bytes_of(buffer)[:] = 255
-        self._delay(lambda: super(LateDeviceWindow, self).get(target, buffer, start), buffer)
+    def get_messages(self, buffer, parts):
+        for target, start, (numel, first) in parts:
+            itemsize = self.tensor.itemsize
+            part = buffer[first * itemsize : (first + numel) * itemsize]
+            bytes_of(part)[:] = 255
+            message = target, start, (numel, 0)
+            self._delay(lambda part=part, m=message: super(LateDeviceWindow, self).get_messages(part, [m]), part)
 
-    def put(self, target, start, values):
-        self._delay(lambda: super(LateDeviceWindow, self).put(target, start, values), values)
+    def put_messages(self, values, parts):
+        parts = list(parts)
+        self._delay(lambda: super(LateDeviceWindow, self).put_messages(values, parts), values)
 
-    def accumulate(self, target, start, values):
-        self._delay(lambda: super(LateDeviceWindow, self).accumulate(target, start, values), values)
+    def accumulate_messages(self, values, parts):
+        self._delay(lambda: super(LateDeviceWindow, self).accumulate_messages(values, parts), values)
 
     def flush(self, target=None):
         self._do()

@@ -53,8 +53,7 @@ def test_accumulated_values_of_all_ranks_are_summed(world, device, dtype, monkey
     values = torch.arange(numel).to(dtype)
     synchronize(world)
     for target in range(world.size):
-        window.accumulate(target, 1, as_mpi_buffer(values)[1:])
-        window.accumulate(target, numel, as_mpi_buffer(values)[numel:])  # nothing
+        window.accumulate_messages(as_mpi_buffer(values), [(target, 1, (numel - 1, 1)), (target, numel, (0, numel))])
     window.flush_local()
     window.flush()
     synchronize(world)
@@ -67,7 +66,7 @@ def test_a_rank_may_have_nothing(world, device):
     window = DeviceWindow(world, 10 if world.rank == 0 else 0, torch.float32, device, same_size=False)
     synchronize(world)  # until the owner has cleared it
     ones = torch.ones(5)  # the view does not keep them
-    window.accumulate(0, 3, as_mpi_buffer(ones))
+    window.accumulate_messages(as_mpi_buffer(ones), [(0, 3, (len(ones), 0))])
     window.flush()
     synchronize(world)
     window.sync()
