@@ -46,9 +46,9 @@ except Exception as error:
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:
-    """Return name and revision on the Hub of a missing path or of a snapshot's directory in a cache; None for others.
+    """Split a Hub model into name and revision (None: default branch). Return None for other paths.
 
-    Without a revision, the Hub's default branch is meant.
+    A Hub model is a missing path NAME[@REVISION], or a snapshot in a cache.
     """
     if match := _SNAPSHOT.fullmatch(path):
         return match[1].replace("--", "/"), match[2]

@@ -82,7 +82,7 @@ def test_the_reference_is_complete(tmp_path):
 
 def test_every_page_and_variable_is_listed():
     nav, environment = ((ROOT / "docs" / name).read_text() for name in ("mkdocs.yml", "environment.md"))
-    assert [page.name for page in PAGES[1:] if f": {page.relative_to(ROOT / 'docs')}\n" not in nav] == []
+    assert [page.name for page in PAGES[1:] if nav.count(f": {page.relative_to(ROOT / 'docs')}\n") != 1] == []
     package = "".join(path.read_text() for path in (ROOT / "odc_mpi").rglob("*.py"))
     assert [name for name in sorted(set(re.findall(r"ODC_MPI_[A-Z_]+", package))) if name not in environment] == []
 

@@ -30,13 +30,13 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (from 0 in each sequence) and
-            `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the bounds of
-            the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, which is False, because with a cache
-            attention implementations that ignore the bounds do not separate the sequences by their positions. Labels
-            are -100 for tokens without loss and for the first token of each sequence. A model that shifts labels thus
-            never predicts this token from another sequence.
-        num_tokens: Number of loss tokens K, which are the tokens whose labels are not -100.
+        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except in a
+            chunk, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the
+            bounds of the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, which is False, because
+            attention that ignores the bounds separates sequences by their positions only without a cache. Labels are
+            -100 for tokens without loss and for the first token of each sequence, so a model that shifts labels never
+            predicts that token from another sequence.
+        num_tokens: Number of loss tokens K, which are the `targets`.
         num_input_tokens: Number of tokens T.
         indices: Indices of the sequences in the data set, int64 [num_sequences].
         logit_positions: Positions whose logits predict the loss tokens, int64 [K], ascending.

@@ -172,8 +172,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         )
     if getattr(module.config, "z_loss_coefficient", 0):
         raise UserError(
-            f"{setting}: {name} adds a z-loss, which would count tokens without loss, too: set model.config."
-            "z_loss_coefficient to 0"
+            f"{setting}: {name} adds a z-loss, which odc_mpi does not train: set model.config.z_loss_coefficient to 0"
         )
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(module).forward)):
         raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")

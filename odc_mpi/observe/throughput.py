@@ -1,7 +1,6 @@
 """Metrics of a step that compare machines: time, epoch, speed per rank, model FLOPs utilization, and memory."""
 
 import re
-import resource
 from datetime import datetime, timezone
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.shard import model as sharded
 
 #: Peak bfloat16 FLOPS of GPUs without sparsity, from NVIDIA's data sheets, by a pattern of torch's device name.
@@ -57,7 +57,7 @@ class ThroughputMetrics(Callback):
 
     def local_values(self) -> tuple[float, float]:
         """Return the peak memory of this process in bytes: resident on the host, and allocated by torch on a GPU."""
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # KiB on Linux
+        host = peak_resident_bytes()
         on_gpu = self._device.type == "cuda"
         return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 

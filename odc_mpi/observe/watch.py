@@ -49,7 +49,7 @@ _LAST = [_Value("tokens/s", 9, "tokens_per_s", ",.0f"), _Value("idle", 6, "idle_
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
-    """Show a run until it ends, and its summary.
+    """Show a run to its end, then its summary.
 
     Args:
         is_running: Function that returns True while the run may write further lines.

@@ -107,7 +107,7 @@ class Cause(Enum):
     """Cause of a problem. The value is the text with which the description of the problem begins."""
 
     WRONG = "received data differs from what was sent"
-    STALE = "a read returned an old value after its owner had announced a new one"
+    STALE = "a read returned an old value after the owner had announced a new one"
     INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
     NO_ANSWER = "no answer within"
     OTHER = ""

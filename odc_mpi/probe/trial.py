@@ -57,8 +57,8 @@ class TrialBudget:
         idle_s: Time for small operations while the target waits, in seconds.
         busy_s: Duration of the first computation of the target, in seconds.
         bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
-        num_staleness_reads: Number of values that are tested for staleness, ...
-        staleness_s: ... or the time after which the test ends, in seconds.
+        num_staleness_reads: Maximum number of values tested for staleness.
+        staleness_s: Time after which that test ends, in seconds.
     """
 
     idle_s: float
@@ -216,7 +216,7 @@ class Trials:
     def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
         """Return True if reads never return an old value after the target has announced a new one.
 
-        A stack may deliver a message before the value that was written earlier can be read.
+        MPI may deliver a message before the value that was written earlier can be read.
         """
         announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
         for number in range(self._budget.num_staleness_reads):

@@ -73,9 +73,9 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
-    """Return the time until one of the ranks that delay a wait has published no activity for `limit_s` seconds.
+    """Return the seconds until a rank that delays a wait has published no new activity for `limit_s`.
 
-    It is 0 if that is the case already, if none of them is known, or if a rank did not answer.
+    At most `limit_s`; 0 if one already has, if none is known to delay it, or if any peer did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0
@@ -124,10 +124,10 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 def mark_missing_heartbeats(
     first: Mapping[int, Status | None], second: Mapping[int, Status | None]
 ) -> dict[int, Status | None]:
-    """Compare two readings of the status, and return the first one with `heartbeat_missing` set.
+    """Return the first of two readings of the status, after setting `heartbeat_missing` in it.
 
-    A heartbeat is missing if its number is the same in both readings. Ranks that announced an abort are not marked. For
-    a rank that answered only the second time, this status is returned.
+    A heartbeat is missing if its number is the same in both. Ranks that announced an abort are not marked. A rank that
+    answered only the second time has its second status.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():

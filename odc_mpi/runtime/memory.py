@@ -1,6 +1,7 @@
 """Available host memory, and shared memory in /dev/shm, which MPI libraries use for windows in host memory."""
 
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,14 @@ def available_bytes() -> int:
     Limits that cannot be read are ignored, for example on systems other than Linux.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident memory of this process so far in bytes, with shared memory that it has touched."""
+    lines = _read(Path("/proc/self/status")).splitlines()
+    # Linux counts the memory of the program that started this one in `ru_maxrss`.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), peak)
 
 
 def _host_available_bytes() -> int:

@@ -1,8 +1,8 @@
-"""Status of all ranks in a window. A rank whose wait has exceeded its deadline reads it.
+"""Status of all ranks, in a window. It is read after a missed deadline or an error, and on leaving.
 
 Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
-with MPI_Rget after a wait has exceeded its deadline. In a large job each rank reads a limited number of pages, except
-for a few that read all (`runtime.job`). Within a node, they can read the page of a rank that computes or is stopped.
+with MPI_Rget. In a large job each rank reads a limited number of pages, except for a few that read all
+(`runtime.job`). Within a node, they can read the page of a rank that computes or is stopped.
 Over a network without one-sided hardware, a page can be read only while its rank is in MPI, which a background thread
 of the rank enters periodically. A stopped rank then does not answer.
 
@@ -133,7 +133,7 @@ def nearby_ranks(rank: int, size: int) -> list[int]:
 
 
 class PageReader:
-    """Reader of the pages of other ranks, which has at most `MAX_REQUESTS` incomplete requests. Not thread-safe.
+    """Reads pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
 
     Args:
         start: Function that starts to read the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
@@ -145,7 +145,7 @@ class PageReader:
         self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
 
     def read(self, status: dict[int, Status | None], deadline: float) -> None:
-        """Read the status of each rank in `status` that answers before the deadline. One-sided.
+        """Set `status[rank]` for each of its ranks that answers before the deadline. One-sided.
 
         `deadline` is a time of the monotonic clock. The reading ends earlier if no rank answers for `READ_GRACE_S`.
         """

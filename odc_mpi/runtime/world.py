@@ -238,8 +238,8 @@ class World(AbstractContextManager["World"]):
         pairs = itertools.zip_longest(*values, fillvalue="nothing")
         first, differing = next(pair for pair in pairs if pair[0] != pair[1])
         raise AllRanksUserError(
-            f"{what}: expected the same on every rank, got {truncate_text(differing.strip(), 120)} on rank {other} and "
-            f"{truncate_text(first.strip(), 120)} on rank 0"
+            f"{what} differs between ranks: rank {other} has {truncate_text(differing.strip(), 120)}, rank 0 has "
+            f"{truncate_text(first.strip(), 120)}"
         )
 
     def cores_per_rank(self) -> int:

@@ -51,7 +51,7 @@ def check_not_sharded(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule._parameters, OnDemandParameters):
             what = name or type(module).__name__
-            raise ValueError(f"{what} is sharded already: expected a module that has its parameters, build a new one")
+            raise ValueError(f"{what} was sharded before and no longer has its parameters: build a new module")
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

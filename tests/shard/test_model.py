@@ -758,7 +758,7 @@ def test_a_module_is_sharded_once(transport: RecordingTransport, module: nn.Modu
     model = shard(module, transport)
     for _ in range(2):
         for again in (model.module, model.module.layers[1], nn.Sequential(nn.ReLU(), model.module)):
-            with pytest.raises(ValueError, match="is sharded already: expected a module"):
+            with pytest.raises(ValueError, match="was sharded before and no longer has its parameters"):
                 ShardedModel(again, transport, units=[])
         model.close()
 

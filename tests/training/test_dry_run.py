@@ -112,10 +112,11 @@ def test_the_total_is_the_measured_peak_within_a_fifth(tmp_path):
     settings["run"] = {"steps": 2, "dir": str(tmp_path / "run"), "threads": 1}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     program = """if True:
-        import resource, sys
+        import sys
         from odc_mpi.cli.main import main
+        from odc_mpi.runtime.memory import peak_resident_bytes
         assert main(["train", "--config", "config.yaml", *sys.argv[1:]]) == 0
-        print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+        print("peak", peak_resident_bytes())
     """
     estimated, measured = (
         subprocess.run(

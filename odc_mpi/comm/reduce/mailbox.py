@@ -11,21 +11,21 @@ Each ring has two 64-bit byte counters, which never decrease:
 
     push            the origin Puts header and elements into all rings with room, flushes, and Puts their `head`
     make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
-    flush           the origin reads `head` back from every owner until it is the last value that it has sent, since
-                    Flush does not guarantee this on every network
+    flush           the origin reads `head` back from every owner until it is the value sent, since Flush does not
+                    ensure its arrival everywhere
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
-Each side polls only its own memory. An origin that waits for room adds the slots in its own inbox, so two ranks with
-full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private memory. One pass
-over the inbox adds in the order of ranks, and for each rank in the order of its pushes.
+Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
+so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
+memory. One pass over the inbox adds in the order of ranks, and for each rank in the order of its pushes.
 
 Note: torn counters
     All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
-    is not larger. In shared memory an aligned 8-byte store is atomic. If a network writes the bytes of a counter one by
-    one, a little-endian reader sees the low bytes of the new value with the high bytes of the old one. This is at most
-    the new value, and possibly less than the old one. A small `head` means no new slots yet; a small `tail` means less
+    is not larger. In shared memory an aligned 8-byte store is atomic. If a network writes a counter byte by byte in
+    ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of the old. This is
+    at most the new value, possibly less than the old. A small `head` means no new slots yet; a small `tail` means less
     room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The mailbox is used where Accumulate is
-    slow, waits for its target, or fails, so it does not rely on it (measurements: benchmarks/notes/one-sidedness.md).
+    slow, waits for its target, or fails, so it does not rely on this (measurements: benchmarks/notes/one-sidedness.md).
 """
 
 import threading

@@ -23,7 +23,7 @@ from odc_mpi.runtime.world import World
 
 
 class FetchPlan(NamedTuple):
-    """Steps of a fetch. Arrays of equal size share it.
+    """Steps of a fetch, shared by arrays of equal size.
 
     Attributes:
         owners: Ranks that are accessed with MPI_Get.

@@ -16,7 +16,7 @@ _PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function that is applied to the output of the head: a factor, then a soft cap (a tanh), then the temperature."""
+    """Function from head output to logits: multiply by a factor, soft-cap by a tanh, divide by the temperature."""
 
     scale: float = 1.0
     soft_cap: float | None = None
@@ -48,9 +48,9 @@ class LogitTransform:
 
     @classmethod
     def of(cls, module: Any) -> "LogitTransform | None":
-        """Find out what a model of transformers applies to the output of its head. None if it is another function.
+        """Return the transform of a transformers model, or None if it applies another function or the trial fails.
 
-        Runs the forward of the model without its decoder and head, so that no parameter is needed.
+        Runs its forward with stubs for decoder and head, so it reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]

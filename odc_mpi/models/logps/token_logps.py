@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, computed without storing the logits of all positions.
 
-Only the logits at the given positions are computed, and only a block of them is in memory at a time. The size of a
-block depends neither on the vocabulary size nor on the number of tokens.
+Logits are computed only at the given positions, in blocks of at most 2**24, of which one is in memory at a time.
+`TokenLogps` lists the exceptions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ class TokenScores(NamedTuple):
     Attributes:
         logps: Log-probability of each token, float32 `[K]`, with gradients.
         entropy: Entropy of each predicted distribution in nats, float32 `[K]`, without gradients.
-        is_top: True for each token that no other token exceeds in probability, bool `[K]`.
-        router_loss: Auxiliary loss of the routers of a mixture of experts, multiplied by its coefficient. None if the
-            model has none, or `output_router_logits` is not set.
+        is_top: True for each token with the highest probability, bool `[K]`.
+        router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients. None
+            without routers or `output_router_logits`.
     """
 
     logps: torch.Tensor
@@ -38,8 +38,8 @@ class TokenScores(NamedTuple):
 class TokenLogps:
     """Computes log-probabilities of given tokens under a model.
 
-    If the head is not a plain linear layer, for example because it has adapters, or if the model applies another
-    function to its output than `LogitTransform`, all logits are computed.
+    Computes all logits if the head is not a plain linear layer (it has adapters, for example), or if no
+    `LogitTransform` describes what the model applies to the output of its head.
 
     Args:
         module: A causal language model of transformers, or the `module` of a sharded model.
@@ -53,11 +53,11 @@ class TokenLogps:
     def __call__(
         self, inputs: Mapping[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
     ) -> TokenScores:
-        """Run the model and return its predictions for the tokens. One-sided if the model is sharded.
+        """Run the model and return its predictions for the tokens. Communicates like its forward.
 
         Args:
             inputs: Keyword arguments of the model's forward, for a batch of one row. Labels are ignored.
-            positions: Positions whose logits predict the tokens, int64 `[K]`, ascending.
+            positions: Positions whose logits predict the tokens, int64 `[K]`.
             targets: The tokens, int64 `[K]`.
             temperature: Number by which the logits are divided.
         """
@@ -97,7 +97,7 @@ class ChunkedLogps(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of the tokens `targets`, the entropies, and which are the most likely, `[K]`.
+        """Return, for each target, its log-probability, the entropy, and whether it is the most likely token, `[K]`.
 
         `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`, `bias` `[vocab_size]` or None, and
         `targets` int64 `[K]`.

@@ -1,7 +1,6 @@
 """The report of a dry run: memory per rank, steps and tokens, and the first microbatch as text."""
 
 import itertools
-import resource
 
 from rich.console import Console
 
@@ -9,6 +8,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.show import show_sequences
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.training.dry_run.memory import MemoryPart, estimate_memory
 from odc_mpi.training.exact.required_settings import apply_exact_settings
@@ -33,7 +33,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
     def describe() -> None:
         inputs = open_inputs(apply_exact_settings(config), 0, size)
-        base_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        base_bytes = peak_resident_bytes()
         full = resolve_steps(config, inputs.dataset)
         sequences, microbatch, accumulates = _inspect_plans(inputs, full)
         parts = estimate_memory(full, inputs.model, size, local_size, sequences, accumulates=accumulates)

@@ -288,7 +288,7 @@ sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
 """
     done = launch(2, script(tmp_path, text))
     assert done.code == 2, done.err
-    differing = r"data.path: data.h5: expected the same on every rank, got [0-9a-f]+ on rank 1 and [0-9a-f]+ on rank 0"
+    differing = r"data.path: data.h5 differs between ranks: rank 1 has [0-9a-f]+, rank 0 has [0-9a-f]+"
     assert len([line for line in done.lines if re.search(differing, line)]) == 1
 
 

@@ -84,7 +84,7 @@ def test_without_memory_for_windows_nothing_is_tried(world):
 
 
 def test_a_wrong_sum_in_the_local_window_is_reported(world, monkeypatch):
-    monkeypatch.setattr(device_probe.DeviceWindow, "accumulate", lambda *_: None)
+    monkeypatch.setattr(device_probe.DeviceWindow, "accumulate_messages", lambda *_: None)
     found = device_probe.try_device(world, ProbeReport(), {}, LateDevice(), lambda *_: None)
     assert found.device.own_accumulate is False
 
