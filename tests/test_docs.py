@@ -11,6 +11,7 @@ from doc_blocks import PAGES, ROOT, blocks, commands
 import odc_mpi
 from odc_mpi.cli import main as cli
 from odc_mpi.training import settings
+from odc_mpi.training.parsing.aliases import ALIASES
 
 #: Words before `odc-mpi` in a command line: a launcher, or a loop of the shell.
 LAUNCHER = re.compile(r"(?:^|[;&|]\s*|\bdo\s+)(?:(?:mpiexec|srun)\s[^|;&]*?)?\bodc-mpi\s+([^|;&>]*)")
@@ -75,6 +76,7 @@ def test_the_reference_is_complete(tmp_path):
     runpy.run_path(str(ROOT / "docs" / "stage.py"))["stage"](tmp_path)
     pages = {page.stem: page.read_text() for page in (tmp_path / "docs" / "reference").glob("*.md")}
     assert [key for key in settings.defaults() if f"`{key}`" not in pages["settings"]] == []
+    assert [name for name in ALIASES if f"`{name}`" not in pages["settings"]] == []
     assert [name for name in cli.COMMANDS if f"## odc-mpi {name}\n" not in pages["commands"]] == []
     assert [name for name in odc_mpi.__all__ if name != "__version__" and f".{name}\n" not in pages["python"]] == []
     assert "](../" not in "".join(page.read_text() for page in (tmp_path / "docs").glob("*.md"))

@@ -41,6 +41,17 @@ def test_a_run_that_has_ended(run, capsys):
     assert "8.0000 -> 7.0000" in "".join(rest)
 
 
+def test_rewards(run, capsys):
+    (run / "config.yaml").write_text("run:\n  steps: 4\n  objective: grpo\n")
+    made = [{"step": 0, "time": "2026-01-01T00:00:00+00:00", "eval_reward": 0.125}]
+    made += [json.loads(line) | {"reward": 0.5, "completions/mean_length": 20.0} for line in lines(1).splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+    assert cli.main(["watch", str(run)]) == 0
+    header, start, first, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "reward", "held-out", "length", "tokens/s", "idle", "left"]
+    assert start.split() == ["0/4", "0.1250"] and first.split()[:3] == ["1/4", "0.5000", "20.0"]
+
+
 def test_a_run_that_goes_on_and_ends(run, capsys):
     locked = threading.Event()
 

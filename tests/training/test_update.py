@@ -8,6 +8,7 @@ import torch
 
 from odc_mpi.errors import TrainingError
 from odc_mpi.observe.callback import Step
+from odc_mpi.training.settings import OptimConfig, RunConfig
 from odc_mpi.training.update import NonFiniteStepLimit, Update
 
 
@@ -29,6 +30,20 @@ def test_the_count_goes_on_with_the_run():
     with pytest.raises(TrainingError, match="in 3 steps in a row"):
         feed_limit(NonFiniteStepLimit(3, metadata), True)
     feed_limit(NonFiniteStepLimit(3, metadata), False, True, True)
+
+
+@pytest.mark.parametrize(("warmup", "equal_steps"), [({"warmup_ratio": 0.25}, 2), ({"warmup_ratio": 0.2}, 2)])
+def test_a_ratio_of_the_steps_is_warmup_rounded_up(warmup, equal_steps):
+    def rates(**optim):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        config = SimpleNamespace(optim=OptimConfig(learning_rate=1.0, **optim), run=RunConfig(steps=8))
+        update = Update(None, torch.optim.SGD([parameter]), config)
+        steps = [Step(number, None, {}) for number in range(1, 9)]
+        for step in steps:
+            update.on_step_begin(step)
+        return [step.metrics["learning_rate"] for step in steps]
+
+    assert rates(**warmup) == rates(warmup_steps=equal_steps) != rates(warmup_steps=equal_steps - 1)
 
 
 def test_a_minibatch_without_any_gradient_is_published_as_well():

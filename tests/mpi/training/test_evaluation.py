@@ -115,6 +115,8 @@ def test_epochs_instead_of_steps(run):
     lines, _ = run("half", run__num_train_epochs=0.5, run__steps=None)
     assert len(lines) == 3
     assert "steps: 3" in (run.base / "half" / "config.yaml").read_text()
+    lines, _ = run("neither", run__steps=None)
+    assert len(lines) == 6, "one pass"
 
 
 def test_held_out_data_that_do_not_fit_are_refused(run, shared_dir, held_out):
