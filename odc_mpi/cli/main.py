@@ -18,6 +18,7 @@ from odc_mpi import __version__
 from odc_mpi.cli import bench, config, data, doctor, job, prepare, report, simulate, train, watch
 from odc_mpi.cli.model import chat, checkpoint, export, generate
 from odc_mpi.errors import UserError, file_error
+from odc_mpi.formatting import did_you_mean
 from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import exit_as_interrupted
@@ -71,6 +72,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     In the result, `words` is a copy of `argv`, and `overrides` are the settings, `--SECTION.KEY VALUE`, not yet parsed.
     Raises a UserError if the command or an argument is unknown.
     """
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
     arguments, rest = parser().parse_known_args(argv)
     if rest and arguments.command not in _WITH_SETTINGS:
         words = filter(None, ["odc-mpi", arguments.command, getattr(arguments, "benchmark", None), "--help"])

@@ -212,6 +212,11 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
         return _conversation(record, _instruction(record, location), location)
     for name in required:
         return _conversation(record, _messages(record[name], name, location), location)
+    if "chosen" in record:
+        raise InvalidRecordError(
+            f"{location}: pairs of chosen and rejected answers are not supported: to train on the chosen ones, add "
+            f"--columns {'completion' if 'prompt' in record else 'text'}=chosen"
+        )
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
         f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --columns"

@@ -33,6 +33,7 @@ def startup_lines(
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
+    num_epochs = config.run.steps * samples_per_step(config) / len(inputs.dataset)
     num_trainable, num_parameters = numel(model, True), numel(model)
     trainable = f"{num_parameters:,} parameters"
     if num_trainable < num_parameters:
@@ -47,7 +48,7 @@ def startup_lines(
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
-        "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
+        "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
         **inputs.model.packing.startup_lines(),
         **inputs.context_parallel.startup_lines(),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from batch_scripts import templates
+from mpi4py import MPI  # noqa: F401 - initialized here, since the command imports it without, and later tests need it
 
 from odc_mpi.cli import main as cli
 

@@ -71,7 +71,8 @@ def test_user_errors_in_training(config, tmp_path, capsys, arguments, words):
     [
         (["--colour"], ["unknown argument --colour", "odc-mpi --help"]),
         (["export", "run", "to"], ["--out", "odc-mpi export --help"]),
-        (["tran"], ["tran", "train"]),
+        (["exprot", "runs/a"], ["unknown command 'exprot' (did you mean export?)"]),
+        (["sft"], ["unknown command 'sft': see odc-mpi --help"]),
         (["prepare"], ["SOURCE"]),
         (["prepare", "a.jsonl", "b.jsonl"], ["--out", "odc-mpi prepare --help"]),
         (["prepare", "a.jsonl", "--out", ""], ["--out", "expected a path"]),
