@@ -37,10 +37,10 @@ def wait_for(process, words):
     raise AssertionError(process.stderr.read())
 
 
-@pytest.mark.quick
-def test_a_warning_of_the_scheduler(config, tmp_path):
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.quick), signal.SIGINT])
+def test_a_warning_of_the_scheduler_and_an_interrupt_save(config, tmp_path, number):
     process = run_until(3, 3, config)
-    process.send_signal(signal.SIGUSR1)  # which a launcher passes on to its ranks
+    process.send_signal(number)  # which MPICH's mpiexec passes on to its ranks
     done = finish(process)
     assert done.code == 75, (done.out, done.err)
     assert "stopped on request after step" in done.err
