@@ -40,7 +40,7 @@ _FINALIZING, _ABORTING = 1, 2
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
 #: A reading ends when no rank has answered for this time, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
-#: Maximum number of incomplete reads. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi issue 14192).
+#: Maximum number of incomplete reads. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
 MAX_REQUESTS = 64
 #: Number of ranks, from rank 0 on, that all ranks can read from the start on.
 NUM_FIRST_RANKS = 8

@@ -176,6 +176,10 @@ class TestFromConfig:
             (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM cannot run"),
             ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),
             ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
+            (
+                {"model_type": "bamba", "num_hidden_layers": 2, "z_loss_coefficient": 0.1},
+                "BambaForCausalLM adds a z-loss",
+            ),
         ],
     )
     def test_user_errors(self, settings, words):

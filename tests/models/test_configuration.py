@@ -3,20 +3,13 @@
 import pytest
 import torch
 import transformers
+from tiny_qwen2 import SIZES
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.configuration import full_configuration, override_config
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-}
+TINY = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

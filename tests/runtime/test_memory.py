@@ -1,9 +1,20 @@
 import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.runtime import memory
+
+
+def test_the_peak_is_that_of_this_process_only():
+    """Linux keeps the peak of the program that started a process in `ru_maxrss`."""
+    ballast = np.ones(1 << 26)
+    program = "from odc_mpi.runtime.memory import peak_resident_bytes; print(peak_resident_bytes())"
+    child = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert 1 << 22 < child < ballast.nbytes < memory.peak_resident_bytes()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class FetchPlan(NamedTuple):
     Attributes:
         owners: Ranks that are accessed with MPI_Get.
         gets: Messages of these Gets.
-        mapped: For each other owner, the rank and the range of the array, start and stop, that it owns.
+        mapped: Owner, start and stop in the array (elements) of each shard that this rank maps.
     """
 
     owners: tuple[int, ...]

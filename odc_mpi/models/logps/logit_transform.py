@@ -22,11 +22,6 @@ class LogitTransform:
     soft_cap: float | None = None
     temperature: float = 1.0
 
-    @property
-    def is_linear(self) -> bool:
-        """True without a soft cap."""
-        return self.soft_cap is None
-
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the transformed logits, in float32 unless they are float64."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -63,22 +58,16 @@ class LogitTransform:
             values = dict(zip(_PROBES, found.double().flatten().tolist(), strict=True))
         except Exception:  # such a forward raises exceptions of many kinds
             return None
-        for transform in (cls(values[1.0]), cls._capped(values)):
-            if (
-                transform
-                and transform.scale > 0
-                and torch.allclose(transform(probes), found.float(), rtol=1e-5, atol=0)
-            ):
-                return transform
-        return None
+        candidates = [cls(values[1.0]), *cls._capped(values)]
+        same = (each for each in candidates if torch.allclose(each(probes), found.float(), rtol=1e-5, atol=0))
+        return next((transform for transform in same if transform.scale > 0), None)
 
     @classmethod
-    def _capped(cls, values: Mapping[float, float]) -> "LogitTransform | None":
+    def _capped(cls, values: Mapping[float, float]) -> Iterator["LogitTransform"]:
         cap = values[1e6]  # tanh is 1 there
-        if not abs(values[1.0]) < cap:
-            return None
-        scale = cap * atanh(values[1.0] / cap)
-        return cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap)
+        if abs(values[1.0]) < cap:
+            scale = cap * atanh(values[1.0] / cap)
+            yield cls(1.0 if abs(scale - 1.0) < 1e-5 else scale, cap)
 
 
 @contextmanager

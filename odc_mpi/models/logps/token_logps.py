@@ -110,7 +110,7 @@ class ChunkedLogps(torch.autograd.Function):
             scores, probabilities = _score(logits, targets[block])
             parts.append(scores)
         # Saved instead of computed again if there is a single block. A soft cap needs the logits, too.
-        keep = len(blocks) == 1 and transform.is_linear and any(ctx.needs_input_grad)
+        keep = len(blocks) == 1 and transform.soft_cap is None and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, bias, targets, probabilities if keep else None)
         ctx.transform = transform
         logps, entropy, is_top = (torch.cat(column) for column in zip(*parts, strict=True))
