@@ -7,9 +7,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from pair_files import write_pairs
 
 from odc_mpi.data.dataset import writer as module
-from odc_mpi.data.dataset.format import DamagedDatasetError
+from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts
 from odc_mpi.data.dataset.reader import Dataset, read_tokenizer_files
 from odc_mpi.data.dataset.verify import find_counts, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
@@ -46,6 +47,29 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: i
     assert writer.num_tokens == sum(len(tokens) for tokens, _ in sequences)
     assert writer.num_trained_tokens == sum(int(mask[1:].sum()) for _, mask in sequences)
     assert writer.longest == max(len(tokens) for tokens, _ in sequences)
+
+
+def test_pairs_round_trip(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
+    with Dataset(tmp_path / "pairs.h5") as dataset:
+        assert dataset.lengths.tolist() == [10, 6]
+        assert dataset.pair_counts is not None
+        assert dataset.pair_counts.tolist() == [[3, 2, 2], [1, 4, 4]]
+        assert dataset[1][1].tolist() == [False, *[True] * 5]
+    assert "no damage" in verify_dataset(tmp_path / "pairs.h5")
+
+
+@pytest.mark.parametrize("name", ["num_prompt_tokens", "num_chosen_tokens", "num_chosen_loss_tokens", "all"])
+def test_removed_or_changed_pairs_are_damage(tmp_path: Path, name: str) -> None:
+    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
+    with h5py.File(tmp_path / "pairs.h5", "r+") as file:
+        if name == "all":
+            for each in PairCounts._fields:
+                del file[each]
+        else:
+            file[name][0] = 1
+    with pytest.raises(DamagedDatasetError, match="pairs were changed"):
+        Dataset(tmp_path / "pairs.h5")
 
 
 def test_layout_is_plain_hdf5(write_dataset: Write) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import h5py
@@ -26,6 +27,19 @@ TYPES = {
     "num_trained_tokens": np.int32,
     "checksums": np.uint32,
 }
+
+
+class PairCounts(NamedTuple):
+    """Parts of a pair of answers. Each field is also the name of an HDF5 dataset, int32 [n], of a data set of pairs.
+
+    The tokens of a pair are the prompt, the chosen answer and the rejected answer. All three have at least one token,
+    and each answer has at least one loss token.
+    """
+
+    num_prompt_tokens: int
+    num_chosen_tokens: int
+    num_chosen_loss_tokens: int
+
 
 
 class DamagedDatasetError(UserError):
@@ -64,7 +78,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 of the arrays `offsets`, `num_trained_tokens` and `checksums`, in hexadecimal."""
+    """Return the SHA-256 of the arrays of a data set other than tokens and masks, in hexadecimal."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 
