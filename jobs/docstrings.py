@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from odc_mpi.data.stdlib import functions
+from odc_mpi.data.readers.stdlib import functions
 
 REQUEST = "Describe this Python function in one line."
 MAX_CHARS = 800  # of a function

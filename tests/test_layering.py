@@ -53,7 +53,15 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
-    *("comm.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
+    *(
+        "comm.layout",
+        "data.plan.cost",
+        "data.plan.partition",
+        "data.readers.stdlib",
+        "runtime.deadline",
+        "runtime.lateness",
+    ),
+    *("runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 
 if TYPE_CHECKING:
-    from odc_mpi.data.loader import Microbatch, Minibatch
+    from odc_mpi.data.loader import Minibatch
+    from odc_mpi.data.microbatch import Microbatch
     from odc_mpi.shard import model as sharded
 
 #: Bits of a rounded summand, counted from the leading bit of `max_magnitude`.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
+from odc_mpi.data.microbatch import Microbatch, flash_attention_kwargs
 
 
 class PromptGroup(NamedTuple):

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded

@@ -5,8 +5,8 @@ from pathlib import Path
 import docstrings
 import pytest
 
-from odc_mpi.data import stdlib
-from odc_mpi.data.stdlib import StdlibFunction, functions
+from odc_mpi.data.readers import stdlib
+from odc_mpi.data.readers.stdlib import StdlibFunction, functions
 
 BODY = "return argument_one + 1"
 

@@ -41,7 +41,6 @@ class PairCounts(NamedTuple):
     num_chosen_loss_tokens: int
 
 
-
 class DamagedDatasetError(UserError):
     """A data set that does not contain what was written."""
 

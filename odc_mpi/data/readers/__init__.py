@@ -7,4 +7,5 @@ Modules::
     parquet      Parquet
     hf_datasets  data sets of the library `datasets`, from a directory or the Hugging Face Hub
     compressed   decompression of gzip and Zstandard
+    stdlib       functions of Python's standard library
 """

@@ -25,7 +25,8 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import warn
 from odc_mpi.files import warn_write_failed
