@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from packed_models import SETTINGS, packed_model, plain_model
+from packed_models import packed_model, plain_model
 
 from odc_mpi.data.dataset.format import PairCounts
 from odc_mpi.data.dataset.reader import Dataset
@@ -66,9 +66,13 @@ def test_losses_are_the_formulas(name, smoothing):
 
 
 def test_statistics_have_the_names_of_trl():
-    policy, reference = [[-3.0, -5.0], [-9.0, -4.0]], [[-4.0, -4.0], [-8.0, -4.0]]
-    pairs = PairLogps(*(torch.tensor(logps).double() for logps in (policy, reference)), torch.ones(2, 2), 1.0)
-    assert pair_statistics(DPOConfig(0.5), pairs).tolist() == [[0.5, -0.5, 1, -3, -5], [-0.5, 0, 0, -9, -4]]
+    policy, reference = [[-3.0, -5.0], [-9.0, -4.0], [-1.0, -2.0]], [[-4.0, -4.0], [-8.0, -4.0], [-1.0, -2.0]]
+    pairs = PairLogps(*(torch.tensor(logps).double() for logps in (policy, reference)), torch.ones(3, 2), 1.0)
+    assert pair_statistics(DPOConfig(0.5), pairs).tolist() == [
+        [0.5, -0.5, 1, -3, -5],
+        [-0.5, 0, 0, -9, -4],
+        [0, 0, 0.5, -1, -2],
+    ]
 
 
 @pytest.fixture(scope="module")

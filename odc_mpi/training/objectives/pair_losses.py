@@ -69,10 +69,11 @@ def pair_loss(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
 def pair_statistics(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
     """Return the values in `STATISTICS` for each pair, float64 `[pairs, 5]`, without gradients.
 
-    The reward of an answer is beta times its log-ratio. The accuracy is 1 if that of the chosen answer is higher.
+    The reward of an answer is beta times its log-ratio. The accuracy is 1 if that of the chosen answer is higher, and a
+    half if both are equal, as before the first step.
     """
     rewards, policy = dpo.beta * pairs.ratios.detach(), pairs.policy.detach()
-    accurate = (rewards[:, :1] > rewards[:, 1:]).double()
+    accurate = (1 + (rewards[:, :1] - rewards[:, 1:]).sign()) / 2
     return torch.cat([rewards, accurate, policy], 1)
 
 
