@@ -147,7 +147,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
         "run directory": format_entry("run_dir"),
     }
-    if summary.get("eval_loss") is not None:
+    if summary.get("eval_perplexity") is not None:
         rows["eval loss (start -> final)"] += f", perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():
