@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, PromptCompletion
+from odc_mpi.data.examples import Conversation, Example, PromptCompletion
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.errors import UserError
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
@@ -24,37 +25,6 @@ _FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True
 #: Formats of records, by their required fields. The first format whose fields are all present is used.
 _FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
 _OPTIONAL = ("input", "system", "tools")
-_MAX_EXAMPLES = 3
-_MAX_CHARS = 200  # of a text from a file, in a message
-
-
-class InvalidRecordError(UserError):
-    """Error that a line or row cannot be used. The message contains the file and the line."""
-
-
-class InvalidRecords:
-    """Counter of skipped invalid records.
-
-    Args:
-        skip: True to skip invalid records; False to raise a UserError for the first one.
-
-    Attributes:
-        num_skipped: Number of records skipped so far.
-        first: Error messages of up to three skipped records, the first ones.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
-        self._skip = skip
-        self.num_skipped = 0
-        self.first: list[str] = []
-
-    def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record and keep its message. Raises a UserError unless invalid records are skipped."""
-        if not self._skip:
-            raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
-        self.num_skipped += 1
-        if len(self.first) < _MAX_EXAMPLES:
-            self.first.append(str(error))
 
 
 @dataclass(frozen=True)
@@ -129,7 +99,7 @@ class Columns:
             if name not in known or not source:
                 raise UserError(
                     f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
-                    f"{truncate_text(f'{name}={source}', _MAX_CHARS)}"
+                    f"{truncate_text(f'{name}={source}', MAX_CHARS)}"
                 )
         if len(self._formats()) > 1:
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
@@ -149,7 +119,7 @@ class Columns:
                 if name not in renamed:
                     source = self.names.get(name, name)
                     raise InvalidRecordError(
-                        f"{location}: expected the field {source!r}, got {_names(record)}: change --columns"
+                        f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
                     )
             renamed = {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
         return renamed
@@ -157,38 +127,6 @@ class Columns:
     def _formats(self) -> list[tuple[str, ...]]:
         """Return the formats with a renamed required field."""
         return [required for required in _FORMATS if not self.names.keys().isdisjoint(required)]
-
-
-def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record.
-
-    Args:
-        line: Line of the file.
-        location: File and line number, for error messages.
-
-    Raises:
-        InvalidRecordError: The line is not a JSON object in UTF-8.
-    """
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
-        ) from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
-    return check_object(record, location)
-
-
-def check_object(value: Any, location: str) -> dict[str, Any]:
-    """Return the value if it is a JSON object. Otherwise raise an InvalidRecordError that names `location`."""
-    if not isinstance(value, dict):
-        raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(value)}")
-    return value
 
 
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example:
@@ -207,7 +145,7 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     if "prompt" in required:
         return _prompt_and_completion(record, location)
     if "text" in required:
-        return PromptCompletion(location, "", _text(record, "text", location))
+        return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
         return _conversation(record, _instruction(record, location), location)
     for name in required:
@@ -219,7 +157,7 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
         )
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
-        f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --columns"
+        f"'instruction' and 'output', or 'text', got {field_names(record)}: name yours with --columns"
     )
 
 
@@ -240,16 +178,16 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
                 messages.pop()
             return _conversation(record, messages, location)
     if "prompt" in record:
-        return PromptCompletion(location, _text(record, "prompt", location), "")
-    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {_names(record)}")
+        return PromptCompletion(location, text_field(record, "prompt", location), "")
+    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
     """Return the example of a prompt and a completion, which are two texts or two lists of messages."""
     prompt, completion = record["prompt"], record["completion"]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text = _text(record, "completion", location)
-        return PromptCompletion(location, _text(record, "prompt", location), text)
+        text = text_field(record, "completion", location)
+        return PromptCompletion(location, text_field(record, "prompt", location), text)
     messages = _messages([*prompt, *completion], "prompt", location)
     return _conversation(record, messages, location, num_context=len(prompt))
 
@@ -267,7 +205,7 @@ def _conversation(
     ]
     messages = [{name: value for name, value in message.items() if name not in _FLAGS} for message in messages]
     if record.get("system") and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
+        messages = [{"role": "system", "content": text_field(record, "system", location)}, *messages]
         untrained = [True, *untrained]
     context = {i for i, each in enumerate(messages) if has_loss(each) and (untrained[i] or i == 0)}
     return Conversation(location, messages, _tools(record.get("tools"), location), frozenset(context))
@@ -275,12 +213,12 @@ def _conversation(
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
     """Return an instruction and its output as messages."""
-    parts = [_text(record, "instruction", location)]
+    parts = [text_field(record, "instruction", location)]
     if record.get("input"):
-        parts.append(_text(record, "input", location))
+        parts.append(text_field(record, "input", location))
     return [
         {"role": "user", "content": "\n\n".join(parts)},
-        {"role": "assistant", "content": _text(record, "output", location)},
+        {"role": "assistant", "content": text_field(record, "output", location)},
     ]
 
 
@@ -296,28 +234,28 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {_kind(tools)}")
+        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
     return tools
 
 
 def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
     if not isinstance(messages, list):
-        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {_kind(messages)}")
+        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {json_kind(messages)}")
     checked = []
     for message in messages:
         if not isinstance(message, dict):
-            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {_kind(message)}")
+            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {json_kind(message)}")
         if "from" in message:
             message = {_SHAREGPT_FIELDS.get(key, key): value for key, value in message.items()}
-        role = _text(message, "role", location)
+        role = text_field(message, "role", location)
         # Tables have null for missing fields, and chat templates check whether a field exists.
         present = {key: value for key, value in message.items() if value is not None}
         for flag, allowed in _FLAGS.items():
             if flag in present and present[flag] not in allowed:
                 raise InvalidRecordError(
                     f"{location}: expected {flag!r} to be {' or '.join(map(json.dumps, allowed))}, got "
-                    f"{truncate_text(repr(present[flag]), _MAX_CHARS)}"
+                    f"{truncate_text(repr(present[flag]), MAX_CHARS)}"
                 )
         present |= {"role": _ROLES.get(role, role), "content": _content(message, location)}
         checked.append(_with_tool_calls(present, location) if role == "function_call" else present)
@@ -342,39 +280,13 @@ def _content(message: dict[str, Any], location: str) -> str:
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""
     if not isinstance(content, list):
-        return _text(message, "content", location)
+        return text_field(message, "content", location)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = (
-                truncate_text(repr(part["type"]), _MAX_CHARS)
+                truncate_text(repr(part["type"]), MAX_CHARS)
                 if isinstance(part, dict) and "type" in part
-                else _kind(part)
+                else json_kind(part)
             )
             raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
-    return "".join(_text(part, "text", location) for part in content)
-
-
-def _text(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text of a required field."""
-    if field not in record:
-        raise InvalidRecordError(f"{location}: expected the field {field!r}, got {_names(record)}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {_kind(text)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair; tokenizers reject it
-        raise InvalidRecordError(
-            f"{location}: expected text in {field!r}, got a byte that is not UTF-8 or a lone surrogate at {error.start}"
-        ) from error
-    return text
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return truncate_text(", ".join(map(repr, record)), _MAX_CHARS) or "no fields"
-
-
-def _kind(value: Any) -> str:
-    """Return the JSON name of a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
-    return names.get(type(value), "a number")
+    return "".join(text_field(part, "text", location) for part in content)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
 #: Text that models add as special tokens to their tokenizers, in the source of their templates.

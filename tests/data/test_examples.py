@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, InvalidRecordError, parse_example
+from odc_mpi.data.examples import Conversation, parse_example
+from odc_mpi.data.readers.records import InvalidRecordError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import (
-    Columns,
-    Conversation,
-    Example,
-    InvalidRecordError,
-    InvalidRecords,
-    PromptCompletion,
-    parse_example,
-)
+from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, parse_example
+from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
