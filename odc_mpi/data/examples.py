@@ -23,7 +23,11 @@ _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 #: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
 _FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
 #: Formats of records, by their required fields. The first format whose fields are all present is used.
-_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+_PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+#: Fields with the prompt of a pair of answers. Without them the prompt is what both answers begin with.
+_PROMPTS = ("prompt", "conversations", "instruction")
+_ANSWERS = ("chosen", "rejected")
+_FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
 
 
@@ -82,6 +86,27 @@ Example = PromptCompletion | Conversation
 
 
 @dataclass(frozen=True)
+class PreferencePair:
+    """Two answers to the same prompt, each with this prompt.
+
+    Texts without the field `prompt` are two completions without prompt: their prompt is what both begin with.
+    """
+
+    chosen: Example
+    rejected: Example
+
+    @property
+    def location(self) -> str:
+        """File and line of the record, for error messages."""
+        return self.chosen.location
+
+    @property
+    def has_loss(self) -> bool:
+        """True if both answers have loss."""
+        return self.chosen.has_loss and self.rejected.has_loss
+
+
+@dataclass(frozen=True)
 class Columns:
     """Names of the fields of a source that has other names for them.
 
@@ -94,70 +119,73 @@ class Columns:
 
     def check(self) -> None:
         """Raise a UserError if a field does not exist, or the fields belong to several formats."""
-        known = (*itertools.chain(*_FORMATS), *_OPTIONAL)
+        known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
         for name, source in self.names.items():
             if name not in known or not source:
                 raise UserError(
                     f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
                     f"{truncate_text(f'{name}={source}', MAX_CHARS)}"
                 )
-        if len(self._formats()) > 1:
+        if not self._formats():
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
 
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record with the fields' own names, and only with the required fields of the accepted format.
+        """Return a record with the fields' own names, and only with the required fields of an accepted format.
 
         Raises:
-            InvalidRecordError: A required field of this format is missing.
+            InvalidRecordError: A required field of each accepted format is missing.
         """
         if not self.names:
             return record
         renamed = {name: value for name, value in record.items() if name not in self.names}
         renamed |= {name: record[source] for name, source in self.names.items() if source in record}
-        for required in self._formats():
-            for name in required:
-                if name not in renamed:
-                    source = self.names.get(name, name)
-                    raise InvalidRecordError(
-                        f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
-                    )
-            renamed = {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
-        return renamed
+        if (formats := self._formats()) == list(_FORMATS):
+            return renamed
+        missing = [[name for name in required if name not in renamed] for required in formats]
+        fewest = min(missing, key=len)
+        if fewest:
+            source = self.names.get(fewest[0], fewest[0])
+            raise InvalidRecordError(
+                f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
+            )
+        required = formats[missing.index(fewest)]
+        return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
     def _formats(self) -> list[tuple[str, ...]]:
-        """Return the formats with a renamed required field."""
-        return [required for required in _FORMATS if not self.names.keys().isdisjoint(required)]
+        """Return the formats that have all renamed fields which are not optional."""
+        renamed = self.names.keys() - set(_OPTIONAL)
+        return [required for required in _FORMATS if renamed <= set(required)]
 
 
-def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example:
-    """Return the example that a record contains.
+def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
+    """Return the example or pair that a record contains.
 
-    The form of the record is the first of these whose fields are all present: `messages`; `prompt` and `completion`,
-    both texts or both lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and
-    `output`, optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and
-    `system`, unless the first message is a system message. `columns` renames the fields.
+    The form of the record is the first of these whose fields are all present: `chosen` and `rejected`, optionally with
+    a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
+    lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
+    optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and `system`,
+    unless the first message is a system message. `columns` renames the fields.
 
     Raises:
         InvalidRecordError: The record has none of these forms, or a field has an invalid value.
     """
     record = (columns or Columns()).rename(record, location)
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
+    if "chosen" in required:
+        return _preference_pair(record, required[0], location)
     if "prompt" in required:
         return _prompt_and_completion(record, location)
     if "text" in required:
         return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
-        return _conversation(record, _instruction(record, location), location)
+        answer = {"role": "assistant", "content": text_field(record, "output", location)}
+        return _conversation(record, [*_instruction(record, location), answer], location)
     for name in required:
         return _conversation(record, _messages(record[name], name, location), location)
-    if "chosen" in record:
-        raise InvalidRecordError(
-            f"{location}: pairs of chosen and rejected answers are not supported: to train on the chosen ones, add "
-            f"--columns {'completion' if 'prompt' in record else 'text'}=chosen"
-        )
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
-        f"'instruction' and 'output', or 'text', got {field_names(record)}: name yours with --columns"
+        f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
+        "with --columns"
     )
 
 
@@ -192,6 +220,63 @@ def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
     return _conversation(record, messages, location, num_context=len(prompt))
 
 
+def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> PreferencePair:
+    """Return a pair of answers. `prompt` is the field with the prompt, or "chosen" if both answers begin with it."""
+    are_texts = all(isinstance(record[name], str) for name in (prompt, *_ANSWERS))
+    chosen: Example
+    rejected: Example
+    if are_texts and (prompt == "chosen" or (prompt == "prompt" and not {"system", "tools"} & record.keys())):
+        context = text_field(record, "prompt", location) if prompt == "prompt" else ""
+        chosen, rejected = (
+            PromptCompletion(location, context, text_field(record, name, location)) for name in _ANSWERS
+        )
+    else:
+        chosen, rejected = _pair_of_conversations(record, prompt, location)
+    for name, side in zip(_ANSWERS, (chosen, rejected), strict=True):
+        if not side.has_loss:
+            raise InvalidRecordError(f"{location}: expected an answer with text in {name!r}, got none")
+    return PreferencePair(chosen, rejected)
+
+
+def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
+    """Return the conversations with either answer. The messages that both begin with have no loss."""
+    context: list[dict[str, Any]] = []
+    if prompt == "instruction":
+        context = _instruction(record, location)
+    elif prompt != "chosen":
+        context = _turns(record, prompt, "user", location)
+    answers = [_turns(record, name, "assistant", location) for name in _ANSWERS]
+    num_shared = 0
+    while num_shared < min(map(len, answers)) - 1 and answers[0][num_shared] == answers[1][num_shared]:
+        num_shared += 1
+    shared = [_role_and_text(message) for message in answers[0][:num_shared]]
+    if all(_role_and_text(message) in shared for message in context):
+        context = []  # data sets with complete conversations as answers often repeat the prompt in a field of its own
+    elif isinstance(record[prompt], str) and any(each[0]["role"] != "assistant" for each in answers if each):
+        raise InvalidRecordError(
+            f"{location}: expected answers that begin with the assistant, or with the messages of the prompt, got "
+            f"other messages before the answer: remove the field {prompt!r}, or change 'chosen' and 'rejected'"
+        )
+    if not context and not num_shared:
+        raise InvalidRecordError(
+            f"{location}: expected a prompt, got 'chosen' and 'rejected' without a message that both begin with"
+        )
+    num_context = len(context) + num_shared
+    return [_conversation(record, [*context, *answer], location, num_context) for answer in answers]
+
+
+def _role_and_text(message: dict[str, Any]) -> tuple[str, str]:
+    return message["role"], message["content"].strip()
+
+
+def _turns(record: Mapping[str, Any], name: str, role: str, location: str) -> list[dict[str, Any]]:
+    """Return the messages in a field: a list of messages, one message, or its text, which is a message of `role`."""
+    value = record[name]
+    if isinstance(value, str):
+        return [{"role": role, "content": text_field(record, name, location)}]
+    return _messages([value] if isinstance(value, dict) else value, name, location)
+
+
 def _conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
@@ -212,14 +297,11 @@ def _conversation(
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Return an instruction and its output as messages."""
+    """Return an instruction as the message of a user."""
     parts = [text_field(record, "instruction", location)]
     if record.get("input"):
         parts.append(text_field(record, "input", location))
-    return [
-        {"role": "user", "content": "\n\n".join(parts)},
-        {"role": "assistant", "content": text_field(record, "output", location)},
-    ]
+    return [{"role": "user", "content": "\n\n".join(parts)}]
 
 
 def _tools(tools: Any, location: str) -> list[Any] | None:

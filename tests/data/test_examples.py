@@ -93,8 +93,6 @@ def test_roles() -> None:
         ({"instruction": "x"}, "or 'conversations', or 'instruction' and 'output'"),
         ({"messages": CHAT, "system": 3}, "expected 'system' to be a string"),
         ({"prompt": CHAT, "completion": "x"}, "expected 'prompt' to be a string, got a list"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "pairs .* not supported.* --columns completion=chosen$"),
-        ({"chosen": "a b", "rejected": "a c"}, "pairs .* not supported.* --columns text=chosen$"),
     ],
 )
 def test_bad_records(record: dict[str, Any], words: str) -> None:
