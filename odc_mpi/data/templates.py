@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.errors import UserError, one_line_message
 
 CharSpan = tuple[int, int]

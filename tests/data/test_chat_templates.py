@@ -1,26 +1,19 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
 import copy
-import re
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
-#: Text that models add as special tokens to their tokenizers, in the source of their templates.
-SPECIAL = (
-    r"<[|\uff5c][^<>\s'\"]*?[|\uff5c]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
-    r"|<(?:start|end)_of_turn>"
-)
-#: Templates of models that read images, whose content is not a string.
-VISION = {"idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
 #: Templates without tools.
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
 TOOLS = [
@@ -61,28 +54,9 @@ CONVERSATIONS = {
 }
 
 
-def template_paths() -> dict[str, Path]:
-    spec = find_spec("trl")  # not imported: it needs packages that are not installed
-    folder = Path(next(iter(spec.submodule_search_locations or ()))) / "chat_templates" if spec else Path()
-    return {path.stem: path for path in folder.glob("*.jinja")} if spec else {}
-
-
-PATHS = template_paths()
-TEXT_TEMPLATES = sorted(name for name in PATHS if not name.endswith("_training") and name not in VISION)
-
-
 @pytest.fixture
 def published(tokenizer: Any) -> Callable[..., Any]:
-    """Return a tokenizer with a published template, and the special tokens of it."""
-
-    def make(name: str, special_of: str | None = None) -> Any:
-        changed = copy.deepcopy(tokenizer)
-        special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
-        changed.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(special)})
-        changed.chat_template = PATHS[name].read_text()
-        return changed
-
-    return make
+    return partial(with_published_template, tokenizer)
 
 
 def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
