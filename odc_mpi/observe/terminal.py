@@ -100,6 +100,7 @@ _RESULTS = (
     ("loss (first -> last)", "loss_first", "loss_last", ".4f"),
     ("eval reward (start -> final)", "eval_reward_start", "eval_reward", ".4f"),
     ("eval match (start -> final)", "eval_exact_match_start", "eval_exact_match", ".1%"),
+    ("eval accuracy (start -> final)", "eval_accuracy_start", "eval_accuracy", ".1%"),
     ("eval loss (start -> final)", "eval_loss_start", "eval_loss", ".4f"),
 )
 
