@@ -29,7 +29,7 @@ def loss_figure(lines: Lines) -> Figure:
 
 
 def _preference_panels(lines: Lines) -> list[Panel]:
-    """Return panels of preferred answers: how many pairs are in order, rewards and log-probabilities of both answers."""
+    """Return panels of preferences: share of pairs in order, rewards and log-probabilities of both answers."""
     panels = []
     for heading, names, form in (
         ("pairs whose chosen answer has the higher reward", {"": "rewards/accuracies"}, ".0%"),
