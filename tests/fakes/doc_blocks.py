@@ -1,7 +1,7 @@
 """Blocks of code in README.md and docs/, in the order of their page.
 
-`sh` and `python` blocks are executed by tests/launch/commands/test_doc_blocks.py. `console` blocks, for clusters, GPUs
-and downloads, are only parsed.
+`sh` and `python` blocks are executed by tests/launch/commands/test_doc_blocks.py. `console` blocks, for clusters, GPUs,
+downloads and benchmarks that take minutes, are only parsed.
 """
 
 import re

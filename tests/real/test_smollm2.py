@@ -15,6 +15,7 @@ import torch
 import torch_reference
 import transformers
 from mpi4py import MPI
+from peak_memory import estimated_and_measured
 from small_training import configure, on_first_rank, train_to_the_end
 
 from odc_mpi.cli.main import main
@@ -22,6 +23,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.generation.run import GenerateArguments, generate_all
 from odc_mpi.runtime.world import World
+from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [
@@ -144,6 +146,21 @@ def test_losses(world, folder, kind, ranks):
     def compare():
         assert losses == pytest.approx(reference(folder, kind)[0], rel=2e-5)
         shutil.rmtree(config.run.dir)
+
+    on_first_rank(world, compare)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_estimates_the_peak_within_a_fifth(world, folder, kind):
+    """Of a run in one process, beside the ranks of this one, which wait."""
+
+    def compare():
+        changes = {"run.steps": 2, "run.dir": folder / kind, "data.max_tokens_per_microbatch": 512}
+        path = folder / f"{kind}.yaml"
+        path.write_text(configuration.dump(settings(folder, kind, **changes)))
+        total, peak = estimated_and_measured(path)
+        print(f"{kind}: {total >> 20:,} MiB estimated, {peak >> 20:,} measured")
+        assert total == pytest.approx(peak, rel=0.2)
 
     on_first_rank(world, compare)
 

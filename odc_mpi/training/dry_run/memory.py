@@ -78,6 +78,7 @@ def estimate_memory(
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
+        MemoryPart("copy to save", sizes.saved),
         MemoryPart("fetched units", held_bytes if copies else 0, gpu),
         MemoryPart("parameter cache", caches.parameters, gpu),
         MemoryPart("gradient cache", caches.gradients, gpu),
@@ -100,6 +101,7 @@ class _Sizes:
     gradient_shard: int
     masters: int
     states: int
+    saved: int  # copied to the host for a checkpoint
 
     @classmethod
     def of(cls, config: Config, model: MetaModel, num_ranks: int) -> "_Sizes":
@@ -111,6 +113,7 @@ class _Sizes:
         trained = [x for x in layouts if x.trainable]
         shard_numel = sum(x.shard_numel for x in trained)
         narrow = any((x.dtype or default).itemsize < 4 for x in trained)
+        states = shard_numel * (OPTIMIZER_BYTES if config.optim.optimizer == "adamw" else 4)
         return cls(
             units=[sum(x.numel * (x.dtype or default).itemsize for x in unit.layouts) for unit in units],
             gradients=[itemsize * numel for numel in numels],
@@ -118,7 +121,8 @@ class _Sizes:
             shard=sum(x.shard_numel * (x.dtype or default).itemsize for x in layouts),
             gradient_shard=itemsize * shard_numel,
             masters=4 * shard_numel if narrow else 0,
-            states=shard_numel * (OPTIMIZER_BYTES if config.optim.optimizer == "adamw" else 4),
+            states=states,
+            saved=4 * shard_numel + states,
         )
 
 

@@ -1,16 +1,18 @@
 """Each block of README and docs that is marked `sh` or `python` runs as it is written, in the order of its page.
 
-A page runs in a directory with a tiny model in MODEL_DIR and the files of data that pages name. Lines that begin with
-`make` are left out. A Python block that begins with a comment such as `# train.py` is saved under this name, for the
-commands after it; others are run.
+A page runs in a directory with a tiny model in MODEL_DIR, the files of data that pages name, and job.yaml with its run
+in runs/job. Lines that begin with `make` are left out. A Python block that begins with a comment such as `# train.py`
+is saved under this name, for the commands after it; others are run.
 """
 
+import gzip
 import json
 import re
 import shutil
 
 import pytest
 import transformers
+import yaml
 from doc_blocks import EXECUTED, PAGES, ROOT, blocks, commands
 from mpi_launch import finish, start, start_shell
 from small_run import MODEL
@@ -21,6 +23,12 @@ from odc_mpi.data.tokenizer import tokenizer_files, write_files
 #: This page's commands, with a rank killed between two of them, are run by test_post_training.py.
 ELSEWHERE = ("start_to_end.md",)
 RUN = [page for page in PAGES if any(block.kind in EXECUTED for block in blocks(page)) and page.name not in ELSEWHERE]
+
+JOB = {
+    "model": {"path": "MODEL_DIR"},
+    "data": {"path": "job.h5", "eval_path": "job.eval.h5", "minibatch_sequences": 4},
+    "run": {"steps": 2, "dir": "runs/job"},
+}
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,13 +42,20 @@ def files(tmp_path_factory):
     questions = [{"prompt": f"What is {i} plus 1?", "answer": str(i + 1)} for i in range(4)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
     (folder / "jobs").symlink_to(ROOT / "jobs")
-    assert main(["prepare", str(folder / "chats.jsonl"), "--out", str(folder / "t.h5"), "--vocab-size", "300"]) == 0
+    (folder / "code.csv").write_text("text\n" + "".join(f"x = {i}\n" for i in range(20)))
+    (folder / "shards").mkdir()
+    (folder / "shards" / "0.jsonl").write_text("".join(json.dumps({"text": f"The {i}."}) + "\n" for i in range(20)))
+    (folder / "chats.jsonl.gz").write_bytes(gzip.compress((folder / "chats.jsonl").read_bytes()))
+    prepare = ["prepare", str(folder / "chats.jsonl"), "--vocab-size", "300", "--eval-fraction", "0.1"]
+    assert main([*prepare, "--out", str(folder / "job.h5")]) == 0
     model = folder / "MODEL_DIR"
     model.mkdir()
-    write_files(tokenizer_files(folder / "t.h5"), model)
-    (folder / "t.h5").unlink()
+    write_files(tokenizer_files(folder / "job.h5"), model)
     config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 304, "max_position_embeddings": 512})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+    done = finish(start(0, "-m", "odc_mpi", "train", "--config", "job.yaml", cwd=folder))
+    assert done.code == 0, done.err
     return folder
 
 
