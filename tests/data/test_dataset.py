@@ -327,7 +327,8 @@ def everything(path: Path) -> Any:
     with Dataset(path) as dataset, h5py.File(path, locking=False) as file:
         sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in dataset]
         attributes = {name: repr(value) for name, value in file.attrs.items()}
-        return sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
+        pairs = None if dataset.pair_counts is None else dataset.pair_counts.tolist()
+        return pairs, sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -336,13 +337,18 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: 
     path, damaged, rng = tmp_path / "a.h5", tmp_path / "b.h5", np.random.default_rng(seed)
     files = {"tokenizer.json": b"{}" * 100, "merges.txt": b"a b"}
     with DatasetWriter(path, vocab_size=90, tokenizer="t", source="s", tokenizer_files=files) as writer:
-        for length in rng.integers(2, 90, 12):
-            writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool))
+        for length in rng.integers(3, 90, 12):
+            pair = PairCounts(1, length - 2, length - 2) if seed % 2 else None
+            writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool), pair)
         # As an attribute of more than 4 KiB, it would have no checksum.
         writer.set_attributes(request="r", report=json.dumps({"lines": ["x" * 100] * 60}), sources="s", more=1, last=2)
-    assert "12 sequences" in verify_dataset(path)
+    assert f"12 {'pairs' if seed % 2 else 'sequences'}" in verify_dataset(path)
     content, expected, num_refused = path.read_bytes(), everything(path), 0
-    for position in rng.choice(len(content), 200, replace=False):
+    positions = list(rng.choice(len(content), 200, replace=False))
+    for name in PairCounts._fields if seed % 2 else ():
+        with h5py.File(path) as file:
+            positions += list(file[name].id.get_chunk_info(0).byte_offset + rng.choice(12 * 4, 5, replace=False))
+    for position in positions:
         flipped = bytearray(content)
         flipped[position] ^= 1 << rng.integers(8)
         damaged.write_bytes(flipped)
