@@ -106,7 +106,7 @@ class ReferenceLogps:
         return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
 
     def _identity(self) -> Mapping[str, Any]:
-        """Return what the values depend on."""
+        """Return the digests of the data sets and of the parameters, on which the values depend."""
         return {"data": [each.dataset.digest() for each, _ in self._passes], "weights": self.weights_digest}
 
     def _load(self) -> None:
