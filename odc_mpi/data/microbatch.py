@@ -20,14 +20,15 @@ class Microbatch:
     Attributes:
         inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except in a
             chunk, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the
-            bounds of the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, which is False, because
-            attention that ignores the bounds separates sequences by their positions only without a cache. Labels are
-            -100 for tokens without loss and for the first token of each sequence, so a model that shifts labels never
-            predicts that token from another sequence.
+            bounds of the sequences and of their keys (see `packed_inputs`); `max_length_q` and `max_length_k`, ints;
+            `use_cache`, which is False, because attention that ignores the bounds separates sequences by their
+            positions only without a cache. Labels are -100 for tokens without loss and for the first token of each
+            sequence, so a model that shifts labels never predicts that token from another sequence.
         num_tokens: Number of loss tokens K, which are the `targets`.
         num_input_tokens: Number of tokens T.
         indices: Indices of the sequences in the data set, int64 [num_sequences].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K], ascending.
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The last token of a shared prompt is
+            in it several times.
         targets: The loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
@@ -62,12 +63,8 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
     for sequence_labels in labels:
         sequence_labels[0] = IGNORED_LABEL
     flat_labels = np.concatenate(labels)
-    inputs = {
-        "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "labels": torch.from_numpy(flat_labels)[None],
-        **flash_attention_kwargs(lengths),
-    }
+    inputs = packed_inputs(np.concatenate([tokens for tokens, _ in sequences]), lengths)
+    inputs["labels"] = torch.from_numpy(flat_labels)[None]
     return _with_targets(inputs, np.append(flat_labels[1:], IGNORED_LABEL), indices)
 
 
@@ -78,11 +75,8 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
-    inputs = {
-        "input_ids": torch.from_numpy(tokens[begin:end])[None],
-        "position_ids": torch.arange(begin, end)[None],
-        **flash_attention_kwargs([end - begin]),
-    }
+    inputs = packed_inputs(tokens[begin:end], [end - begin])
+    inputs["position_ids"] = torch.arange(begin, end)[None]
     return replace(_with_targets(inputs, labels[begin + 1 : end + 1], np.array([index])), is_chunk=True)
 
 
@@ -97,9 +91,36 @@ def _with_targets(
     )
 
 
-def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`."""
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+def packed_inputs(
+    tokens: npt.NDArray[np.int64], lengths: Sequence[int], shared_prompts: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a model for concatenated sequences, without labels; see `Microbatch.inputs`.
+
+    Args:
+        tokens: Tokens of all sequences, int64 [T].
+        lengths: Number of tokens of each sequence.
+        shared_prompts: Number of tokens of the prompt that each sequence shares, 0 for none; None if none shares any.
+            The prompt is the beginning of the last sequence that shares none. The tokens of the sequence continue its
+            positions, and also attend to it, so the sequence has this many keys more than tokens.
+    """
+    prompts = shared_prompts or [0] * len(lengths)
+    positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]
+    num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
+    return {
+        "input_ids": torch.from_numpy(tokens)[None],
+        "position_ids": torch.cat(positions)[None],
+        **flash_attention_kwargs(lengths, num_keys),
+    }
+
+
+def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`.
+
+    `num_keys` is the number of keys of each sequence, by default its length.
+    """
     # With a cache, which is the default, transformers silently does not separate sequences by their positions.
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
+    kwargs: dict[str, Any] = {"use_cache": False}
+    for name, counts in (("q", lengths), ("k", num_keys or lengths)):
+        kwargs[f"cu_seq_lens_{name}"] = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        kwargs[f"max_length_{name}"] = max(counts)
+    return kwargs

@@ -81,7 +81,8 @@ def packed_attention(
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
-            than tokens also attends to the first n tokens of the sequence before, its prompt. None means none has.
+            than tokens shares a prompt: it also attends to the first n tokens of the last sequence that shares none.
+            None means that no sequence does.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
@@ -142,14 +143,12 @@ def _differences(bounds: torch.Tensor) -> list[int]:
 
 
 def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert before each sequence a copy of its prompt, the first tokens of the sequence before."""
-    sequences = states.split(lengths, 2)
-    parts = (
-        part
-        for before, sequence, prompt in zip((sequences[0], *sequences), sequences, prompts, strict=False)
-        for part in (before[:, :, :prompt], sequence)
-    )
-    return torch.cat(list(parts), 2)
+    """Insert a copy of the shared prompt before each sequence that shares one."""
+    parts, owner = [], states
+    for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
+        owner = owner if prompt else sequence
+        parts += [owner[:, :, :prompt], sequence]
+    return torch.cat(parts, 2)
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:

@@ -1,25 +1,21 @@
 """Microbatches of pairs, in which the two answers share the tokens of their prompt."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairMicrobatch(Microbatch):
     """A microbatch of pairs. `inputs` contains no labels.
 
-    The tokens of each pair are its prompt, the chosen and the rejected answer. They form two sequences: prompt and
-    chosen answer, then the rejected answer. The latter has more keys than queries (`cu_seq_lens_k`): its tokens also
-    attend to the prompt, which is the beginning of the sequence before, and their positions continue those of the
-    prompt. `logit_positions` are not ascending, since the last token of a prompt predicts the first of both answers.
+    The tokens of each pair are two sequences: the prompt with the chosen answer, and the rejected answer, which shares
+    the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of both answers.
 
     Attributes:
         answers: For each target, the index of its answer, int64 `[K]`: 2 i for the chosen answer of the i-th pair, and
@@ -35,70 +31,32 @@ class PairMicrobatch(Microbatch):
         return replace(moved, answers=self.answers.to(device))
 
 
-class _Answer(NamedTuple):
-    """An answer of a pair in a microbatch. The chosen one includes the prompt, which the rejected one shares.
-
-    Attributes:
-        length: Number of tokens.
-        num_keys: Number of tokens including the prompt.
-        positions: Position of each token in its sequence, int64 `[length]`.
-        logit_positions: Indices in the microbatch of the tokens that predict the loss tokens, int64 `[loss tokens]`.
-        targets: Loss tokens, int64 `[loss tokens]`.
-    """
-
-    length: int
-    num_keys: int
-    positions: npt.NDArray[np.int64]
-    logit_positions: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-
-
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
     """Read the pairs with these indices, int64 [num_pairs], at least one, and return a microbatch of them."""
     assert dataset.pair_counts is not None
-    answers: list[_Answer] = []
-    rows, begin = [], 0
+    rows, lengths, prompts, logit_positions, targets, begin = [], [], [], [], [], 0
     for index in indices:
         tokens, loss_mask = dataset[index]
         num_prompt, num_chosen, _ = dataset.pair_counts[index].tolist()
-        answers += _split(tokens, loss_mask, num_prompt, num_chosen, begin)
+        middle = num_prompt + num_chosen
+        for start, stop in ((num_prompt, middle), (middle, len(tokens))):
+            loss = start + np.flatnonzero(loss_mask[start:stop])
+            logit_positions.append(begin + np.where(loss == start, num_prompt, loss) - 1)
+            targets.append(tokens[loss])
         rows.append(tokens)
+        lengths += [middle, len(tokens) - middle]
+        prompts += [0, num_prompt]
         begin += len(tokens)
-    bounds = {
-        "cu_seq_lens_q": np.cumsum([0, *(answer.length for answer in answers)]),
-        "cu_seq_lens_k": np.cumsum([0, *(answer.num_keys for answer in answers)]),
-    }
-    targets = np.concatenate([answer.targets for answer in answers])
+    num_targets = [len(each) for each in targets]
     return PairMicrobatch(
-        {
-            "input_ids": torch.from_numpy(np.concatenate(rows))[None],
-            "position_ids": torch.from_numpy(np.concatenate([answer.positions for answer in answers]))[None],
-            **{name: torch.from_numpy(values).to(torch.int32) for name, values in bounds.items()},
-            "max_length_q": max(answer.length for answer in answers),
-            "max_length_k": max(answer.num_keys for answer in answers),
-            "use_cache": False,
-        },
-        len(targets),
+        packed_inputs(np.concatenate(rows), lengths, prompts),
+        sum(num_targets),
         begin,
         indices,
-        torch.from_numpy(np.concatenate([answer.logit_positions for answer in answers])),
-        torch.from_numpy(targets),
-        answers=torch.from_numpy(np.repeat(np.arange(len(answers)), [len(answer.targets) for answer in answers])),
+        torch.from_numpy(np.concatenate(logit_positions)),
+        torch.from_numpy(np.concatenate(targets)),
+        answers=torch.from_numpy(np.repeat(np.arange(len(targets)), num_targets)),
     )
-
-
-def _split(
-    tokens: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_], num_prompt: int, num_chosen: int, begin: int
-) -> Iterator[_Answer]:
-    """Yield the two answers of a pair whose first token has the index `begin` in the microbatch."""
-    end_of_chosen = num_prompt + num_chosen
-    for first, start, stop in ((0, num_prompt, end_of_chosen), (end_of_chosen, end_of_chosen, len(tokens))):
-        loss = start + np.flatnonzero(loss_mask[start:stop])
-        # The first token of an answer is predicted by the last one of the prompt.
-        predicted_by = np.where(loss == start, num_prompt - 1, loss - 1)
-        num_keys = num_prompt + stop - start
-        positions = np.arange(num_keys - (stop - first), num_keys)
-        yield _Answer(stop - first, num_keys, positions, begin + predicted_by, tokens[loss])
 
 
 def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
