@@ -18,6 +18,7 @@ from odc_mpi.checkpoint.state import CheckpointWeights
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, StoppedError
+from odc_mpi.models import families
 from odc_mpi.training.dpo import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 
@@ -86,8 +87,10 @@ def plain_losses(config, dataset, module):
     return torch_reference.train(module, dataset, minibatches, config.optim, compute_loss)
 
 
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, balance):
+@pytest.mark.parametrize(("balance", "packs"), [("lb_mini", True), ("dynamic", True), ("dynamic", False)])
+def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, monkeypatch, balance, packs):
+    if not packs:
+        monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
     config = settings(pairs_path, base, **{"data.balance": balance})
     lines, summary = train_to_the_end(config, world)
 
