@@ -193,3 +193,17 @@ def test_data_without_pairs_and_pairs_for_other_objectives_are_refused(world, pa
         train_to_the_end(settings(dataset_path, base), world)
     with pytest.raises(AllRanksUserError, match="pairs of a chosen and a rejected answer: set"):
         train_to_the_end(settings(pairs_path, base, **{"run.objective": "sft"}), world)
+
+
+@pytest.mark.sizes(2)
+def test_the_reference_of_adapters_is_the_model_at_the_start(world, pairs_path, base):
+    """That is the base for new adapters; adapters that are trained further are part of it."""
+    pytest.importorskip("peft")
+    first, summary = train_to_the_end(settings(pairs_path, base / "first", **{"lora.r": 2}), world)
+    assert summary["num_trained_parameters"] < summary["num_parameters"] / 4
+    assert first[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    changes = {"lora.r": 2, "model.path": base / "first"}
+    second, _ = train_to_the_end(settings(pairs_path, base / "second", **changes), world)
+    assert second[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    # The log-probabilities are those of the trained adapters.
+    assert second[0]["eval_logps/chosen"] == pytest.approx(first[-1]["eval_logps/chosen"], rel=1e-6)
