@@ -62,7 +62,7 @@ class PrepareOptions:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens in a sequence; None for no limit.
+        max_length: Maximum number of tokens of a sequence, or of the prompt and one answer of a pair; None: no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.

@@ -20,6 +20,7 @@ from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.prepare import PrepareOptions, eval_output_path
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 
 END = "<|endoftext|>"
@@ -242,11 +243,13 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tm
 
 def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = [{"role": "user", "content": "Is it?"}]
-    source = write_lines(tmp_path / "a.jsonl", {"prompt": chat, "chosen": "Yes.\x1b", "rejected": "No, no."})
-    command = ["prepare", str(source), "--out", str(tmp_path / "a.h5"), "--vocab-size", "280", "--show", "3"]
+    record = {"prompt": chat, "chosen": "Yes.\x1b", "rejected": "No, lalala lala."}
+    source = write_lines(tmp_path / "a.jsonl", *[record] * 5)
+    command = ["prepare", str(source), "--out", str(tmp_path / "a.h5"), "--vocab-size", "290", "--show", "1"]
     assert cli.main(command) == 0
     _, head, shown = capsys.readouterr().out.partition("\npair 0: ")
     lines = shown.splitlines()
     assert head and lines[1:4] == ["<|im_start|>user", "Is it?<|im_end|>", "<|im_start|>assistant"]
     assert lines[4] == "" and lines[5].startswith("--- chosen: ") and lines[6] == "[[Yes.\\x1b<|im_end|>]]"
-    assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, no.<|im_end|>]]"]
+    assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, lalala lala.<|im_end|>]]"]
+    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "learnt from both answers"
