@@ -101,8 +101,29 @@ llama4_text longcat_flash dbrx exaone_moe glm4_moe_lite mimo_v2_flash jetmoe dee
 qwen3_next qwen3_5_text mamba mamba2 recurrent_gemma rwkv jamba granitemoehybrid bamba lfm2 lfm2_moe falcon_h1
 nemotron_h falcon_mamba zamba zamba2 zaya bert bart
 """
+#: Multimodal models, of which the text model is trained.
+COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 #: Values of `model_type`, in the order of the table.
-FAMILIES = _NAMES.split()
+FAMILIES = _NAMES.split() + COMPOSITES
+#: Settings of vision and audio towers, as far as a tower has them.
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 1,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "num_channels": 3,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
 #: Settings of a family that differ from the common ones. None leaves out a common setting.
 _OWN = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -148,8 +169,22 @@ def tiny_config(family):
         return None
     kind = transformers.CONFIG_MAPPING[family]
     default = kind()
+    parts = {name: part for name in kind.sub_configs if (part := getattr(default, name, None)) is not None}
+    if "text_config" in parts:
+        return _tiny_composite(family, kind, parts)
     settings = {name: value for name, value in _COMMON.items() if name in default.to_dict()}
     aliases = [name for name, own in default.attribute_map.items() if own not in settings]
     settings |= {name: _COMMON[name] for name in aliases if name in _COMMON}
     settings |= _OWN.get(family, {})
     return kind(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _tiny_composite(family, kind, parts):
+    text = tiny_config(parts.pop("text_config").model_type).to_dict()
+    if family.startswith("qwen"):
+        text["rope_parameters"] |= {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    towers = {
+        name: {key: value for key, value in _TOWER.items() if key in part.to_dict()} | {"model_type": part.model_type}
+        for name, part in parts.items()
+    }
+    return kind(text_config=text, **towers, tie_word_embeddings=False)
