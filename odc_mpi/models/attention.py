@@ -63,6 +63,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     eager: bool = False,
@@ -83,6 +84,8 @@ def packed_attention(
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
             than tokens shares a prompt: it also attends to the first n tokens of the last sequence that shares none.
             None means that no sequence does.
+        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. They replace missing boundaries:
+            layers of some models (StableLM, Nemotron) get only positions.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
@@ -95,6 +98,8 @@ def packed_attention(
         PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.
         ContextParallelUnsupportedError: The layer needs attention that is not supported for a chunk.
     """
+    if cu_seq_lens_q is None and position_ids is not None:
+        cu_seq_lens_q, cu_seq_lens_k = _find_boundaries(position_ids)
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim != 1,
@@ -136,6 +141,16 @@ def packed_attention(
             sequences = zip(output.split(num_keys, 2), prompts, strict=True)
             output = torch.cat([sequence[:, :, prompt:] for sequence, prompt in sequences], 2)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of sequences and of their keys. A sequence begins where positions do not continue."""
+    # Positions on the meta device, which have no values, are of a trial: one sequence.
+    positions = list(range(position_ids.shape[1])) if position_ids.is_meta else position_ids[0].tolist()
+    starts = [i for i, position in enumerate(positions) if not i or position != positions[i - 1] + 1]
+    bounds = torch.tensor([*starts, len(positions)], dtype=torch.int32)
+    shared_prompts = torch.tensor([0, *(positions[i] for i in starts)], dtype=torch.int32)
+    return bounds, bounds + shared_prompts.cumsum(0)
 
 
 def _differences(bounds: torch.Tensor) -> list[int]:
