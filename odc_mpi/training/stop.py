@@ -21,6 +21,7 @@ _OPEN_MPI = (
     b"odc_mpi: mpiexec of Open MPI ends the ranks 0.25 s after Ctrl-C, SIGTERM or the end of a rank, before they can "
     b"save: to save and stop, send SIGUSR1 to mpiexec. The same command resumes from the newest checkpoint\n"
 )
+_SRUN = b"odc_mpi: srun kills the ranks after Ctrl-C, before they can save: to save and stop, send SIGUSR1 to srun\n"
 #: Time in seconds after the first signal in which others are ignored, since a launcher may forward the same signal.
 REPEAT_S = 1.0
 
@@ -98,4 +99,5 @@ def _print_notice(number: int) -> None:
             os.write(terminal, _OPEN_MPI)
             os.close(terminal)
         elif launched_rank() == 0 and number == signal.SIGINT:
-            os.write(2, _INTERRUPTED)
+            by_srun = "SLURM_STEP_ID" in os.environ and "MPI_LOCALNRANKS" not in os.environ  # not by MPICH's mpiexec
+            os.write(2, _SRUN if by_srun else _INTERRUPTED)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -183,6 +184,38 @@ def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert re.search(r"resuming from step \d+0:", output)
     place.finish(jobs["rendered"])
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
+
+
+#: Sends signals to srun within a second, after the third step of a run.
+SIGNAL_SRUN = """
+import pathlib, signal, subprocess, sys, time
+srun = subprocess.Popen(sys.argv[3:])
+metrics, deadline = pathlib.Path(sys.argv[1], "metrics.jsonl"), time.monotonic() + {limit_s}
+while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 3:
+    assert srun.poll() is None and time.monotonic() < deadline
+    time.sleep(0.05)
+for name in sys.argv[2].split(","):
+    srun.send_signal(signal.Signals[name])
+    time.sleep(0.2)
+sys.exit(srun.wait(60))
+"""
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(
+    ("signals", "code", "words"),
+    [
+        ("SIGUSR1", 75, "checkpoint saved. Run the same command to resume"),
+        ("SIGINT,SIGINT", 137, "to save and stop, send SIGUSR1 to srun"),  # the first only prints which tasks run
+    ],
+)
+def test_srun_forwards_the_signal_that_saves_and_ctrl_c_names_it(place, signals, code, words):
+    program = [sys.executable, "-c", SIGNAL_SRUN.format(limit_s=LIMIT_S), signals, signals]
+    srun = ["srun", f"--mpi={srun_mpi()}", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=0", "odc-mpi", "train"]
+    settings = ["--config", place.config, "--run.dir", signals, "--run.steps", 100000]
+    done = place.cluster.run(*program, *srun, *settings, cwd=place.path, timeout_s=LIMIT_S)
+    assert done.code == code, (done.out, done.err)
+    assert words in done.err
 
 
 @pytest.mark.library

@@ -1,11 +1,16 @@
 """Ranks that stop while MPI starts or ends, outside of all deadlines of this package; and leftovers after the end."""
 
+import os
+import pty
+import select
 import signal
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from mpi_launch import finish, launch, left_behind, start
+from mpi_launch import MPIEXEC, environment, finish, launch, left_behind, start
 
 #: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
 LATE_START = """
@@ -80,6 +85,29 @@ def test_a_rank_that_is_stopped_while_it_starts_stops_the_job_cleanly(config, tm
     assert done.code == 75, done.err
     assert done.err.count("stopped on request before the first step") == 1
     assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
+
+
+@pytest.mark.library
+def test_ctrl_c_on_a_terminal_saves_or_names_the_signal_that_saves(config):
+    """MPICH's mpiexec lets the ranks save. That of Open MPI ends them soon, so their last line names another signal."""
+    words = [MPIEXEC, "-n", "2", sys.executable, "-m", "odc_mpi", "train", "--config", str(config)]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(MPIEXEC, [*words, "--run.steps", "100000"], environment(ODC_MPI_PROGRESS="plain"))
+    printed, deadline = "", time.monotonic() + 90
+    with suppress(OSError):  # at the end, on Linux
+        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            before, printed = printed, printed + os.read(terminal, 4096).decode(errors="replace")
+            if " 3/100000" in printed and " 3/100000" not in before:
+                os.write(terminal, b"\x03")
+    os.kill(pid, signal.SIGTERM)  # if it still runs
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    last = printed.rstrip().split("\n")[-1]
+    if "Open MPI" in printed:
+        assert code == 1 and "send SIGUSR1 to mpiexec" in last
+    else:
+        assert code == 75 and "checkpoint saved. Run the same command to resume" in last
 
 
 @pytest.mark.parametrize(
