@@ -226,6 +226,8 @@ def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> P
     chosen: Example
     rejected: Example
     if are_texts and (prompt == "chosen" or (prompt == "prompt" and not {"system", "tools"} & record.keys())):
+        if record.get("system"):
+            raise InvalidRecordError(f"{location}: expected the field 'prompt' beside 'system', got texts without it")
         context = text_field(record, "prompt", location) if prompt == "prompt" else ""
         chosen, rejected = (
             PromptCompletion(location, context, text_field(record, name, location)) for name in _ANSWERS

@@ -145,6 +145,16 @@ class ShuffledSampler:
             )
         self._move_to(data_epoch, position)
 
+    def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
+        """Return the indices of all sequences in the next minibatches, int64 [n], ascending. The position is kept."""
+        state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
+        for _ in range(num_minibatches):
+            if found.all():
+                break
+            found[self._next_indices()[1]] = True
+        self._move_to(**state)
+        return np.flatnonzero(found)
+
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
         """Return the position and the indices of the next minibatch, and advance to the following minibatch."""
         position, indices = self.state_dict(), self._order[self._position : self._position + self._num_samples]

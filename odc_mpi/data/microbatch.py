@@ -18,17 +18,17 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except in a
-            chunk, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the
-            bounds of the sequences and of their keys (see `packed_inputs`); `max_length_q` and `max_length_k`, ints;
-            `use_cache`, which is False, because attention that ignores the bounds separates sequences by their
-            positions only without a cache. Labels are -100 for tokens without loss and for the first token of each
-            sequence, so a model that shifts labels never predicts that token from another sequence.
+        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except for
+            chunks, pairs and rollouts, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32
+            [num_sequences + 1], the bounds of the sequences and of their keys (see `packed_inputs`); `max_length_q` and
+            `max_length_k`, ints; `use_cache`, which is False, because transformers then separates sequences by their
+            positions where attention ignores the bounds. Labels are -100 for tokens without loss and for the first
+            token of each sequence, so a model that shifts labels never predicts that token from another sequence.
         num_tokens: Number of loss tokens K, which are the `targets`.
         num_input_tokens: Number of tokens T.
-        indices: Indices of the sequences in the data set, int64 [num_sequences].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The last token of a shared prompt is
-            in it several times.
+        indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. That of the last token of a prompt
+            occurs once for each answer that shares the prompt.
         targets: The loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
@@ -99,9 +99,9 @@ def packed_inputs(
     Args:
         tokens: Tokens of all sequences, int64 [T].
         lengths: Number of tokens of each sequence.
-        shared_prompts: Number of tokens of the prompt that each sequence shares, 0 for none; None if none shares any.
-            The prompt is the beginning of the last sequence that shares none. The tokens of the sequence continue its
-            positions, and also attend to it, so the sequence has this many keys more than tokens.
+        shared_prompts: For each sequence, the number n of tokens of the prompt that it shares with the nearest sequence
+            before it that has a 0 here; 0 for none. It attends to the first n tokens of that sequence, its positions
+            begin at n, and it has n keys more than tokens. None means 0 for all.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]

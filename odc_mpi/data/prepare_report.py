@@ -172,10 +172,10 @@ class PrepareStats:
         for is_pair, location in block.kinds.items():
             self._kinds.setdefault(is_pair, location)
             if len(self._kinds) > 1:
-                names = {True: "a pair of answers", False: "an example that is no pair"}
+                names = {True: "a pair of answers", False: "an example without chosen and rejected"}
                 raise UserError(
-                    f"{location}: expected {names[not is_pair]} like {self._kinds[not is_pair]}, got {names[is_pair]}: "
-                    "prepare pairs and other examples separately, or select the fields with --columns"
+                    f"{location}: got {names[is_pair]}, but {self._kinds[not is_pair]} is {names[not is_pair]}: "
+                    "prepare them separately, or select the fields with --columns"
                 )
         self._counts.add(block.counts)
         share = self._shares[source]

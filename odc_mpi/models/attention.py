@@ -80,12 +80,14 @@ def packed_attention(
         attention_mask: None, or the local pattern of `_local_pattern`, int64 `[2]`. Inputs have no padding.
         scaling: Factor on the scores. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
-        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
+        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
+            that they are found from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
-            than tokens shares a prompt: it also attends to the first n tokens of the last sequence that shares none.
-            None means that no sequence does.
-        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. They replace missing boundaries:
-            layers of some models (StableLM, Nemotron) get only positions.
+            than tokens shares a prompt: it also attends to the first n tokens of the nearest sequence before it that
+            has no more keys than tokens. None means no additional keys. Ignored without `cu_seq_lens_q`.
+        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. Used without `cu_seq_lens_q`, since
+            layers of some models (StableLM, Nemotron) get only positions: a sequence begins where they do not continue,
+            and shares a prompt of n tokens if it begins at n.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.

@@ -69,7 +69,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class ForwardPass:
-    """Forward passes on sequences of a data set. Ranks claim microbatches one at a time. Construction is collective."""
+    """Runs forward passes on sequences of a data set, whose microbatches ranks claim. Construction is collective."""
 
     def __init__(
         self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost_model: CostModel, packs: bool
@@ -89,10 +89,10 @@ class ForwardPass:
         return self._placeholders.apply(minibatch)
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
-        """Call `score` on each microbatch in evaluation mode, and return the results of all ranks. Collective.
+        """Call `score` on each microbatch, and return the results of all ranks, in no fixed order. Collective.
 
-        Ranks wait only at the end. The order of the results depends on which rank runs which microbatch. Raises
-        `DamageFoundError` on every rank if a rank could not read a sequence.
+        The model is in evaluation mode, without gradients. Ranks wait only at the end. Raises `DamageFoundError` on
+        every rank if a rank could not read a sequence.
         """
         results, training = [], self._model.module.training
         self._model.eval()

@@ -139,14 +139,15 @@ def _open_dataset(
     dataset = Dataset(path)
     if (dataset.pair_counts is not None) != has_pairs:
         raise UserError(
-            f"{setting}: run.objective dpo requires pairs of a chosen and a rejected answer, {path} has none: set "
-            "run.objective to sft, or prepare records with chosen and rejected"
+            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is dpo: set it to "
+            "sft, or prepare records with the fields chosen and rejected"
             if has_pairs
-            else f"{setting}: {path} has pairs of a chosen and a rejected answer: set run.objective to dpo, or prepare "
-            "the chosen answers only, with --columns completion=chosen"
+            else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is sft: set it to "
+            "dpo, or prepare the chosen answers alone, with --columns messages=chosen, or completion=chosen for texts "
+            "with a prompt"
         )
     _check_vocabulary(setting, dataset, model, meta_model)
-    longest = int(dataset.lengths.max())
+    longest = dataset.num_positions
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise UserError(

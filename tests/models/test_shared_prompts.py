@@ -50,7 +50,9 @@ def compare(found, expected, models):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "mixtral", "stablelm"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "gemma2", "llama4_text", "gpt_oss", "gpt2", "mistral", "mixtral", "stablelm"]
+)
 def test_attention_reads_the_prompt_of_the_sequence_before(tmp_path, kind):
     attention.register()
     write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=512)

@@ -30,10 +30,10 @@ TYPES = {
 
 
 class PairCounts(NamedTuple):
-    """Parts of a pair of answers. Each field is also the name of an HDF5 dataset, int32 [n], of a data set of pairs.
+    """Numbers of tokens of a pair, which consists of a prompt, a chosen answer and a rejected answer.
 
-    The tokens of a pair are the prompt, the chosen answer and the rejected answer. All three have at least one token,
-    and each answer has at least one loss token.
+    Each of the three parts has at least one token, and each answer at least one loss token. The counts of the rejected
+    answer follow from those of the pair. A data set stores each field as an HDF5 dataset of this name, int32 [n].
     """
 
     num_prompt_tokens: int

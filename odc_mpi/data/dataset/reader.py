@@ -123,6 +123,14 @@ class Dataset(AbstractContextManager["Dataset"]):
             raise DamagedDatasetError(self.path, f"sequence {i} does not match max_token_id or num_trained_tokens")
         return tokens.astype(np.int64), loss_mask.astype(np.bool_)
 
+    @property
+    def num_positions(self) -> int:
+        """Number of positions of the longest sequence. Both answers of a pair are at those after the prompt."""
+        if self.pair_counts is None:
+            return int(self.lengths.max())
+        prompt, chosen, _ = self.pair_counts.T
+        return int(np.maximum(prompt + chosen, self.lengths - chosen).max())
+
     def digest(self) -> str:
         """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.
 

@@ -29,7 +29,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPair(Encoded):
-    """A tokenized pair. Its tokens are those of the prompt, of the chosen answer and of the rejected answer."""
+    """A tokenized pair: the tokens of the prompt, the chosen answer and the rejected answer, concatenated."""
 
     pair: PairCounts
 
@@ -65,12 +65,14 @@ class EncodedPair(Encoded):
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
     """Tokenize pairs, and return an `EncodedPair` for each, in a list of its own.
 
-    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair is what both have in common before
-    the first loss token. Without a field for the prompt it is all that both texts have in common.
+    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair is the tokens with which both
+    sequences begin, up to the first loss token of either; for texts without a prompt, up to the first difference. Each
+    answer keeps at least one token.
 
     Raises:
         UserError: See `encode`.
-        InvalidRecordError: See `encode`; or the answers have no token of a prompt in common, or do not differ.
+        InvalidRecordError: See `encode`; or the template needs a sequence for each turn, the sequences begin with
+            different tokens, or the answers are equal.
     """
     sides = encode(tokenizer, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
     return [
@@ -83,13 +85,14 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     """Return the pair of a chosen and a rejected sequence that each contain the prompt."""
     if any(len(parts) > 1 for parts in sides):
         raise InvalidRecordError(
-            f"{location}: the chat template changes an answer when messages are added, so answers of several turns are "
-            "not supported: end them after the first turn, or replace the template with --chat-template FILE"
+            f"{location}: expected one assistant message after the messages that chosen and rejected share, got "
+            "several turns, of which this chat template renders only the last as it is trained: shorten them, or "
+            "replace the template with --chat-template FILE"
         )
     (first,), (second,) = sides
     chosen, rejected = (_Answer(each.tokens, each.loss_mask).truncate() for each in (first, second))
     if np.array_equal(chosen.tokens, rejected.tokens):
-        raise InvalidRecordError(f"{location}: expected two different answers, got the same tokens twice")
+        raise InvalidRecordError(f"{location}: expected two different answers, got the same tokens for both")
     # Texts without a prompt have loss from their beginning.
     num_prompt = min(
         len(tokens) - 1 if first.is_plain_text else int(loss_mask.argmax()) for tokens, loss_mask in (chosen, rejected)
@@ -97,7 +100,10 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
     differing = np.flatnonzero(chosen.tokens[:num_prompt] != rejected.tokens[:num_prompt])
     num_prompt = int(differing[0]) if len(differing) else num_prompt
     if not num_prompt:
-        raise InvalidRecordError(f"{location}: expected a prompt of at least one token before the answers, got none")
+        raise InvalidRecordError(
+            f"{location}: expected a prompt, got chosen and rejected that begin with different tokens: add the field "
+            "'prompt'"
+        )
     answers = (_Answer(tokens[num_prompt:], loss_mask[num_prompt:]) for tokens, loss_mask in (chosen, rejected))
     return EncodedPair(
         **_row(chosen.tokens[:num_prompt], *answers),

@@ -16,6 +16,7 @@ class PairMicrobatch(Microbatch):
 
     The tokens of each pair are two sequences: the prompt with the chosen answer, and the rejected answer, which shares
     the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of both answers.
+    `indices` are those of the pairs.
 
     Attributes:
         answers: For each target, the index of its answer, int64 `[K]`: 2 i for the chosen answer of the i-th pair, and
@@ -62,8 +63,9 @@ def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobat
 def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
     """Return a microbatch of one pair as two rows with a copy of the prompt each, padded at the end.
 
-    It is for causal models that cannot attend to a prompt that answers share. They need no mask for the padding, since
-    no token depends on later ones. `logit_positions` are indices in the flattened rows.
+    It is for causal models that cannot attend to a prompt that answers share. `inputs` then contains only `input_ids`,
+    int64 `[2, length]`, and `use_cache`; `logit_positions` are indices in the flattened rows. Log-probabilities need no
+    mask for the padding, since no token depends on later ones.
     """
     tokens, bounds = microbatch.inputs["input_ids"][0], microbatch.inputs["cu_seq_lens_q"].tolist()
     assert len(bounds) == 3, f"expected one pair, got {len(bounds) // 2}"

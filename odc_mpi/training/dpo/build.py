@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from odc_mpi.data.dataset.reader import Dataset
@@ -11,7 +13,7 @@ from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.dpo.evaluation import PreferenceEvaluator
-from odc_mpi.training.dpo.reference import ReferenceLogps
+from odc_mpi.training.dpo.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.inputs import Inputs, initial_cost_model
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective
@@ -42,15 +44,23 @@ def build_dpo(
     def compute(microbatch: Microbatch) -> torch.Tensor:
         return answer_logps(microbatch).logps
 
-    passes = [(ForwardPass(config, world, model, inputs.dataset, cost_model, packs), len(inputs.dataset))]
-    if isinstance(inputs.evaluation, Dataset):
-        num_pairs = min(config.data.eval_sequences or len(inputs.evaluation), len(inputs.evaluation))
-        passes.append((ForwardPass(config, world, model, inputs.evaluation, cost_model, packs), num_pairs))
+    def forward_pass(dataset: Dataset) -> ForwardPass:
+        return ForwardPass(config, world, model, dataset, cost_model, packs)
+
+    def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
+        return loader.upcoming_indices(config.run.steps - completed_steps)
+
+    loader, held_out = inputs.sequence_loader, inputs.evaluation
+    passes: list[tuple[ForwardPass, NeededPairs]] = [(forward_pass(inputs.dataset), needed_for_training)]
+    if isinstance(held_out, Dataset):
+        indices = np.arange(min(config.data.eval_sequences or len(held_out), len(held_out)))
+        passes.append((forward_pass(held_out), lambda completed_steps: indices))
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
     reference = ReferenceLogps(world, compute, passes, directories, weights_digest, check_stop)
     callbacks: list[Callback] = [
-        PreferenceEvaluator(config.run, model, *each, answer_logps, config.dpo, reference) for each in passes[1:]
+        PreferenceEvaluator(config.run, model, evaluation, indices, answer_logps, config.dpo, reference)
+        for evaluation, _ in passes[1:]
     ]
     return DPOObjective(answer_logps, config.dpo, reference), callbacks

@@ -4,6 +4,7 @@ import math
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odc_mpi.data.microbatch import Microbatch
@@ -18,7 +19,7 @@ from odc_mpi.training.settings import RunConfig
 
 
 class PreferenceEvaluator(PeriodicEvaluator):
-    """Computes the loss, rewards and accuracy of the first `num_pairs` held-out pairs."""
+    """Computes the loss, rewards and accuracy of the held-out pairs with these indices, int64 `[n]`."""
 
     columns: ClassVar = (
         ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),
@@ -38,17 +39,17 @@ class PreferenceEvaluator(PeriodicEvaluator):
         run: RunConfig,
         model: ShardedModel,
         forward_pass: ForwardPass,
-        num_pairs: int,
+        indices: npt.NDArray[np.int64],
         answer_logps: AnswerLogps,
         dpo: DPOConfig,
         reference: ReferenceLogps,
     ) -> None:
         super().__init__(run, model)
         self._answer_logps, self._dpo, self._reference = answer_logps, dpo, reference
-        self._forward_pass, self._minibatch = forward_pass, forward_pass.plan(np.arange(num_pairs))
+        self._forward_pass, self._minibatch = forward_pass, forward_pass.plan(indices)
         counts = forward_pass.dataset.pair_counts
         assert counts is not None
-        self._mean_chosen_length = float(counts[:num_pairs, 2].mean())
+        self._mean_chosen_length = float(counts[indices, 2].mean())
 
     def evaluate(self) -> dict[str, float]:
         """Return means over the pairs under the names of training with the prefix `eval_`. Collective."""

@@ -1,9 +1,9 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference is the model at the start of the run: new adapters have no effect yet. It needs no second model in memory,
-since all its log-probabilities are computed before the first update. Ranks claim microbatches one at a time. The
-results are written to `reference_logps.npz` in the run directory after every `BLOCK` pairs, with digests of the data
-and of the model. A run that is started again continues there, with any number of ranks.
+The reference is the model before the first step: new adapters have no effect yet. No second model is in memory, since
+the log-probabilities of all pairs that the run needs are computed before the first update. Ranks claim microbatches one
+at a time. The results are written to `reference_logps.npz` in the run directory after every `BLOCK` pairs, with digests
+of the data and of the model. A run that is started again continues there, with any number of ranks.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odc_mpi.data.microbatch import Microbatch
@@ -27,6 +28,8 @@ FILE = "reference_logps.npz"
 BLOCK = 4096
 #: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
 ComputeLogps = Callable[[Microbatch], torch.Tensor]
+#: Function that returns the indices of the pairs that a run needs after a number of completed steps, int64 `[n]`.
+NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps:
@@ -34,29 +37,30 @@ class ReferenceLogps:
 
     Args:
         compute: Function that computes log-probabilities under the current model.
-        passes: Forward pass and number of pairs of each data set: the first pairs are used.
-        directories: Run directory, and run directories in which an earlier file may be.
-        weights_digest: Function that returns a digest of the current parameters. Collective.
+        passes: Forward pass of each data set, and function that returns the pairs that are needed.
+        directories: Run directory, where the file is written, and others in which to look for it.
+        compute_digest: Function that returns a digest of the current parameters and buffers. Collective.
         check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
 
     Attributes:
-        weights_digest: Digest of the model at the start of the run; None until `prepare` has computed it.
+        weights_digest: Digest of the model before the first step, computed by `prepare` or restored from a checkpoint.
     """
 
     def __init__(
         self,
         world: World,
         compute: ComputeLogps,
-        passes: Sequence[tuple[ForwardPass, int]],
+        passes: Sequence[tuple[ForwardPass, NeededPairs]],
         directories: Sequence[Path],
-        weights_digest: Callable[[], str],
+        compute_digest: Callable[[], str],
         check_stop: Callable[[], None],
     ) -> None:
         self._world, self._compute = world, compute
         self._passes, self._directories = passes, directories
-        self._compute_digest, self._check_stop = weights_digest, check_stop
+        self._compute_digest, self._check_stop = compute_digest, check_stop
         self.weights_digest: str | None = None
-        self._values = [torch.full((count, 2), torch.nan, dtype=torch.float64) for _, count in passes]
+        sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
+        self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
     @property
     def training(self) -> torch.Tensor:
@@ -69,36 +73,38 @@ class ReferenceLogps:
         return self._values[1]
 
     def prepare(self, completed_steps: int) -> None:
-        """Load the values that are in a file, and compute and write the others. Collective.
+        """Load the stored values; before the first step, compute and write those that are missing. Collective.
 
-        Raises `AllRanksUserError` if the model has been trained and the values of the model before are lost.
+        Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
         """
         if self.weights_digest is None:
             self.weights_digest = self._compute_digest()
         self._load()
-        num_missing = sum(int(values[:, 0].isnan().sum()) for values in self._values)
+        missing = []
+        for (_, find_needed), values in zip(self._passes, self._values, strict=True):
+            needed = find_needed(completed_steps)
+            missing.append(needed[values[needed, 0].isnan().numpy()])
+        num_missing = sum(map(len, missing))
         if not num_missing:
             return
         if completed_steps:
             raise AllRanksUserError(
-                f"run.dir: expected {FILE} in {self._directories[-1]}, with the log-probabilities of the model before "
-                "training, got none of this run and data: restore the file, or set run.resume to never to start over"
+                f"run.dir: {self._directories[-1] / FILE} is missing, or lacks log-probabilities of {num_missing:,} "
+                "pairs, which cannot be computed after training has begun: restore it, set run.steps, data.eval_path "
+                "and data.eval_sequences as before, or set run.resume to never to start over"
             )
         began = time.perf_counter()
-        for (forward_pass, _), values in zip(self._passes, self._values, strict=True):
-            self._compute_missing(forward_pass, values)
+        for (forward_pass, _), values, indices in zip(self._passes, self._values, missing, strict=True):
+            self._compute_missing(forward_pass, values, indices)
         if self._world.rank == 0:
             elapsed_s = time.perf_counter() - began
             print(f"reference log-probabilities of {num_missing:,} pairs computed in {elapsed_s:.1f} s", flush=True)
 
-    def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor) -> None:
-        for begin in range(0, len(values), BLOCK):
-            missing = begin + values[begin : begin + BLOCK, 0].isnan().nonzero()[:, 0].numpy()
-            if not len(missing):
-                continue
+    def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
+        for begin in range(0, len(missing), BLOCK):
             self._check_stop()
-            self._world.set_status(f"computing reference log-probabilities, from pair {begin:,} of {len(values):,}")
-            for indices, logps in forward_pass.run(forward_pass.plan(missing), self._score):
+            self._world.set_status(f"computing reference log-probabilities, pair {begin:,} of {len(missing):,}")
+            for indices, logps in forward_pass.run(forward_pass.plan(missing[begin : begin + BLOCK]), self._score):
                 values[indices] = logps
             self._world.run_on_all(self._write if self._world.rank == 0 else lambda: None)
 
@@ -130,9 +136,8 @@ class ReferenceLogps:
         if stored != self._identity():
             return
         for values, array in zip(self._values, arrays, strict=True):
-            if array.dtype == values.dtype and array.ndim == 2 and array.shape[1] == 2:
-                count = min(len(values), len(array))  # `data.eval_sequences` may have changed
-                values[:count] = torch.where(values[:count].isnan(), array[:count], values[:count])
+            if array.dtype == values.dtype and array.shape == values.shape:
+                values[:] = torch.where(values.isnan(), array, values)
 
     def _write(self) -> None:
         arrays = {f"logps_{i}": values.numpy() for i, values in enumerate(self._values)}

@@ -13,8 +13,8 @@ LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", 
 _BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
 #: Settings with the only value that objectives on pairs support, and the reason.
 _REQUIRED = {
-    "data.context_parallel": ("off", "both answers of a pair are computed in one microbatch"),
-    "lora.dropout": (0, "dropout is off, since it would change the log-probabilities that are compared"),
+    "data.context_parallel": ("off", "a pair cannot be split over ranks"),
+    "lora.dropout": (0, "dropout would change the log-probabilities that are compared"),
 }
 
 
@@ -41,18 +41,19 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
         defaults = {f"dpo.{item.name}": item.default for item in fields(DPOConfig)}
         changed = [key for key in values if key in defaults and values[key] != defaults[key]]
         if changed:
-            raise UserError(f"{source}: {changed[0]} requires run.objective dpo: set run.objective, or remove it")
+            raise UserError(f"{source}: {changed[0]} requires run.objective dpo: set that, or remove {changed[0]}")
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
     types, known = [types] if isinstance(types, str) else types, get_args(LossType)
     for name in types:
         if name not in known:
             raise UserError(
-                f"{source}: dpo.loss_type: expected {', '.join(known)}, got {name}{did_you_mean(name, known)}"
+                f"{source}: dpo.loss_type: expected some of {', '.join(known)}, got {name}{did_you_mean(name, known)}"
             )
     if weights is not None and len(weights) != len(types):
         raise UserError(
-            f"{source}: dpo.loss_weights: expected {len(types)}, a weight for each of dpo.loss_type, got {len(weights)}"
+            f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, got "
+            f"{len(weights)}"
         )
     for key, (supported, reason) in _REQUIRED.items():
         value = values.get(key, supported)

@@ -22,7 +22,9 @@ _MAX_SUMMAND = 2.0**16
 
 
 class AnswerScores(NamedTuple):
-    """Predictions of a model for the answers of pairs. The columns are the chosen and the rejected answer.
+    """Log-probabilities of the answers of pairs under a model, and further results of its forward pass.
+
+    Column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
         logps: Sum of the log-probabilities of each answer, float64 `[pairs, 2]`, with gradients.
@@ -40,7 +42,8 @@ class AnswerScores(NamedTuple):
 class AnswerLogps:
     """Computes log-probabilities of the answers of pairs under a model.
 
-    `packs` is False for models that need a row for each answer; see `data.pairs.microbatch.as_padded_rows`.
+    `packs` is True for models that train on packed sequences. For others, each answer is a row of its own; see
+    `data.pairs.microbatch.as_padded_rows`.
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -60,7 +63,10 @@ class AnswerLogps:
 
 
 class DPOObjective(Objective):
-    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch. Computes the reference before the first step."""
+    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch, plus the loss of routers, if any.
+
+    Before the first step it loads or computes the log-probabilities under the reference model.
+    """
 
     columns: ClassVar = (
         *Objective.columns,

@@ -1,7 +1,7 @@
 """Losses of a pair of answers, as functions of their log-probabilities under the model and the reference model.
 
-With the log-ratio r of each answer, the logarithm of its probability under the model divided by that under the
-reference model, its mean m over the loss tokens of the answer, and the label smoothing e:
+r is the log-ratio of an answer: its log-probability under the model minus that under the reference model. m is the mean
+of r over the loss tokens of the answer, s the logistic function, and e the label smoothing.
 
     sigmoid        -(1 - e) log s(d) - e log s(-d), d = beta (r_chosen - r_rejected)    DPO, arXiv 2305.18290
     robust         (-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e)                        arXiv 2403.00409
@@ -12,7 +12,7 @@ reference model, its mean m over the loss tokens of the answer, and the label sm
     apo_down       s(beta r_chosen) + 1 - s(d)                                          arXiv 2408.06266
     sft            cross entropy of the chosen answers, mean over their tokens in the minibatch
 
-s is the logistic function. Definitions and names are those of `DPOTrainer` in TRL 1.16.
+Names and definitions are those of `DPOTrainer` in TRL 1.16, except that it ignores e in `sigmoid`.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ STATISTICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Log-probabilities of pairs. The columns of all tensors are the chosen and the rejected answer.
+    """Log-probabilities of pairs. Column 0 of each tensor is the chosen answer, column 1 the rejected one.
 
     Attributes:
         policy: Sum of the log-probabilities of each answer under the model, float64 `[pairs, 2]`.
         reference: The same under the reference model.
         lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
-        mean_chosen_length: Mean number of loss tokens of the chosen answers of the minibatch.
+        mean_chosen_length: Mean number of loss tokens of the chosen answers of the minibatch, which normalizes `sft`.
     """
 
     policy: torch.Tensor
@@ -69,8 +69,8 @@ def pair_loss(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
 def pair_statistics(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
     """Return the values in `STATISTICS` for each pair, float64 `[pairs, 5]`, without gradients.
 
-    The reward of an answer is beta times its log-ratio. The accuracy is 1 if that of the chosen answer is higher, and a
-    half if both are equal, as before the first step.
+    The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
+    0.5 if the rewards are equal (0 in TRL), and otherwise 0.
     """
     rewards, policy = dpo.beta * pairs.ratios.detach(), pairs.policy.detach()
     accurate = (1 + (rewards[:, :1] - rewards[:, 1:]).sign()) / 2

@@ -121,7 +121,7 @@ class Reader:
         if name in self._sections:
             raise UserError(f"{name} is a section: expected a setting of it, as in {name}: {{key: value}}")
         if shared:
-            raise UserError(f"{given} is a setting of several sections: expected {' or '.join(shared)}")
+            raise UserError(f"{given} is a setting of several sections: write {' or '.join(shared)}")
         near = known or self._similar(section, leaf)
         raise UserError(
             f"unknown setting {given}: {f'did you mean {near}?' if near else 'odc-mpi train --help lists all'}"

@@ -82,9 +82,9 @@ def test_the_parts_of_pairs_of_conversations(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "two different answers, got the same tokens twice"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "two different answers, got the same tokens for both"),
         ({"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "b"}, "two different answers"),
-        ({"chosen": "a", "rejected": "b"}, "expected a prompt of at least one token before the answers, got none"),
+        ({"chosen": "a", "rejected": "b"}, "expected a prompt, got chosen and rejected that begin with different"),
     ],
 )
 def test_unusable_pairs(tokenizer: Any, record: dict[str, Any], words: str) -> None:
@@ -103,7 +103,7 @@ def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
     record = {"prompt": turns, "chosen": "d", "rejected": "e"}
     assert decode(thinking, encode_record(thinking, record)) == ["u:a\na:b\nu:c\na:", "[<t>d\n]", "[<t>e\n]"]
     record["chosen"] = [{"role": "assistant", "content": "d"}, turns[0], turns[1]]
-    with pytest.raises(InvalidRecordError, match=r"^here: .*answers of several turns .*--chat-template FILE$"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .*got several turns, .*--chat-template FILE$"):
         encode_record(thinking, record)
 
 
@@ -224,10 +224,16 @@ def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tm
     texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
     both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
     expected = {
-        (pairs, texts): "texts.jsonl, line 1: expected a pair of answers like {}pairs.jsonl, line 1, got an example",
-        (texts, pairs): "pairs.jsonl, line 1: expected an example that is no pair like {}texts.jsonl, line 1, got a",
-        (both,): "both.jsonl, line 3: expected an example that is no pair like {}both.jsonl, line 1, got a pair of",
-        (pairs, "stdlib"): "stdlib, function 1: expected a pair of answers like {}pairs.jsonl, line 1, got an example",
+        (
+            pairs,
+            texts,
+        ): "texts.jsonl, line 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is a",
+        (texts, pairs): "pairs.jsonl, line 1: got a pair of answers, but {}texts.jsonl, line 1 is an example without",
+        (both,): "both.jsonl, line 3: got a pair of answers, but {}both.jsonl, line 1 is an example without",
+        (
+            pairs,
+            "stdlib",
+        ): "stdlib, function 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is",
     }
     for sources, words in expected.items():
         options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -166,30 +167,40 @@ def test_a_stopped_reference_pass_continues_on_other_ranks(world, pairs_path, ba
             patch.setattr(reference_module.ReferenceLogps, "_write", write_and_stop)
             with pytest.raises(StoppedError):
                 train_to_the_end(config, world, stop=stop)
-    assert sorted(itertools.chain(*world.gather_objects(computed))) == list(range(16))
+    first = sorted(itertools.chain(*world.gather_objects(computed)))
     computed.clear()
     lines, _ = train_to_the_end(config, world)
-    # Twenty-four pairs, and ten that are held out.
-    assert sorted(itertools.chain(*world.gather_objects(computed))) == sorted([*range(16, 40), *range(10)])
+    others = sorted(itertools.chain(*world.gather_objects(computed)))
+    with Dataset(pairs_path) as dataset:
+        loader = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64)
+        needed = loader.upcoming_indices(5).tolist()
+        assert sorted(itertools.chain(*(next(loader).indices for _ in range(5)))) == needed
+    # Of forty pairs the run needs thirty-five; ten are held out.
+    assert first == needed[:16] and others == sorted([*needed[16:], *range(10)])
     assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.sizes(2)
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path, base):
-    changes = {"run.exact": True, "run.checkpoint_every": 2, "optim.lr_scheduler_type": "constant"}
-    whole, _ = train_to_the_end(settings(pairs_path, base / "whole", **changes), world)
-    train_to_the_end(settings(pairs_path, base / "parts", **changes, **{"run.steps": 2}), world)
-    lines, _ = train_to_the_end(settings(pairs_path, base / "parts", **changes), world)
-    assert [line["loss"] for line in lines[3:]] == [line["loss"] for line in whole[3:]]
+    config = settings(pairs_path, base, **{"run.exact": True, "run.checkpoint_every": 2})
+    whole, _ = train_to_the_end(config, world)
+
+    def forget(*steps):
+        for step in steps:
+            shutil.rmtree(base / "checkpoints" / f"step_{step:08d}")
+
+    on_first_rank(world, lambda: forget(4, 5))
+    lines, _ = train_to_the_end(config, world)
+    assert lines[3:] and [line.get("loss") for line in lines] == [line.get("loss") for line in whole]
     # Without the values of the model before training, nothing can continue.
-    on_first_rank(world, (base / "parts" / reference_module.FILE).unlink)
-    with pytest.raises(AllRanksUserError, match=f"expected {reference_module.FILE}"):
-        train_to_the_end(settings(pairs_path, base / "parts", **changes, **{"run.steps": 7}), world)
+    on_first_rank(world, lambda: [forget(5), (base / reference_module.FILE).unlink()])
+    with pytest.raises(AllRanksUserError, match="cannot be computed after training has begun"):
+        train_to_the_end(config, world)
 
 
 @pytest.mark.sizes(2)
 def test_data_without_pairs_and_pairs_for_other_objectives_are_refused(world, pairs_path, dataset_path, base):
-    with pytest.raises(AllRanksUserError, match="requires pairs of a chosen and a rejected answer"):
+    with pytest.raises(AllRanksUserError, match="has no pairs of a chosen and a rejected answer"):
         train_to_the_end(settings(dataset_path, base), world)
     with pytest.raises(AllRanksUserError, match="pairs of a chosen and a rejected answer: set"):
         train_to_the_end(settings(pairs_path, base, **{"run.objective": "sft"}), world)
