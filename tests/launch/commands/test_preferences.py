@@ -52,7 +52,7 @@ def test_a_run_killed_before_and_during_training_resumes(pairs_config, tmp_path)
     def has_checkpoint():
         return any(run.glob("checkpoints/step_*"))
 
-    killed = kill_a_rank_when(train(2), (run / FILE).exists)
+    killed = kill_a_rank_when(train(2, "--run.steps", 100_000), (run / FILE).exists)
     assert killed.code not in (0, 2) and not (run / "checkpoints").exists()
     # The second start computes the pairs that are missing, and is killed while it trains.
     killed = kill_a_rank_when(train(3, "--run.steps", 100_000), has_checkpoint)
