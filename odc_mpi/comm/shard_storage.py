@@ -1,7 +1,6 @@
 """Memory of the shards of a parameter or gradient store, and the layouts of their arrays."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,31 +21,23 @@ def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Itera
         yield owner, max(start, owner * shard_numel), min(stop, (owner + 1) * shard_numel)
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Number of MPI windows and bytes of shared host memory that a storage needs."""
-
-    num_windows: int = 0
-    shared_bytes: int = 0
-
-    def __add__(self, other: "Footprint") -> "Footprint":
-        return Footprint(self.num_windows + other.num_windows, self.shared_bytes + other.shared_bytes)
-
-
 class ShardStorage:
     """Owner of the memory that contains the shards of a store.
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
     `Group.gradients_complete`, and `sync` before and after `Group.parameters_published`. By default, `plan` records the
-    layouts and returns an empty footprint, as for private memory, and the other methods do nothing.
+    layouts and returns 0, as for private memory, and the other methods do nothing.
     """
 
     layouts: Sequence[FlatLayout] = ()
 
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
-        """Record the layouts, and return what `allocate` needs. Raises `UserError` if a setting does not fit them."""
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
+        """Record the layouts, and return the number of bytes of shared host memory that `allocate` needs.
+
+        Raises `UserError` if a setting does not fit the layouts.
+        """
         self.layouts = tuple(layouts)
-        return Footprint()
+        return 0
 
     @property
     def trainable_numels(self) -> dict[int, int]:

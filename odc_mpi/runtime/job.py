@@ -91,7 +91,7 @@ class Job:
 
     Attributes:
         rank: Rank of this process in the job.
-        num_windows: Number of windows of all transports of this process, which MPI libraries limit.
+        num_models: Number of sharded models of this process that were not closed.
         progress: Tasks that this rank runs for other ranks.
         status: Status window, or None while it does not exist. Without it, messages do not name late ranks.
         watchdog: Thread that checks the deadlines of this process.
@@ -107,7 +107,7 @@ class Job:
             unlink(startup_shm_names())  # used by this process only, since MPI sees no other
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
-        self.num_windows = 0
+        self.num_models = 0
         self.progress = Progress()
         self.status: StatusWindow | None = None
         self._limit = limit

@@ -79,8 +79,8 @@ def test_free_memory_is_shared_out() -> None:
 class Poisoning(LateTransport):
     """Fills released buffers of parameters and gradients with NaN."""
 
-    def reserve(self, num_arrays: int, plan: Any) -> None:
-        super().reserve(num_arrays, plan)
+    def reserve(self, plan: Any) -> None:
+        super().reserve(plan)
         self.parameters.buffers = PoisoningPool()
 
 

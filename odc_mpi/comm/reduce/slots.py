@@ -44,8 +44,6 @@ class HostSlots:
     alignment = ALIGNMENT
     #: Offset of the elements from the start of a slot in its ring, in bytes.
     values_offset = HEADER_BYTES
-    #: Number of windows in addition to the inbox.
-    num_windows = 0
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self.world = world
