@@ -12,9 +12,6 @@ def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Itera
 
     The owners follow each other cyclically from `rank + 1` to `rank`, so that not all ranks access rank 0 first. Keep
     the result: with a thousand owners this takes longer than to issue the operations.
-
-    Args:
-        shard_numel: Number of elements of the array that each rank owns (`FlatLayout.shard_numel`).
     """
     owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
     for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):

@@ -54,7 +54,6 @@ class MicrobatchResult(NamedTuple):
     """A microbatch that this rank has run.
 
     Attributes:
-        microbatch: Data of the microbatch.
         loss: Contribution of the microbatch to the objective.
         began: Start time on the clock `time.perf_counter`, in seconds.
         ended: End time on the same clock, in seconds.

@@ -41,7 +41,6 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     to remove the bar before an error is printed.
 
     Args:
-        total_steps: Number of steps of the whole run.
         columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
         console: Console to print to. None: the result of `make_console()`.
     """

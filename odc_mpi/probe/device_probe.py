@@ -46,7 +46,6 @@ def try_device(
 
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        device: Device of this rank.
         on_message: Function called on every rank before each trial with the report so far and the name of the trial:
             "device.memory", "device.window", "ORIGIN.KIND.OPERATION" or "device.own".
     """

@@ -86,13 +86,10 @@ class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        timeout_s: Maximum duration of a single wait for another rank, in seconds.
         limit: Name of the setting that defines `timeout_s`, for messages.
 
     Attributes:
-        rank: Rank of this process in the job.
         num_models: Number of sharded models of this process that were not closed.
-        progress: Tasks that this rank runs for other ranks.
         status: Status window, or None while it does not exist. Without it, messages do not name late ranks.
         watchdog: Thread that checks the deadlines of this process.
 

@@ -318,7 +318,6 @@ class _PendingPush:
         owners: Ranks to which it is pushed, int64 `[n]`, and for each of them:
         starts: Index in its shard of the first element that is not in its ring.
         firsts: Index of this element in the gradient.
-        numels: Number of elements that are not in its ring.
     """
 
     name: str

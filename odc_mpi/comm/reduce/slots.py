@@ -25,9 +25,7 @@ class Header(NamedTuple):
     """Header of a received slot.
 
     Attributes:
-        array: Index of the array.
         start: Index of the first element in the shard of this rank.
-        numel: Number of elements.
         offset: Offset of the slot in its ring, in bytes.
     """
 
@@ -63,7 +61,6 @@ class HostSlots:
         Args:
             inbox: Window that contains all rings, contiguously.
             rings_start: Offset of the first ring in the inbox, in bytes.
-            ring_bytes: Size of a ring, in bytes.
             numels: Number of elements of this rank's shard, by array index.
         """
         self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes

@@ -34,7 +34,8 @@ Memory: TypeAlias = np.ndarray | memoryview
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
 #: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
-#: MPI datatypes for elements that are only copied, by element size.
+#: MPI datatypes for elements that are only copied, by element size: MPI has no bf16, and counts in bytes overflow a C
+#: int earlier.
 COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 #: Format characters of `memoryview`. Elements that are only copied are bytes.
 _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
@@ -52,7 +53,6 @@ class Window:
     It raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
 
     Args:
-        numel: Number of elements of the shard of this rank.
         same_size: True if `numel` is the same on all ranks.
 
     Attributes:
@@ -227,7 +227,6 @@ class WindowFactory:
 
     Attributes:
         create: Function that creates a window from `(world, numel, dtype)`. Collective.
-        on_host: True if the windows are in host memory.
     """
 
     create: Callable[..., Any]
@@ -259,7 +258,6 @@ def deferred_flush(
 
     Args:
         what: Description of the operations. If the deadline expires, the message contains it and `owners`.
-        owners: Target ranks of the operations.
         memory: Buffer of the operations. The handle references it until it is complete, since MPI does not.
     """
 
