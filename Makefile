@@ -100,7 +100,7 @@ run-docstrings: $(READY)
 	@echo "== Model: $(MODEL)$(if $(filter $(SMOLLM2),$(MODEL)), (SmolLM2-135M-Instruct from the package registry))"
 	@test -e $(DOCSTRINGS)/prompts.jsonl || $(BIN)/python jobs/docstrings.py $(DOCSTRINGS)
 	@test -e $(DESCRIBED).eval.h5 || $(BIN)/odc-mpi prepare $(DOCSTRINGS)/functions.jsonl --out $(DESCRIBED).h5 \
-	    --tokenizer $(MODEL) --eval-fraction 0.05
+	    --tokenizer $(MODEL) --eval-fraction 0.05 --max-length 512
 	@echo; echo "== Descriptions of is_palindrome, read_lines and mean, which are not in the data, before training"
 	@$(ASK) $(MODEL)
 	@echo; echo "== Training"

@@ -2,12 +2,13 @@
 
 import re
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.shard import model as sharded
 
@@ -42,6 +43,7 @@ class ThroughputMetrics(Callback):
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
+    columns: ClassVar = (ProgressColumn("epoch", 5, lambda line: f"{line['epoch']:.2f}"),)
 
     def __init__(self, num_ranks: int, device: torch.device, steps_per_epoch: int, flops: CostModel | None) -> None:
         self._num_ranks, self._device, self._steps_per_epoch = num_ranks, device, steps_per_epoch

@@ -23,7 +23,7 @@ class StepTimeMetrics(Callback):
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
     columns: ClassVar = (
         ProgressColumn("idle", 6, lambda line: f"{line['idle_fraction']:.1%}"),
-        ProgressColumn("micro/rk", 8, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
+        ProgressColumn("micro", 5, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
         ProgressColumn("slowest", 7, lambda line: f"rank {line['slowest_rank']}"),
     )
     summary: ClassVar = {

@@ -17,9 +17,10 @@ from test_metrics import ENTRIES, FACTS, REPORTING, SKIPPED, STEP
 from odc_mpi.errors import UserError
 from odc_mpi.observe.metrics import Summary
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console, terminal_width
+from odc_mpi.observe.throughput import ThroughputMetrics
 from odc_mpi.training.evaluation import LossEvaluator
 
-COLUMNS = [column for each in REPORTING for column in each.columns]
+COLUMNS = [column for each in [*REPORTING, ThroughputMetrics] for column in each.columns]
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +48,17 @@ class TestProgressWithoutATerminal:
 
     def test_a_header_and_aligned_lines_flushed_at_once(self):
         reporter, file = self.reporter(100)
-        for step in (STEP | {"step": 9}, STEP | {"step": 100, "grad_norm": None, "tokens_per_s": 1234567.0}):
+        usual = STEP | {"epoch": 0.5}
+        for step in (usual | {"step": 9}, usual | {"step": 100, "grad_norm": None, "tokens_per_s": 1234567.0}):
             reporter.report(step)
             assert file.flushed == file.getvalue()
             assert file.flushed.count("\n") == (2 if step["step"] == 9 else 3)
         header, first, second = file.getvalue().splitlines()
-        assert header.split("  ")[-1].strip() == "left" and "lr   tokens/s    idle  micro/rk  slowest" in header
+        assert header.endswith("lr   tokens/s    idle  micro  slowest  epoch      left")
         assert first.split()[:9] == ["9/100", "8.2500", "1.5", "3.00e-04", "2,000", "25.0%", "2-5", "rank", "3"]
+        assert first.split()[9:] == ["0.50"]
         assert second.split()[2:5] == ["-", "3.00e-04", "1,234,567"]
-        assert len(header) == len(first) == len(second) <= 90
+        assert len(header) == len(first) == len(second) <= 100
         assert first.index("8.2500") == second.index("8.2500") and first.index("25.0%") == second.index("25.0%")
 
     def test_the_evaluation_before_the_first_step_and_the_time_left(self):

@@ -211,6 +211,7 @@ def test_evaluations_are_next_to_the_loss(run):
 def test_a_run_with_rewards(run):
     """Generation is in the lanes; no loss, no lengths of prompts that are not a data set, no empty histogram."""
     rewarded = {"reward": 0.25, "rewards/exact/mean": 0.5, "rewards/short/mean": 0.0, "completions/mean_length": 7.0}
+    rewarded |= {"kl": 0.0625, "frac_reward_zero_std": 0.5}
     times = {"generate_s": 0.2, "rollout_wait_s": 0.1}
     lines = [{"step": 0, "eval_reward": 0.1, "eval_exact_match": 0.125}]
     lines += [step(n, loss=-0.01 * n, **rewarded | times | {"reward": n / 8}) for n in range(1, 6)]
@@ -219,7 +220,7 @@ def test_a_run_with_rewards(run):
     trace = json.loads((run / "trace.json").read_text())
     trace["tokens_per_microbatch"]["counts"] = [0] * NUM_BINS
     for each in (local for traced_step in trace["steps"] for local in traced_step["ranks"]):
-        each |= {"generate": [[0.3, 0.35]], "save": [[0.42, 0.45]]}
+        each |= {"generate": [[0.3, 0.35]], "save": [[0.42, 0.45]], "evaluate": [[0.45, 0.47]]}
     (run / "trace.json").write_text(json.dumps(trace))
     (run / "config.yaml").write_text(f"data:\n  path: {NASTY}\nrun:\n  objective: grpo\n")
     logged = {"prompt": [{"role": "user", "content": NASTY}], "completion": "c", "reward": 1.0}
@@ -230,11 +231,33 @@ def test_a_run_with_rewards(run):
     assert [figure.plot.name for figure in output.figures] == ["rewards", "gantt", "time"] and not output.notes
     for words in ("The mean reward rose from 0.125 to 0.625 in 5 steps", "held-out prompts rose from 12% to 75%"):
         assert words in page
-    assert "generate 10% of the time, compute 48%, fetch and push 10%, wait 22%, save 6%" in page
+    assert "generate 10% of the time, compute 48%, fetch and push 10%, wait 22%, evaluate 4%, save 6%" in page
+    for words in ("step 3\nKL divergence from the start: 0.0625", "equal rewards: 50%"):
+        assert words in extract_plots(page)[0]
+    colors = {
+        kind: re.search(rf'fill="([^"]+)"[^>]*><title>rank 0 {kind}', extract_plots(page)[1])[1]
+        for kind in ("computes", "generates", "evaluates", "saves", "waits for other ranks")
+    }
+    assert len(set(colors.values())) == len(colors)
     for words in ("mean reward: 0.25\nexact: 0.5", "of step 1", "of step 5", "user: &lt;script", "GRPO"):
         assert words in page
     assert "of step 3" not in page and "loss" not in page and NASTY not in page
     extract_plots(page)
+
+
+def test_key_figures_are_tiles(run):
+    summary = {"world_size": 2, "device": "cpu", "num_parameters": 2_000_000, "num_trained_parameters": 20_000}
+    summary |= {"loss_first": 8.5, "loss_last": 7.5, "eval_loss_start": 8.75, "eval_loss": 8.1}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "config.yaml").write_text("model:\n  path: models/Small\n")
+    tiles = re.findall(r"<div><span>([^<]*)</span><b>([^<]*)</b><span>([^<]*)</span></div>", written(run))
+    assert tiles == [
+        ("model", "Small", "2.0 M parameters, 1% trained"),
+        ("ranks", "2", "on 1 node, cpu"),
+        ("tokens per second", "200", "5 steps in 0:00:02"),
+        ("ranks idle", "10.0%", "of the time, waiting at step ends"),
+        ("held-out loss", "8.75 → 8.1", "first to last"),
+    ]
 
 
 def test_steps_that_were_skipped_and_many_of_them(run):

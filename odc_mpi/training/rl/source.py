@@ -61,7 +61,8 @@ class RolloutSource(MinibatchSource):
     columns: ClassVar = (
         ProgressColumn("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
         ProgressColumn("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
-        ProgressColumn("clipped", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
+        ProgressColumn("clipped", 7, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
+        ProgressColumn("equal", 5, lambda line: f"{line['frac_reward_zero_std']:.0%}"),
         *MinibatchSource.columns,
     )
     summary: ClassVar = {

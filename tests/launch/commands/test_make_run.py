@@ -1,0 +1,57 @@
+"""`make run` with a model of one's own: the recipe as it is, with a tiny model in place of SmolLM2."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import transformers
+from mpi_launch import MPIEXEC, ROOT, environment
+from small_run import MODEL
+
+from odc_mpi.cli.main import main
+from odc_mpi.data.tokenizer import tokenizer_files, write_files
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with random weights, and a tokenizer of which a function has few tokens."""
+    texts = [path.read_text() for path in sorted((ROOT / "odc_mpi" / "shard").glob("*.py"))]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data, directory = tmp_path / "code.h5", tmp_path / "tiny"
+    assert main(["prepare", str(tmp_path / "code.jsonl"), "--out", str(data), "--vocab-size", "2000"]) == 0
+    directory.mkdir()
+    write_files(tokenizer_files(data), directory)
+    config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 2048, "max_position_embeddings": 2048})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def make(tmp_path, *variables, **changes):
+    """Run `make run` in a directory of its own. Without `READY`, make takes the environment as it is."""
+    for name in ("Makefile", "constraints.txt", "jobs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    words = ["make", "run", f"VENV={sys.prefix}", "READY=", f"MPIEXEC={MPIEXEC}", *variables]
+    env = environment(**changes)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=360, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_make_run_without_a_connection_trains_the_small_model(tmp_path):
+    out = make(tmp_path, "MAKE=echo make", PIP_NO_INDEX=1)
+    assert out.endswith("== Without SmolLM2: make run-scratch\nmake --no-print-directory run-scratch\n")
+
+
+@pytest.mark.timeout(400)
+def test_make_run_describes_functions_before_and_after_training(model, tmp_path):
+    out = make(tmp_path, f"MODEL={model}")
+    assert f"== Model: {model}\n" in out
+    run = tmp_path / "runs" / "docstrings" / "tiny"
+    before, after = out.split("== Training")
+    for part in (before.partition("== Descriptions")[2], after.partition("== The three descriptions")[2]):
+        assert re.findall(r"\[(\d) of 3\]\n.", part) == ["1", "2", "3"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 24 and summary["eval_loss"] < summary["eval_loss_start"]
+    assert (run.with_name("tiny.adapters") / "adapter_config.json").exists() and (run / "report.html").exists()
