@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from pair_files import write_pairs
 from small_run import write_sequences
 
 from odc_mpi.errors import UserError
@@ -21,6 +22,9 @@ def test_a_data_set_gives_its_own_lengths(tmp_path):
     lengths = lengths_by_name(str(path)).sample(3000, np.random.default_rng(0))
     assert set(lengths.tolist()) == {5, 20, 30}
     assert lengths.mean() == pytest.approx(55 / 3, rel=0.05)
+    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
+    lengths = lengths_by_name(str(tmp_path / "pairs.h5")).sample(100, np.random.default_rng(0))
+    assert set(lengths.tolist()) == {10, 6}
 
 
 @pytest.mark.parametrize(
