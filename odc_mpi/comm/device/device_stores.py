@@ -31,8 +31,9 @@ class DeviceParameters(WindowParameters):
     """Parameters in windows in device memory, fetched into buffers on the device of this rank."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
+        super().__init__(world, dtype, device_windows(device))
         # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
-        super().__init__(world, dtype, device_windows(device), BufferPool(device.empty_for_windows))
+        self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
         self._events = BufferEvents()
 

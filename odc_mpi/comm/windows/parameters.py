@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from typing_extensions import override
 
-from odc_mpi.comm.buffers import BufferPool, copy_host
+from odc_mpi.comm.buffers import copy_host
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
@@ -52,10 +52,8 @@ class WindowParameters(ShardStorage, ParameterStore):
     They do not copy if all ranks are on one node and map each other's shards.
     """
 
-    def __init__(
-        self, world: World, dtype: torch.dtype, kind: WindowFactory, buffers: BufferPool | None = None
-    ) -> None:
-        super().__init__(dtype, buffers)
+    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
+        super().__init__(dtype)
         self.world = world
         self._kind = kind
         self._shards: list[torch.Tensor] = []
