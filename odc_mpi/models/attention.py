@@ -62,6 +62,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     eager: bool = False,
@@ -79,6 +80,8 @@ def packed_attention(
         scaling: Factor on the scores. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
+        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. They replace missing boundaries:
+            layers of some models (StableLM, Nemotron) get only positions.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
@@ -91,6 +94,8 @@ def packed_attention(
         PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.
         ContextParallelUnsupportedError: The layer needs attention that is not supported for a chunk.
     """
+    if cu_seq_lens_q is None and position_ids is not None:
+        cu_seq_lens_q = _find_boundaries(position_ids)
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim != 1,
@@ -124,6 +129,12 @@ def packed_attention(
             attend = partial(_with_sinks, attend, s_aux, scaling)
         output = _attend_per_sequence(attend, lengths, query, key, value)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _find_boundaries(position_ids: torch.Tensor) -> torch.Tensor:
+    # Positions on the meta device, which have no values, are of a trial: one sequence.
+    starts = [0] if position_ids.is_meta else (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    return torch.tensor([*starts, position_ids.shape[1]], dtype=torch.int32)
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:

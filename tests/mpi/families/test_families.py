@@ -138,7 +138,8 @@ def test_table(world):
     """Compare docs/models.md with the cells of the families that were tried, if all were."""
     if len(rows) < sum(tiny_config(family) is not None for family in FAMILIES):
         pytest.skip("not all families were tried")
-    before, _, table = PAGE.read_text().partition(HEADER)
+    before, _, rest = PAGE.read_text().partition(HEADER)
+    table, _, after = rest.partition("\n\n")
     lines = [line.rstrip(" |").rpartition("| ") for line in table.splitlines()]
     written = {family: cells + "|" for cells, _, families in lines for family in families.split(", ")}
     if os.environ.get("ODC_MPI_WRITE_TABLE") and world.rank == 0:
@@ -146,7 +147,7 @@ def test_table(world):
         for family in FAMILIES:
             families_of.setdefault((written | rows)[family], []).append(family)
         table = "".join(f"{cells} {', '.join(families)} |\n" for cells, families in families_of.items())
-        PAGE.write_text(before + HEADER + table)
+        PAGE.write_text(before + HEADER + table + "\n" + after)
     elif world.rank == 0:
         command = "ODC_MPI_WRITE_TABLE=1 mpiexec -n 2 python -m pytest --with-mpi --only-mpi tests/mpi/families"
         assert {family: written.get(family) for family in rows} == rows, f"write docs/models.md: {command}"
