@@ -127,30 +127,29 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
 @pytest.mark.slow
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
 def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(published: Callable[..., Any]) -> None:
-    """Marks may begin in the generation prompt, and may include white space after the end-of-turn token."""
-    same, other = 0, set()
-    for name in TEXT_TEMPLATES:
-        if f"{name}_training" not in PATHS:
-            continue
+    """Marks may begin in the generation prompt, and may include white space after the end-of-turn token.
+
+    With tools, those of diffusion_gemma leave out <|tool_response>, at which it stops.
+    """
+    names, other = [name for name in TEXT_TEMPLATES if f"{name}_training" in PATHS], set()
+    for name in names:
         plain = published(name)
         marked = published(f"{name}_training", special_of=name)
-        for case in ("one", "system", "three"):
-            if (name, case) == ("gemma", "system"):
+        for case, chat in CONVERSATIONS.items():
+            if (name, case) == ("gemma", "system") or (case == "tools" and name in NO_TOOLS | {"diffusion_gemma"}):
                 continue
-            chat = CONVERSATIONS[case]
             ours, theirs = (ChatRenderer(each, "always").render_answers(chat) for each in (plain, marked))
             indices = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
             for i, found, expected in zip(indices, ours, theirs, strict=True):
                 if found.text != expected.text:
                     other.add(name)
                     continue
-                same += 1
                 [(begin, end)] = found.spans
                 first, last = expected.spans[0][0], expected.spans[-1][1]
                 prompt = ChatRenderer(plain).render_prompt(Conversation("", chat.messages[:i]))
                 assert first <= begin and prompt.removesuffix(found.omitted).endswith(found.text[first:begin]), name
                 assert end <= last and not found.text[end:last].strip(), name
-    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and same > 100
+    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and len(names) >= 26
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
@@ -212,8 +211,13 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
     one_mark = everything.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     covering = with_template(tokenizer, "{% generation %}" + one_mark.replace(PROMPT, "{% endgeneration %}" + PROMPT))
     for split_turns in get_args(SplitTurns):
-        with pytest.raises(InvalidRecordError, match="marks message 1, of the user, as an answer: replace"):
+        with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
             spans(covering, chat, split_turns)
+    # Nor may a template without marks repeat a question in the answer only.
+    repeating = "{{ messages[loop.index0 - 1].content }} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    repeating = "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n" + repeating + PROMPT
+    with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
+        spans(with_template(tokenizer, repeating), chat)
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
     with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
         spans(nothing, chat)
