@@ -187,10 +187,11 @@ test-mpi: $(READY)
 $(SMOLLM2): | $(READY)
 	$(BIN)/python jobs/smollm2.py $@
 
-# On 1, 2 and 3 ranks. MARKS="not slow": two steps with adapters and of the full model on two ranks.
+# On 1, 2 and 3 ranks, and a killed run. MARKS="not slow": two steps with adapters and of the full model on two ranks.
 test-models: $(SMOLLM2)
 	OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $(if $(MARKS),2,3) $(BIN)/python -m pytest --color=no \
 	    --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/real
+	$(if $(MARKS),,timeout $(LIMIT_S) $(BIN)/python -m pytest tests/real/test_smollm2_killed.py)
 
 # In stages of at most eight minutes each, on 1, 2 and 4 ranks that share the available GPUs; after a failing stage the
 # others still run. Logs and figures: $(GPU_LOGS). In `make test` these tests are skipped.
