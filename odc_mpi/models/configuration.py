@@ -49,7 +49,8 @@ def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]
     known = [*config.to_dict(), *config.attribute_map]
     for key, value in _standard_names(config, overrides).items():
         if key not in known:
-            hint = did_you_mean(str(key), known, ": {}")
+            of_text = hasattr(getattr(config, "text_config", None), str(key))
+            hint = f": did you mean text_config.{key}?" if of_text else did_you_mean(str(key), known, ": {}")
             raise UserError(f"unknown setting {prefix}{key} for model_type {config.model_type}{hint}")
         before = getattr(config, key, None)
         if isinstance(value, Mapping) and hasattr(before, "model_type"):

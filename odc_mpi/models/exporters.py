@@ -15,9 +15,11 @@ from odc_mpi.checkpoint.export import Exporter, model_config, read_full_tensor
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.errors import UserError
-from odc_mpi.hub import parse_name
+from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
+from odc_mpi.models.build import is_model_directory
 from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.weights.composite import is_composite
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -31,7 +33,7 @@ class AdapterExporter(Exporter):
         base: Directory of the base model, which the exported configuration names. None: as in the checkpoint.
 
     Raises:
-        UserError: `base` has no model, or its model is not the base of the adapters.
+        UserError: `base` has no model, or its model is not the base of the adapters, or the base is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -41,6 +43,12 @@ class AdapterExporter(Exporter):
             load_base(checkpoint, base=base)
         self._checkpoint = checkpoint
         self._base = str(base or "") or checkpoint.manifest.metadata["base"]["path"]
+        path = Path(cached_model_path(self._base or ""))
+        if self._base and is_model_directory(path) and is_composite(path):
+            raise UserError(
+                f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft does not "
+                "find their layers in it: export the merged text model with --merge"
+            )
         self._names = {peft_name(name): name for name in _trained(checkpoint)}
 
     @override

@@ -1,6 +1,7 @@
 """Text models of multimodal (composite) models. Parameters of vision and audio towers are not read."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def text_model_type(config: transformers.PreTrainedConfig) -> str:
     """Return the `model_type` of the language model for the text part of a multimodal configuration."""
     kind: str = config.get_text_config().model_type
     return str(_EQUIVALENT.get(kind, {}).get("model_type", kind))
+
+
+def is_composite(path: Path) -> bool:
+    """Return True if a directory has a multimodal model."""
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config() is not config
 
 
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:

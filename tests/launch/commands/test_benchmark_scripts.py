@@ -20,6 +20,15 @@ def test_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_load_speed(tmp_path):
+    """Each of two ranks reads its half of a model, and at most a part of a row more for each slice."""
+    result = printed("load_speed.py", "--gigabytes", 0.01, "--dir", tmp_path)
+    half = result["file_bytes"] / 2
+    assert len(result["ranks"]) == 2
+    assert all(half <= rank["requested_bytes"] <= 1.05 * half for rank in result["ranks"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_progress():
     result = printed("progress.py", "--sizes", "64,100K", "--push-sizes", "100K,400", "--repeats", 1)
     assert all(

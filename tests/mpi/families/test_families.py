@@ -19,11 +19,12 @@ from tiny_configurations import FAMILIES, tiny_config
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
-from odc_mpi.errors import AllRanksUserError
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.build import from_directory
 from odc_mpi.models.context_parallel_check import attention_shape
 from odc_mpi.models.decoding import generation_mode
-from odc_mpi.models.exporters import AdapterExporter, FullModelExporter
+from odc_mpi.models.exporters import AdapterExporter, FullModelExporter, MergedExporter
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [
@@ -191,6 +192,27 @@ def test_adapters_train_as_in_peft(world, dataset_path, base, family):
 
     on_first_rank(world, compare)
     inputs.close()
+
+
+def test_adapters_of_a_multimodal_model_are_exported_merged(world, dataset_path, base):
+    if world.rank == 0:
+        save_reference(tiny_config("gemma3"), base / "model")
+    world.gather_objects(None)
+    changes = {"model.path": base / "model", "run.dir": base / "run", "run.steps": 1, "run.checkpoint_every": 1}
+    train_to_the_end(configure(dataset_path, **changes, **{"lora.r": 2, "optim.warmup_steps": 0}), world)
+
+    def compare():
+        with open_newest_checkpoint(base / "run") as checkpoint:
+            with pytest.raises(UserError, match=r"which is multimodal: .* export the merged text model with --merge"):
+                AdapterExporter(checkpoint)
+            export(checkpoint, base / "merged", MergedExporter(checkpoint))
+        with pytest.raises(UserError, match=r"unknown setting .*: did you mean text_config.rms_norm_eps\?"):
+            from_directory(base / "model", overrides={"rms_norm_eps": 1e-4})
+        kind = transformers.AutoModelForCausalLM
+        _, problems = kind.from_pretrained(base / "merged", dtype=torch.float32, output_loading_info=True)
+        assert not problems["missing_keys"] and not problems["unexpected_keys"]
+
+    on_first_rank(world, compare)
 
 
 def test_table(world):
