@@ -17,7 +17,8 @@ from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.errors import UserError
 from odc_mpi.hub import parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
-from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.heads.task import REWARD
+from odc_mpi.models.load import load_base, load_checkpoint, saved_task
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.partition import replicated_persistent_tensors
@@ -80,6 +81,7 @@ class PublishedExporter(Exporter, WeightSource):
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = checkpoint.manifest.metadata["config"]["model"]["param_dtype"]
+        self.generates = saved_task(checkpoint) is not REWARD
         self._published = published_tensors(module, shapes)
         self._kept = kept
 
