@@ -34,6 +34,8 @@ class Exporter(ABC):
     config_name: str = "config.json"
     #: Default type of floating-point weights, as the name of a torch dtype.
     dtype: str
+    #: True for a language model, which needs generation_config.json.
+    generates: bool = True
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
@@ -51,7 +53,7 @@ class Exporter(ABC):
 def export(
     checkpoint: Checkpoint, out: Path, exporter: Exporter, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Export a checkpoint for `AutoModelForCausalLM.from_pretrained` or peft, and return the names of the files.
+    """Export a checkpoint for `from_pretrained` of transformers or peft, and return the names of the files.
 
     The new directory `out` appears atomically with all files; an existing one must be empty. `dtype` is the type of
     floating-point weights, by default that of the exporter. `base` is the current directory of the model from which the
@@ -116,8 +118,11 @@ def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
 def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: SideFiles) -> None:
     config = exporter.config(dtype)
     if exporter.config_name == Exporter.config_name:  # adapters use the special tokens of their base
-        _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
-        config = side_files.model_config(config)
+        if exporter.generates:
+            _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
+        # A classifier keeps the padding token with which it was trained: its output is that of the token before.
+        trained_with = {} if exporter.generates else {"pad_token_id": config["pad_token_id"]}
+        config = side_files.model_config(config) | trained_with
     _write_json(out / exporter.config_name, config)
     write_files(side_files.tokenizer, out)
 

@@ -13,6 +13,7 @@ from odc_mpi.checkpoint.side_files import read_generation_config
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models.build import MetaModel, is_model_directory
+from odc_mpi.models.heads.task import REWARD, task_of
 from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
 
@@ -69,6 +70,8 @@ def load_generation_model(
         loaded_tokenizer = load_tokenizer(tokenizer) if tokenizer else load_run_tokenizer(checkpoint, base)
         if base is None and config["model"]["path"]:
             base = Path(config["model"]["path"])
+    if task_of(type(meta_model.module).__name__) is REWARD:
+        raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
     return GenerationModel(name, meta_model, loaded_tokenizer, _stop_tokens(loaded_tokenizer, base), dtype)
 
 

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.build import MetaModel
+from odc_mpi.models.heads.task import task_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
@@ -80,6 +81,8 @@ class AdaptedParameter(NamedTuple):
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
     """Add LoRA adapters to a model on the meta device. Only they and the copies of `modules_to_save` are trainable.
 
+    The new head of a reward model is one of these.
+
     Args:
         meta_model: Base model. Its module is changed in place.
         settings: Settings of `LoraConfig` of peft. Only those in `SETTINGS` and `OPTIONAL_SETTINGS` are used, so the
@@ -98,6 +101,9 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
             "lora: requires the package peft, which is not installed: pip install 'odc_mpi[lora]', or remove lora"
         ) from error
     module = meta_model.module
+    task = task_of(type(module).__name__)
+    if task.new_head:
+        settings = {**settings, "modules_to_save": sorted({*(settings["modules_to_save"] or ()), task.new_head})}
     _check_names(module, settings)
     _check_layers(module, settings, meta_model.num_layers)
     for parameter in module.parameters():
@@ -106,7 +112,7 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
     if settings["target_modules"] == "all-linear" and (routers := _find_routers(module)):
         given["exclude_modules"] = routers
     try:
-        config = LoraConfig(task_type="CAUSAL_LM", **given)
+        config = LoraConfig(task_type=task.peft_type, **given)
         with warnings.catch_warnings():
             # peft derives patterns for fused experts, and then finds no module for them, only parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)

@@ -2,7 +2,8 @@
 
 A model is built from a configuration with random weights (`model.config`), or from a local directory with safetensors
 files (`model.path`). Each rank later reads only its slices of the parameters from the `WeightSource`, so no rank holds
-the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
+the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence. `task` is what
+the model predicts; a head that the directory does not have gets new weights, which depend on the `seed`.
 """
 
 import re
@@ -21,6 +22,7 @@ from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training, packing_of
+from odc_mpi.models.heads.task import CAUSAL_LM, Task
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.models.weights.composite import composite_of, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
@@ -36,7 +38,7 @@ _COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
 
 @dataclass
 class MetaModel:
-    """Causal language model with parameters on the meta device, and the source of its weights.
+    """Causal model with parameters on the meta device, and the source of its weights.
 
     Attributes:
         module: Model. Its buffers are in host memory.
@@ -63,21 +65,27 @@ class MetaModel:
     packing: Packing = field(default_factory=Packing)
 
 
-def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
+def from_config(
+    settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa", task: Task = CAUSAL_LM
+) -> MetaModel:
     """Build a model with random weights, which depend on the seed but not on the number of ranks.
 
     Raises:
         UserError: `settings` has an unknown `model_type` or key, or the model cannot be trained.
     """
-    model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
+    model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
     return model
 
 
 def from_saved_config(
-    content: Mapping[str, Any], attn_implementation: str = "sdpa", overrides: Mapping[str, Any] | None = None
+    content: Mapping[str, Any],
+    attn_implementation: str = "sdpa",
+    overrides: Mapping[str, Any] | None = None,
+    task: Task = CAUSAL_LM,
+    seed: int = 0,
 ) -> MetaModel:
-    """Build a model from the `full_configuration` in a checkpoint. The caller must replace the random weights.
+    """Build a model from the `full_configuration` in a checkpoint, whose weights replace the random ones.
 
     `overrides` are as for `from_directory`.
 
@@ -90,7 +98,7 @@ def from_saved_config(
     with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     config = _override(config, settings, overrides)
-    return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation), seed=0)
+    return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation, task), seed)
 
 
 def is_model_directory(path: Path) -> bool:
@@ -99,7 +107,11 @@ def is_model_directory(path: Path) -> bool:
 
 
 def from_directory(
-    path: Path, attn_implementation: str = "sdpa", overrides: Mapping[str, Any] | None = None
+    path: Path,
+    attn_implementation: str = "sdpa",
+    overrides: Mapping[str, Any] | None = None,
+    task: Task = CAUSAL_LM,
+    seed: int = 0,
 ) -> MetaModel:
     """Build the model in a Hugging Face directory, with its weights. Of a multimodal model, build the text model.
 
@@ -121,9 +133,10 @@ def from_directory(
     config = _override(config, content, overrides)
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         composite = composite_of(config)
-    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation)
-    weights = SafetensorsWeights(path, module, composite)
-    _init_buffers(RandomInitWeights(module, seed=0))
+    module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation, task)
+    random = RandomInitWeights(module, seed)
+    weights = SafetensorsWeights(path, module, composite, {f"{task.new_head}.": random} if task.new_head else {})
+    _init_buffers(random)
     weights.load_buffers(module)
     _require_buffers(module, "model.path")
     return _to_meta_model(module, weights)
@@ -219,9 +232,10 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
 
 
 def _on_meta(
-    config: transformers.PreTrainedConfig, setting: str, attn_implementation: str
+    config: transformers.PreTrainedConfig, setting: str, attn_implementation: str, task: Task
 ) -> transformers.PreTrainedModel:
     attention.register()
+    task.configure(config, setting)
     config.use_cache = False
     for key, value in config.to_dict().items():
         if ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and not 0 <= value <= 1:
@@ -230,9 +244,11 @@ def _on_meta(
         raise UserError(f"{setting}: the weights are quantized, expected float32, bfloat16 or float16")
 
     def build(implementation: str | None) -> transformers.PreTrainedModel:
-        with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
-            return transformers.AutoModelForCausalLM.from_config(
+        with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a {task.description} from it"):
+            module: transformers.PreTrainedModel = task.auto_class.from_config(
                 config, attn_implementation=implementation, trust_remote_code=False, dtype=torch.float32
             )
+        task.check(module, setting)
+        return module
 
     return build_for_training(build, setting, attn_implementation)

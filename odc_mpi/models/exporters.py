@@ -18,7 +18,8 @@ from odc_mpi.errors import UserError
 from odc_mpi.hub import cached_model_path, parse_name
 from odc_mpi.models.adapters import ADAPTER, adapted_parameters, add_adapters, base_name, is_adapter, peft_name
 from odc_mpi.models.build import is_model_directory
-from odc_mpi.models.load import load_base, load_checkpoint
+from odc_mpi.models.heads.task import REWARD
+from odc_mpi.models.load import load_base, load_checkpoint, saved_task
 from odc_mpi.models.weights.composite import is_composite
 from odc_mpi.models.weights.conversion import published_tensors
 from odc_mpi.shard.local_shards import WeightSource
@@ -88,6 +89,7 @@ class PublishedExporter(Exporter, WeightSource):
     ) -> None:
         self._checkpoint = checkpoint
         self.dtype = checkpoint.manifest.metadata["config"]["model"]["param_dtype"]
+        self.generates = saved_task(checkpoint) is not REWARD
         self._published = published_tensors(module, shapes)
         self._kept = kept
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
+from odc_mpi.models.heads.task import CAUSAL_LM, task_of
 
 #: Layer types that carry no state across packed sequences, and mix tokens only by attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -50,7 +51,7 @@ class Packing:
         return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
 
 
-#: Decisions by attention implementation and configuration. The trial takes longer than building the model.
+#: Decisions by class, attention implementation and configuration. The trial takes longer than building the model.
 _DECIDED: dict[str, Packing] = {}
 
 
@@ -87,7 +88,7 @@ def packing_of(module: transformers.PreTrainedModel) -> Packing:
 
 
 def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> Packing:
-    key = f"{attn_implementation} {module.config.to_json_string(use_diff=False)}"
+    key = f"{type(module).__name__} {attn_implementation} {module.config.to_json_string(use_diff=False)}"
     if key not in _DECIDED:
         _DECIDED[key] = _try_packed(module)
     return _DECIDED[key]
@@ -176,7 +177,9 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         raise UserError(
             f"{setting}: {name} adds a z-loss, which odc_mpi does not train: set model.config.z_loss_coefficient to 0"
         )
-    if "self.loss_function(" not in inspect.getsource(inspect.unwrap(type(module).forward)):
+    if task_of(name) is CAUSAL_LM and "self.loss_function(" not in inspect.getsource(
+        inspect.unwrap(type(module).forward)
+    ):
         raise UserError(f"{setting}: {name} does not predict the next token: its loss does not shift the labels")
 
 

@@ -23,6 +23,7 @@ from odc_mpi.hub import cached_model_path, download_hint
 from odc_mpi.models import build
 from odc_mpi.models.adapters import add_adapters
 from odc_mpi.models.configuration import first_difference, full_configuration
+from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, Task, set_padding, task_of
 from odc_mpi.models.peft_directory import from_peft_directory, is_peft_directory
 from odc_mpi.models.weights.base_check import HashedWeights, check_base, describe_base
 
@@ -61,10 +62,13 @@ def load_checkpoint(
     attn_implementation: str | None = None,
     base: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    task: Task | None = None,
+    seed: int = 0,
 ) -> build.MetaModel:
     """Build the model of a checkpoint. For arguments and errors, see `load_model`.
 
-    `overrides` are settings of transformers that replace those of a full model.
+    `overrides` are settings of transformers that replace those of a full model. `task` is by default that of the
+    checkpoint. If it differs, the model has a new head, with weights by `seed`.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -77,7 +81,11 @@ def load_checkpoint(
     else:
         _refuse_base(checkpoint.directory, base)
         meta_model = build.from_saved_config(
-            metadata["transformers_config"], attn_implementation or model["attn_implementation"], overrides
+            metadata["transformers_config"],
+            attn_implementation or model["attn_implementation"],
+            overrides,
+            task or saved_task(checkpoint),
+            seed,
         )
         for parameter in meta_model.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -97,19 +105,36 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def load_start(
-    path: Path, rank: int, size: int, attn_implementation: str, overrides: Mapping[str, Any] | None
+    path: Path,
+    rank: int,
+    size: int,
+    attn_implementation: str,
+    overrides: Mapping[str, Any] | None,
+    task: Task = CAUSAL_LM,
+    seed: int = 0,
 ) -> build.MetaModel:
     """Build the model from which a training starts, given by `model.path`: a Hugging Face directory or a checkpoint.
 
-    For an adapter checkpoint this is its base; the adapters are in the `checkpoint` of the model. For other arguments
-    and errors, see `load_model`.
+    For an adapter checkpoint this is its base; the adapters are in the `checkpoint` of the model. For `task` and
+    `seed`, see `build`; for other arguments and errors, `load_model`.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
-        return build.from_directory(path, attn_implementation, overrides)
+        return build.from_directory(path, attn_implementation, overrides, task, seed)
+    saved = saved_task(checkpoint)
+    if saved is not task and (saved is REWARD or "adapter" in checkpoint.manifest.metadata):
+        raise UserError(
+            f"model.path: expected a {task.description}, {path} is a run of a {saved.description}"
+            f"{' with adapters: export it with --merge, and set model.path to the directory' if task is REWARD else ''}"
+        )
     if "adapter" in checkpoint.manifest.metadata:
         return replace(load_base(checkpoint, rank, size, attn_implementation), checkpoint=checkpoint)
-    return load_checkpoint(checkpoint, rank, size, attn_implementation, overrides=overrides)
+    return load_checkpoint(checkpoint, rank, size, attn_implementation, overrides=overrides, task=task, seed=seed)
+
+
+def saved_task(checkpoint: Checkpoint) -> Task:
+    """Return the task of the model in a checkpoint."""
+    return task_of(checkpoint.manifest.metadata["architectures"][0])
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
@@ -138,13 +163,14 @@ def load_base(
     """Build the base model of an adapter checkpoint, and verify it. For arguments and errors, see `load_model`."""
     record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
     attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
+    task = saved_task(checkpoint)
     if record["path"] is None:
         if base is not None:
             raise UserError(
                 f"--base: the base of the LoRA adapter {checkpoint.directory} is {describe_base(record)}, which is not "
                 "on disk: omit --base"
             )
-        meta_model = build.from_config(record["config"], record["seed"], attention)
+        meta_model = build.from_config(record["config"], record["seed"], attention, task)
     else:
         base_path = base or Path(cached_model_path(record["path"]))
         if not build.is_model_directory(base_path):
@@ -152,7 +178,9 @@ def load_base(
                 f"{checkpoint.directory} is a LoRA adapter, but its base model is not in {base_path} (no config.json "
                 f"there). Pass --base DIR{download_hint(str(base_path))}"
             )
-        meta_model = build.from_directory(base_path, attention, record["config"])
+        meta_model = build.from_directory(base_path, attention, record["config"], task, record["seed"])
+        if task is REWARD:
+            set_padding(meta_model.module.config, checkpoint.manifest.metadata["transformers_config"]["pad_token_id"])
         if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
             key, theirs, ours = difference
             raise UserError(

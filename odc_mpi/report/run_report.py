@@ -24,6 +24,7 @@ _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
 _OBJECTIVES = {
     "sft": "Supervised fine-tuning",
     "dpo": "Training on preferences (DPO)",
+    "reward": "Training of a reward model",
     "grpo": "Training from rewards (GRPO)",
 }
 

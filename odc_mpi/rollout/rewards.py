@@ -25,13 +25,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from odc_mpi.errors import UserError, one_line_message, warn
+from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
 
 RewardCallable = Callable[..., Sequence[float | None]]
 #: Number that is added to the standard deviation of a group before dividing by it, as in TRL.
 EPSILON = 1e-4
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,18 @@ class GroupRewards:
         return np.nan_to_num(advantages / (self.std + EPSILON) if scaled else advantages)
 
 
-def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None) -> list[RewardFunction]:
+def load_reward_functions(
+    specs: Sequence[str], weights: Sequence[float] | None, device: torch.device = _CPU
+) -> list[RewardFunction]:
     """Import reward functions with their weights, by default 1. This runs the code of their modules.
 
-    Locations are ``package.module:name``, ``file.py:name`` or the name of a built-in function. Raises `UserError` if a
-    function does not exist, two functions have the same name, or a module raises an exception.
+    Locations are ``package.module:name``, ``file.py:name``, the name of a built-in function, or the directory of a
+    reward model, which is loaded to `device`. Raises `UserError` if a function does not exist, two functions have the
+    same name, a module raises an exception, or a model does not load.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
-        RewardFunction(spec.rpartition(":")[2], spec, _load_function(spec), weight)
+        RewardFunction(_name(spec), spec, _load_function(spec, device), weight)
         for spec, weight in zip(specs, weights, strict=True)
     ]
     names = [reward.name for reward in functions]
@@ -225,15 +231,27 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
         raise _ExpiredError
 
 
-def _load_function(spec: str) -> RewardCallable:
+def _name(spec: str) -> str:
+    """Return the name of a function, or that of the directory or Hub model of a reward model."""
+    of_hub = parse_name(spec)
+    return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
+
+
+def _load_function(spec: str, device: torch.device) -> RewardCallable:
     module_name, colon, name = spec.rpartition(":")
     if not colon:
-        if spec not in builtin_rewards.REWARDS:
-            known = ", ".join(builtin_rewards.REWARDS)
-            raise UserError(
-                f"rl.reward_funcs: expected package.module:name, file.py:name or one of {known}, got {spec!r}"
-            )
-        return builtin_rewards.REWARDS[spec]
+        if spec in builtin_rewards.REWARDS:
+            return builtin_rewards.REWARDS[spec]
+        if Path(spec).is_dir():
+            # Imported late: transformers takes seconds.
+            from odc_mpi.rollout.reward_model import RewardModel
+
+            return RewardModel(Path(spec), device)
+        known = ", ".join(builtin_rewards.REWARDS)
+        raise UserError(
+            "rl.reward_funcs: expected package.module:name, file.py:name, the directory of a reward model, or one of "
+            f"{known}, got {spec!r}"
+        )
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except UserError:

@@ -1,4 +1,4 @@
-"""Evaluation between training steps: its schedule, and the loss on held-out sequences.
+"""Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics of held-out pairs.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
 microbatch after another and fetches parameters on demand. Ranks synchronize only at the end, to gather their sums.
@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -22,13 +22,13 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch, find_strategy
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
+from odc_mpi.training.inputs import Inputs, initial_cost_model
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 
@@ -71,13 +71,14 @@ class PeriodicEvaluator(Callback, ABC):
 class ForwardPass:
     """Runs forward passes on sequences of a data set, whose microbatches ranks claim. Construction is collective."""
 
-    def __init__(
-        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost_model: CostModel, packs: bool
-    ) -> None:
+    def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
-        self._world, self._model, self._cost_model = world, model, cost_model
+        self._world, self._model = world, model
+        # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
+        self._cost_model = initial_cost_model(config.data, inputs.model)
         self._max_tokens = config.data.max_tokens_per_microbatch
-        self._strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
+        packs = inputs.model.packing.packs
+        self._strategy = find_strategy("dynamic", self._cost_model, exact=config.run.exact, packs=packs)
         self._placeholders = PlaceholderDataset(dataset)
         self._tickets = Tickets(world)
 
@@ -108,7 +109,61 @@ class ForwardPass:
         return list(itertools.chain.from_iterable(gathered))
 
 
-class LossEvaluator(PeriodicEvaluator):
+def held_out_pass(
+    config: Config, world: World, model: ShardedModel, inputs: Inputs
+) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
+    """Return the forward pass of the held-out data set and the indices to evaluate, or an empty list. Collective."""
+    dataset = inputs.evaluation
+    if not isinstance(dataset, Dataset):
+        return []
+    indices = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
+    return [(ForwardPass(config, world, model, inputs, dataset), indices)]
+
+
+class HeldOutEvaluator(PeriodicEvaluator):
+    """Base class of evaluators of sequences with these indices of a data set, which it closes at the end."""
+
+    def __init__(
+        self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
+    ) -> None:
+        super().__init__(run, model)
+        self._forward_pass, self._minibatch = forward_pass, forward_pass.plan(indices)
+
+    def close(self) -> None:
+        """Close the held-out data set."""
+        self._forward_pass.dataset.close()
+
+
+class PairEvaluator(HeldOutEvaluator):
+    """Base class of evaluators of pairs.
+
+    Attributes:
+        reductions: Function from the values of all pairs to a metric, by name of the value.
+    """
+
+    reductions: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]]
+
+    @abstractmethod
+    def score(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return the values of each pair in the order of `reductions`, float64 `[pairs, values]`. One-sided."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the pairs, under the names of training with the prefix `eval_`. Collective."""
+        rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
+        # In the order of the pairs, whichever rank computed which pair.
+        columns = list(zip(*rows, strict=True))[1:]
+        return {
+            f"eval_{name}": reduce(column)
+            for (name, reduce), column in zip(self.reductions.items(), columns, strict=True)
+        }
+
+    def _score(self, microbatch: Microbatch) -> list[list[float]]:
+        """Return index and values of each pair."""
+        values = self.score(microbatch).tolist()
+        return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
+
+
+class LossEvaluator(HeldOutEvaluator):
     """Computes the mean loss of held-out sequences."""
 
     columns: ClassVar = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
@@ -123,9 +178,8 @@ class LossEvaluator(PeriodicEvaluator):
     def __init__(
         self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
     ) -> None:
-        super().__init__(run, model)
-        self._token_logps, self._forward_pass = TokenLogps(model.module), forward_pass
-        self._minibatch = forward_pass.plan(indices)
+        super().__init__(run, model, forward_pass, indices)
+        self._token_logps = TokenLogps(model.module)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""
@@ -142,7 +196,3 @@ class LossEvaluator(PeriodicEvaluator):
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
         loss = round_for_exact_sum(-float(scores.logps.sum()), MAX_EXACT_LOSS * self._minibatch.num_tokens)
         return loss, int(scores.is_top.sum())
-
-    def close(self) -> None:
-        """Close the held-out data set."""
-        self._forward_pass.dataset.close()

@@ -17,6 +17,7 @@ from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, Task, set_padding
 from odc_mpi.models.load import find_checkpoint, load_run_tokenizer, load_start
 from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
 from odc_mpi.training.rl.prompts import PromptLoader
@@ -64,11 +65,15 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     Raises `UserError` if settings, data and model do not match, or a file cannot be used.
     """
     validate_context_parallel(config)
-    meta_model = build_model(config.model, config.run.seed, rank, size)
-    if config.run.objective == "grpo":
+    objective = config.run.objective
+    meta_model = build_model(config.model, config.run.seed, rank, size, REWARD if objective == "reward" else CAUSAL_LM)
+    if objective in ("grpo", "reward"):
+        _refuse_routers(objective, meta_model)
+    if objective == "grpo":
         return _open_prompts(config, _with_adapters(meta_model, config), rank)
-    has_pairs = config.run.objective == "dpo"
-    dataset = _open_dataset("data.path", config.data.path, config.model, meta_model, has_pairs)
+    dataset = _open_dataset("data.path", config.data.path, config, meta_model)
+    if objective == "reward":
+        set_padding(meta_model.module.config, _padding_token(dataset, meta_model))
     context_parallel = plan_context_parallel(config, meta_model, dataset, size)
     meta_model = _with_adapters(meta_model, config)
     loader = Loader(
@@ -86,18 +91,13 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     )
     evaluation = None
     if config.data.eval_path is not None:
-        evaluation = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model, has_pairs)
+        evaluation = _open_dataset("data.eval_path", config.data.eval_path, config, meta_model)
         check_fit(evaluation.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel)
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
     """Open the prompts, and check that the model can be trained on them and that they fit into a microbatch."""
-    if getattr(meta_model.module.config.get_text_config(), "output_router_logits", False):
-        raise UserError(
-            "run.objective: grpo has no loss of routers, but the model has output_router_logits: set "
-            "model.config.output_router_logits to false"
-        )
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -133,20 +133,42 @@ def _validate_prompts(
     return prompts
 
 
-def _open_dataset(
-    setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel, has_pairs: bool
-) -> Dataset:
-    dataset = Dataset(path)
+def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
+    if getattr(meta_model.module.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            f"run.objective: {objective} has no loss of routers, but the model has output_router_logits: set "
+            "model.config.output_router_logits to false"
+        )
+
+
+def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
+    """Return the padding token of a reward model: as in TRL the tokenizer's, or its end-of-sequence token."""
+    files = tokenizer_files(Path(dataset.path))
+    tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
+    candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+    candidates.append(meta_model.module.config.get_text_config().pad_token_id)
+    padding = next((each for each in candidates if each is not None and each < meta_model.vocab_size), None)
+    if padding is None:
+        raise UserError(
+            f"data.path: run.objective reward requires a padding token, but the tokenizer in {dataset.path} has no "
+            "pad_token and no eos_token: set model.config.pad_token_id"
+        )
+    return padding
+
+
+def _open_dataset(setting: str, path: str, config: Config, meta_model: models.MetaModel) -> Dataset:
+    dataset, objective = Dataset(path), config.run.objective
+    has_pairs = objective != "sft"
     if (dataset.pair_counts is not None) != has_pairs:
         raise UserError(
-            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is dpo: set it to "
-            "sft, or prepare records with the fields chosen and rejected"
+            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is {objective}: "
+            "set it to sft, or prepare records with the fields chosen and rejected"
             if has_pairs
             else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is sft: set it to "
-            "dpo, or prepare the chosen answers alone, with --columns messages=chosen, or completion=chosen for texts "
-            "with a prompt"
+            "dpo or reward, or prepare the chosen answers alone, with --columns messages=chosen, or completion=chosen "
+            "for texts with a prompt"
         )
-    _check_vocabulary(setting, dataset, model, meta_model)
+    _check_vocabulary(setting, dataset, config.model, meta_model)
     longest = dataset.num_positions
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -239,12 +261,14 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
     return meta_model
 
 
-def build_model(config: ModelConfig, seed: int, rank: int = 0, size: int = 1) -> models.MetaModel:
+def build_model(
+    config: ModelConfig, seed: int, rank: int = 0, size: int = 1, task: Task = CAUSAL_LM
+) -> models.MetaModel:
     """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
 
     If `model.path` is an adapter checkpoint, each of `size` ranks verifies a share of its base, which is returned.
     """
     if config.path is not None:
-        return load_start(Path(config.path), rank, size, config.attn_implementation, config.config)
+        return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)
     assert config.config is not None, "config.load requires one of model.path and model.config"
-    return models.from_config(config.config, seed, config.attn_implementation)
+    return models.from_config(config.config, seed, config.attn_implementation, task)

@@ -103,6 +103,12 @@ def _resolve_paths(config: Config, world: World, check_stop: Callable[[], None])
     if config.rl.tokenizer is not None:
         path = resolve_model_path(config.rl.tokenizer, "rl.tokenizer", weights=False, **options)
         config = replace(config, rl=replace(config.rl, tokenizer=path))
+    if config.rl.reward_funcs is not None:
+        functions = [
+            resolve_model_path(spec, "rl.reward_funcs", **options) if "/" in spec and ":" not in spec else spec
+            for spec in config.rl.reward_funcs
+        ]
+        config = replace(config, rl=replace(config.rl, reward_funcs=functions))
     return config
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from odc_mpi.api import decide_for, shard_model
@@ -52,13 +51,14 @@ from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
 from odc_mpi.training.dpo.build import build_dpo
-from odc_mpi.training.evaluation import ForwardPass, LossEvaluator
+from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
-from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, training_flops
+from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.resolved_settings import resolve_settings
+from odc_mpi.training.reward.build import build_reward
 from odc_mpi.training.rl.build import build_grpo
 from odc_mpi.training.run_info import numel, samples_per_step, startup_lines, summary_fields
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
@@ -196,6 +196,9 @@ def build_trainer(
             digest = partial(state_digest, world, TrainingState(model, optimizer, world.rank))
             objective, more_callbacks = build_dpo(config, world, model, inputs, resume_point, digest, check_stop)
             callbacks += more_callbacks
+        elif config.run.objective == "reward":
+            objective, more_callbacks = build_reward(config, world, model, inputs)
+            callbacks += more_callbacks
         else:
             objective = SFTObjective(model.module)
         if config.data.cost == "fitted":
@@ -284,14 +287,9 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
 
 
 def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
-    dataset = inputs.evaluation
-    if config.run.objective != "sft" or not isinstance(dataset, Dataset):
+    if config.run.objective != "sft":
         return []
-    # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
-    cost_model = initial_cost_model(config.data, inputs.model)
-    forward_pass = ForwardPass(config, world, model, dataset, cost_model, inputs.model.packing.packs)
-    indices = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
-    return [LossEvaluator(config.run, model, forward_pass, indices)]
+    return [LossEvaluator(config.run, model, *each) for each in held_out_pass(config, world, model, inputs)]
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:

@@ -4,6 +4,7 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 from odc_mpi.errors import UserError
@@ -146,3 +147,32 @@ def check_evaluation(values: Mapping[str, Any], source: str) -> None:
             f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 "
             f"and a multiple of run.eval_every, got {saved} and {evaluated}"
         )
+
+
+def is_objective(
+    objective: str,
+    section: str,
+    kind: Any,
+    required: Mapping[str, tuple[Any, str]],
+    values: Mapping[str, Any],
+    source: str,
+) -> bool:
+    """Return True if the user chose an objective in `source`, whose settings are in the dataclass `kind`.
+
+    Raises `UserError` if its section has other values than the defaults with another objective, or if a setting in
+    `required` has not the only value that the objective supports, which is given there with the reason.
+    """
+    if values.get("run.objective", "sft") != objective:
+        defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}
+        changed = [key for key in values if key in defaults and values[key] != defaults[key]]
+        if changed:
+            raise UserError(
+                f"{source}: {changed[0]} requires run.objective {objective}: set that, or remove {changed[0]}"
+            )
+        return False
+    for key, (supported, reason) in required.items():
+        value = values.get(key, supported)
+        if value != supported:
+            expected, got = (json.dumps(each).strip('"') for each in (supported, value))
+            raise UserError(f"{source}: {key}: expected {expected} with run.objective {objective}, got {got}: {reason}")
+    return True

@@ -21,6 +21,7 @@ from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDevi
 from odc_mpi.training.dpo.settings import DPOConfig, check_dpo
 from odc_mpi.training.parsing import help as parsing_help
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
+from odc_mpi.training.reward.settings import RewardConfig, check_reward
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
     NAMES,
@@ -125,7 +126,7 @@ class OptimConfig:
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[
-        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4, dpo and grpo 1e-6", _RATE
+        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4; dpo, grpo 1e-6; reward 1e-4", _RATE
     ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
@@ -147,7 +148,9 @@ class OptimConfig:
 class RunConfig:
     """Settings of the objective, length, evaluation, device, files and checkpoints of a run."""
 
-    objective: Annotated[Literal["sft", "dpo", "grpo"], "supervised fine-tuning, preferences, or rewards"] = "sft"
+    objective: Annotated[
+        Literal["sft", "dpo", "reward", "grpo"], "fine-tuning, preferences, a reward model, or rewards"
+    ] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch; 0: set by num_train_epochs", NOT_NEGATIVE] = 0
     num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps; null: 1", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
@@ -177,6 +180,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     rl: GRPOConfig = field(default_factory=GRPOConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -246,12 +250,14 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 def default_learning_rate(config: Config) -> float:
     """Return the learning rate that `optim.learning_rate: auto` means.
 
-    The values are TRL's for supervised fine-tuning, DPO and GRPO; adapters take five to ten times more. A model that is
-    trained from scratch has a larger one, which should be set for its size.
+    The values are TRL's; adapters take five to ten times more. A model that is trained from scratch has a larger one,
+    which should be set for its size.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6
+    if config.run.objective == "reward":
+        return 1e-3 if has_adapters else 1e-4
     return 1e-4 if has_adapters or config.model.path is None else 2e-5
 
 
@@ -305,6 +311,7 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     check_evaluation(values, source)
     check_rl(values, source)
     check_dpo(values, source)
+    check_reward(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):

@@ -65,15 +65,19 @@ def plain_loop(config, dataset, freeze):
     reference = torch_reference.initial_model(config)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
+    losses = torch_reference.train(reference, dataset, first_minibatches(config, dataset), config.optim)
+    return losses, reference.state_dict()
+
+
+def first_minibatches(config, dataset):
+    """The indices of the sequences of each step."""
     draw = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
         max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
         seed=config.run.seed,
     )
-    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, config.run.steps)]
-    losses = torch_reference.train(reference, dataset, minibatches, config.optim)
-    return losses, reference.state_dict()
+    return [minibatch.indices for minibatch in itertools.islice(draw, config.run.steps)]
 
 
 def run(config, world, freeze=()):

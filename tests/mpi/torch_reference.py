@@ -5,18 +5,20 @@ import torch.nn.functional as F
 import transformers
 
 from odc_mpi.models import build
+from odc_mpi.models.heads.task import CAUSAL_LM, REWARD, task_of
 from odc_mpi.shard.optim import schedule_factor
 
 
 def initial_model(config):
     """The plain model with which a run of this configuration begins."""
-    return unsharded_model(build.from_config(config.model.config, config.run.seed), config.model.config)
+    task = REWARD if config.run.objective == "reward" else CAUSAL_LM
+    return unsharded_model(build.from_config(config.model.config, config.run.seed, task=task), config.model.config)
 
 
 def unsharded_model(meta_model, settings):
     """The same model with ordinary parameters and the stock attention, holding the same initial values."""
-    plain = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**settings), attn_implementation="sdpa", dtype=torch.float32
+    plain = task_of(type(meta_model.module).__name__).auto_class.from_config(
+        transformers.AutoConfig.for_model(**settings, num_labels=1), attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():
         for name, parameter in plain.named_parameters():

@@ -48,6 +48,7 @@ SAME = {
     "reward_weights 1 0.5": ("rl.reward_weights", [1, 0.5]),
     "beta 0.1 --objective grpo": ("rl.beta", 0.1),
     "beta 0.1 --run.objective dpo": ("dpo.beta", 0.1),
+    "center_rewards_coefficient 0.01 --run.objective reward": ("reward.center_rewards_coefficient", 0.01),
     "loss_type hinge,sft --run.objective=dpo": ("dpo.loss_type", ["hinge", "sft"]),
 }
 
@@ -124,8 +125,8 @@ def trl_names():
     if spec is None:
         pytest.skip("trl is not installed")
     folder = Path(spec.submodule_search_locations[0]) / "trainer"
-    for file in ("base_config.py", "sft_config.py", "grpo_config.py", "dpo_config.py", "model_config.py"):
-        for node in ast.walk(ast.parse((folder / file).read_text())):
+    for kind in ("base", "sft", "grpo", "dpo", "reward", "model"):
+        for node in ast.walk(ast.parse((folder / f"{kind}_config.py").read_text())):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 yield node.target.id
 

@@ -275,7 +275,8 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
         (
             "- 1\n- 2",
-            "job.yaml: expected a mapping of the sections model, data, lora, rl, dpo, comm, optim, run, got [1, 2]",
+            "job.yaml: expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, optim, run, got "
+            "[1, 2]",
         ),
         ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
         ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),
@@ -429,6 +430,8 @@ def test_every_value_and_where_it_comes_from(write):
         (["--lora_r=8"], 1e-4),
         (["--run.objective=grpo", "--reward_funcs=a"], 1e-6),
         (["--run.objective=grpo", "--reward_funcs=a", "--lora_r=8"], 1e-5),
+        (["--run.objective=reward"], 1e-4),
+        (["--run.objective=reward", "--lora_r=8"], 1e-3),
         (["--model.path=null", "--model.config.model_type=qwen2"], 1e-4),
         (["--learning_rate=3"], 3),
     ],

@@ -82,3 +82,23 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
         inputs={"input_ids": padded, "use_cache": False},
         logit_positions=torch.where(rejected, padded.shape[1] + in_second_row, positions),
     )
+
+
+def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobatch:
+    """Return a microbatch whose `logit_positions` are the last token of each answer that is not the token `padding`.
+
+    At this token a sequence classifier of transformers computes its output. If an answer consists of padding, as an
+    empty one may, the token is in the prompt, and if all tokens are padding, it is the first one of the pair.
+    """
+    tokens = microbatch.inputs["input_ids"][0]
+    bounds, bounds_k = (microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64) for name in "qk")
+    starts = bounds[:-1]
+    pair_starts = starts[::2].repeat_interleave(2)
+    # The last tokens of the prompts of rejected answers. Chosen answers include their prompts.
+    prompt_ends = pair_starts + (bounds_k.diff() - bounds.diff() - 1).clamp(min=0)
+    indices = torch.arange(len(tokens), device=tokens.device)
+    # For each token, the index of the last one up to it that is not padding.
+    last = torch.where(tokens == padding, -1, indices).cummax(0).values
+    found = last[bounds[1:] - 1]
+    positions = torch.maximum(torch.where(found < starts, last[prompt_ends], found), pair_starts)
+    return replace(microbatch, logit_positions=positions, targets=tokens[positions], answers=indices[: len(positions)])

@@ -1,6 +1,7 @@
 """Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices."""
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,13 +36,21 @@ class SafetensorsWeights(HashedWeights):
         path: Hugging Face directory.
         module: Model on the meta device.
         composite: Multimodal model whose weights the directory has, if `module` is its text model.
+        new: Sources of parameters that the files may lack, by the beginning of their names.
 
     Raises:
         UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
     """
 
-    def __init__(self, path: Path, module: transformers.PreTrainedModel, composite: Composite | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        module: transformers.PreTrainedModel,
+        composite: Composite | None = None,
+        new: Mapping[str, WeightSource] | None = None,
+    ) -> None:
         self._path = path
+        self._new: dict[str, WeightSource] = {}
         self.files = _StoredTensors(path)
         names = composite.names(module) if composite else {name: name for name in module.state_dict()}
         stored = {name: partial(self.files.placed, name) for name in self.files.file_of}
@@ -52,13 +61,19 @@ class SafetensorsWeights(HashedWeights):
             aliases.setdefault(parameter, []).append(name)
         for name, parameter in module.named_parameters():
             found = next((alias for alias in aliases[parameter] if alias in self._placed), None)
-            if found is None:
+            source = next((source for prefix, source in (new or {}).items() if name.startswith(prefix)), None)
+            if found is not None:
+                self._placed[name] = self._placed[found]
+                self._check(name, parameter.shape)
+            elif source is not None:
+                self._new[name] = source
+            else:
                 raise UserError(f"model.path: {path} stores no weights for {name}")
-            self._placed[name] = self._placed[found]
-            self._check(name, parameter.shape)
 
     @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name in self._new:
+            return self._new[name].read(name, start, stop)
         return self._placed[name].read_range(self.files, start, stop)
 
     @override

@@ -14,8 +14,8 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.dpo.evaluation import PreferenceEvaluator
 from odc_mpi.training.dpo.reference import NeededPairs, ReferenceLogps
-from odc_mpi.training.evaluation import ForwardPass
-from odc_mpi.training.inputs import Inputs, initial_cost_model
+from odc_mpi.training.evaluation import ForwardPass, held_out_pass
+from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
@@ -37,30 +37,27 @@ def build_dpo(
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
-    packs = inputs.model.packing.packs
-    answer_logps = AnswerLogps(model.module, packs)
-    cost_model = initial_cost_model(config.data, inputs.model)
+    answer_logps = AnswerLogps(model.module, inputs.model.packing.packs)
 
     def compute(microbatch: Microbatch) -> torch.Tensor:
         return answer_logps(microbatch).logps
 
-    def forward_pass(dataset: Dataset) -> ForwardPass:
-        return ForwardPass(config, world, model, dataset, cost_model, packs)
-
     def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
         return loader.upcoming_indices(config.run.steps - completed_steps)
 
-    loader, held_out = inputs.sequence_loader, inputs.evaluation
-    passes: list[tuple[ForwardPass, NeededPairs]] = [(forward_pass(inputs.dataset), needed_for_training)]
-    if isinstance(held_out, Dataset):
-        indices = np.arange(min(config.data.eval_sequences or len(held_out), len(held_out)))
-        passes.append((forward_pass(held_out), lambda completed_steps: indices))
+    loader, held_out = inputs.sequence_loader, held_out_pass(config, world, model, inputs)
+    training = ForwardPass(config, world, model, inputs, inputs.dataset)
+    passes: list[tuple[ForwardPass, NeededPairs]] = [(training, needed_for_training)]
+    passes += [(forward_pass, _always(indices)) for forward_pass, indices in held_out]
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
     reference = ReferenceLogps(world, compute, passes, directories, weights_digest, check_stop)
     callbacks: list[Callback] = [
-        PreferenceEvaluator(config.run, model, evaluation, indices, answer_logps, config.dpo, reference)
-        for evaluation, _ in passes[1:]
+        PreferenceEvaluator(config.run, model, *each, answer_logps, config.dpo, reference) for each in held_out
     ]
     return DPOObjective(answer_logps, config.dpo, reference), callbacks
+
+
+def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
+    return lambda completed_steps: indices

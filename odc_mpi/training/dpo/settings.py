@@ -1,21 +1,21 @@
 """Section `dpo` of the settings. They have the names and defaults of `DPOConfig` of TRL."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
-from odc_mpi.training.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
+from odc_mpi.training.setting_types import NON_EMPTY_NAMES, POSITIVE, Check, is_objective
 
 #: Losses of a pair; see `training.objectives.pair_losses`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
-_BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
 #: Settings with the only value that objectives on pairs support, and the reason.
-_REQUIRED = {
+PAIR_REQUIREMENTS = {
     "data.context_parallel": ("off", "a pair cannot be split over ranks"),
-    "lora.dropout": (0, "dropout would change the log-probabilities that are compared"),
+    "lora.dropout": (0, "dropout would change what is compared"),
 }
+_BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,7 @@ class DPOConfig:
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the user's settings of DPO, given in `source`, are contradictory."""
-    objective = values.get("run.objective", "sft")
-    if objective != "dpo":
-        defaults = {f"dpo.{item.name}": item.default for item in fields(DPOConfig)}
-        changed = [key for key in values if key in defaults and values[key] != defaults[key]]
-        if changed:
-            raise UserError(f"{source}: {changed[0]} requires run.objective dpo: set that, or remove {changed[0]}")
+    if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
     types, known = [types] if isinstance(types, str) else types, get_args(LossType)
@@ -55,7 +50,3 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
             f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, got "
             f"{len(weights)}"
         )
-    for key, (supported, reason) in _REQUIRED.items():
-        value = values.get(key, supported)
-        if value != supported:
-            raise UserError(f"{source}: {key}: expected {supported} with run.objective dpo, got {value}: {reason}")

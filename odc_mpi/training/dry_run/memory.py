@@ -144,7 +144,9 @@ def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, leng
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
     narrow = dtype.itemsize < 4
     logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))
-    if narrow and not model.adapter:
+    if model.module.get_output_embeddings() is None:
+        logits = 0  # a reward model
+    elif narrow and not model.adapter:
         logits += 4 * model.vocab_size * text.hidden_size  # the gradient of the head is summed in fp32
     per_token = _saved_bytes_per_token(model, dtype)
     if per_token is None:

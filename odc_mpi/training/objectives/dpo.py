@@ -9,16 +9,14 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
+from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.dpo.reference import ReferenceLogps
 from odc_mpi.training.dpo.settings import DPOConfig
 from odc_mpi.training.loop import Objective
 from odc_mpi.training.objectives.pair_losses import STATISTICS, PairLogps, pair_loss, pair_statistics
-
-#: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
-_MAX_SUMMAND = 2.0**16
+from odc_mpi.training.objectives.pairs import PairObjective
 
 
 class AnswerScores(NamedTuple):
@@ -62,7 +60,7 @@ class AnswerLogps:
         return AnswerScores(logps, lengths, scores.entropy.sum(), scores.router_loss)
 
 
-class DPOObjective(Objective):
+class DPOObjective(PairObjective):
     """Mean of `pair_losses.pair_loss` over all pairs of a minibatch, plus the loss of routers, if any.
 
     Before the first step it loads or computes the log-probabilities under the reference model.
@@ -73,7 +71,7 @@ class DPOObjective(Objective):
         ProgressColumn("margin", 8, lambda line: f"{line['rewards/margins']:.4f}"),
         ProgressColumn("accuracy", 8, lambda line: f"{line['rewards/accuracies']:.1%}"),
     )
-    gathered_names = ("loss", "entropy", *STATISTICS)
+    summed_names = gathered_names = ("loss", "entropy", *STATISTICS)
 
     def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: ReferenceLogps) -> None:
         self._answer_logps, self._dpo, self._reference = answer_logps, dpo, reference
@@ -82,12 +80,8 @@ class DPOObjective(Objective):
         """Load or compute the log-probabilities of the reference model. Collective."""
         self._reference.prepare(completed_steps)
 
-    def on_step_begin(self, step: Step) -> None:
-        """Set all sums of the step to 0."""
-        self._sums = dict.fromkeys(self.gathered_names, 0.0)
-
-    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
+    def loss_and_statistics(self, minibatch: Minibatch, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the contributions of a microbatch to the mean loss, and to the other means. One-sided."""
         scores = self._answer_logps(microbatch)
         counts = minibatch.dataset.pair_counts
         assert counts is not None
@@ -96,31 +90,16 @@ class DPOObjective(Objective):
         mean_chosen_length = float(counts[minibatch.indices, 2].mean())
         pairs = PairLogps(scores.logps, reference, scores.lengths, mean_chosen_length)
         loss = pair_loss(self._dpo, pairs).sum() / num_pairs
-        # Read after the backward, since a GPU has not computed them yet.
-        self._last_sums = torch.cat(
-            [
-                (scores.entropy.double() / minibatch.num_tokens)[None],
-                pair_statistics(self._dpo, pairs).sum(0) / num_pairs,
-            ]
-        )
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
-        return loss
-
-    def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the statistics of a microbatch to the sums of the step."""
-        for name, value in zip(self.gathered_names, (result.loss, *self._last_sums.tolist()), strict=True):
-            self._sums[name] += round_for_exact_sum(value, _MAX_SUMMAND)
-
-    def local_values(self) -> tuple[float, ...]:
-        """Return the sums of this rank's microbatches in the order of `gathered_names`."""
-        return tuple(self._sums.values())
+        entropy = scores.entropy.double() / minibatch.num_tokens
+        return loss, torch.cat([entropy[None], pair_statistics(self._dpo, pairs).sum(0) / num_pairs])
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
         """Add the metrics of `DPOTrainer` in TRL to those of the step: means over the pairs of all ranks."""
-        metrics = {name: gathered.sum(name) for name in self.gathered_names}
+        super().on_gathered(step, gathered)
+        metrics = step.metrics
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        step.metrics |= {**metrics, "num_tokens": step.minibatch.num_tokens}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the digest of the reference model."""

@@ -1,7 +1,7 @@
 """Names of settings in other libraries: those that mean the same as one here, and what to set instead of the others.
 
-The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `GRPOConfig` and
-`ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
+The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
+and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
 """
 
 import re
@@ -56,7 +56,7 @@ _ANSWERS = (
     (r"optim|optim_args|optim_target_modules", "optim is a section here: set optim.optimizer to adamw or sgd"),
     (
         r"rl|trl",
-        "rl is a section here: set run.objective to sft, dpo or grpo, and the settings of the section dpo or rl",
+        "rl is a section here: set run.objective to sft, dpo, reward or grpo, and the section dpo, reward or rl",
     ),
     (r"(per_device_|auto_find_|micro_|local_|global_)?(train_)?batch_size|num_tokens_per_train_step", _FULL_BATCH),
     (r"gradient_accumulation_steps|generation_batch_size|steps_per_generation", _FULL_BATCH),
@@ -110,7 +110,7 @@ _ANSWERS = (
         r"log_multimodal|num_completions_to_print|log_unique_prompts|log_completions_hub_repo",
         "set rl.log_completions, the steps between printed completions",
     ),
-    (r"disable_dropout", "not needed: dropout is off with run.objective dpo and grpo"),
+    (r"disable_dropout", "not needed: dropout is off with run.objective dpo, reward and grpo"),
     (
         r"logging_\w+|log_(level|on|freq)\w*|include_\w+|disable_tqdm|debug|skip_memory_metrics|prediction_loss_only",
         _LOGGED,
@@ -171,7 +171,7 @@ _ANSWERS = (
         "not supported: plain LoRA only, with lora.r, lora.alpha and lora.dropout",
     ),
     (r"trainable_token_indices|ensure_weight_tying", "set lora.modules_to_save"),
-    (r"reward_model_path\w*", "not supported: set rl.reward_funcs to functions"),
+    (r"reward_model_path\w*", "set rl.reward_funcs to the directory of the reward model"),
 )
 
 

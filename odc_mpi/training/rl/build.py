@@ -34,7 +34,7 @@ def build_grpo(
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
     specs = rl.reward_funcs
-    reward_functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights))
+    reward_functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights, model.device))
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(
             f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "

@@ -1,12 +1,19 @@
 """Section `rl` of the settings. Settings that also exist in `GRPOConfig` of TRL have its names and defaults."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
-from odc_mpi.training.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
+from odc_mpi.training.setting_types import (
+    NON_EMPTY_NAMES,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    POSITIVE,
+    Check,
+    Size,
+    is_objective,
+)
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
@@ -18,7 +25,7 @@ class GRPOConfig:
     """Settings of GRPO: rewards, sampling and loss."""
 
     reward_funcs: Annotated[
-        list[str] | None, "package.module:name, file.py:name or a built-in; docs/rewards.md", NON_EMPTY_NAMES
+        list[str] | None, "module:name, file.py:name, a built-in, or a reward model; docs/rewards.md", NON_EMPTY_NAMES
     ] = None
     reward_weights: Annotated[list[float] | None, "weight of each reward function; null: 1.0 each"] = None
     tokenizer: Annotated[str | None, "tokenizer: directory, hub name, run or data set; null: model.path"] = None
@@ -55,11 +62,7 @@ _REQUIRED = {
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the user's settings of GRPO, given in `source`, are incomplete or contradictory."""
-    if values.get("run.objective", "sft") != "grpo":
-        defaults = {f"rl.{item.name}": item.default for item in fields(GRPOConfig)}
-        changed = [key for key in values if key in defaults and values[key] != defaults[key]]
-        if changed:
-            raise UserError(f"{source}: {changed[0]} requires run.objective grpo: set run.objective, or remove it")
+    if not is_objective("grpo", "rl", GRPOConfig, _REQUIRED, values, source):
         return
     functions, weights = values.get("rl.reward_funcs"), values.get("rl.reward_weights")
     if not functions:
@@ -78,8 +81,3 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
             f"{source}: data.minibatch_sequences: expected a multiple of rl.num_generations, {num_generations}, got "
             f"{sequences}: with run.objective grpo it is the number of completions per step"
         )
-    for key, (supported, reason) in _REQUIRED.items():
-        value = values.get(key, supported)
-        if value != supported:
-            expected, got = (json.dumps(each).strip('"') for each in (supported, value))
-            raise UserError(f"{source}: {key}: expected {expected} with run.objective grpo, got {got}: {reason}")

@@ -6,12 +6,10 @@ import json
 import math
 import shutil
 
-import numpy as np
 import pytest
 import torch
 import torch_reference
-from pair_files import write_pairs
-from small_training import assert_close, configure, on_first_rank, train_to_the_end
+from small_training import assert_close, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
@@ -25,19 +23,7 @@ from odc_mpi.training.stop import StopRequest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
-VOCAB, BETA = 61, 0.1
-
-
-@pytest.fixture(scope="module")
-def pairs_path(world, shared_dir):
-    """Forty pairs, and ten held-out ones, with prompts and answers of 1 to 15 tokens."""
-    path = shared_dir / "pairs.h5"
-    if world.rank == 0:
-        counts = np.random.default_rng(3).integers(1, 16, (50, 3)).tolist()
-        write_pairs(path, counts[:40], VOCAB)
-        write_pairs(path.with_suffix(".eval.h5"), counts[40:], VOCAB, seed=1)
-    world.gather_objects(None)
-    return path
+BETA = 0.1
 
 
 def settings(pairs_path, base, **changes):
@@ -79,13 +65,7 @@ def plain_losses(config, dataset, module):
             losses.append(-logsigmoid(BETA * (ratios[0] - ratios[1])))
         return torch.stack(losses).mean()
 
-    data = config.data
-    limits = {
-        "minibatch_sequences": data.minibatch_sequences,
-        "max_tokens_per_microbatch": data.max_tokens_per_microbatch,
-    }
-    minibatches = [each.indices for each in itertools.islice(Loader(dataset, **limits), config.run.steps)]
-    return torch_reference.train(module, dataset, minibatches, config.optim, compute_loss)
+    return torch_reference.train(module, dataset, first_minibatches(config, dataset), config.optim, compute_loss)
 
 
 @pytest.mark.parametrize(("balance", "packs"), [("lb_mini", True), ("dynamic", True), ("dynamic", False)])

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch_reference
+import transformers
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, make_settings, read_prompt_tokens
-from small_training import train_to_the_end
+from number_words import number_words
+from small_training import QWEN2, train_to_the_end
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AllRanksUserError
@@ -222,6 +224,26 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
     assert start["eval_reward"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
     assert start["eval_mean_length"] == np.mean(lengths) and start["eval_exact_match"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]
+
+
+@pytest.mark.sizes(2)
+def test_a_reward_model_scores_the_completions(world, run, grpo_dir):
+    directory = grpo_dir / "scores"
+    if world.rank == 0:
+        torch.manual_seed(2)
+        config = transformers.AutoConfig.for_model(**QWEN2, num_labels=1, pad_token_id=0)
+        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+        number_words(END).save_pretrained(directory)
+    world.gather_objects(None)
+    functions = {"rl__reward_funcs": directory, "rl__reward_weights": "[1.0]"}
+    lines, _ = run(**functions, rl__log_completions=1, run__steps=2)
+    assert all(line["rewards/scores/mean"] == line["reward"] and line["num_tokens"] > 0 for line in lines)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    logged = [json.loads(line) for line in (run.base / "run" / "completions.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in logged} == {1, 2}
+    for line in logged:
+        tokens = [*map(int, line["prompt"].split()), *map(int, line["completion"].split()), END]
+        assert line["reward"] == pytest.approx(model(torch.tensor([tokens])).logits.item(), abs=1e-5)
 
 
 @pytest.mark.sizes(2)

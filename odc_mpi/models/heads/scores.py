@@ -1,0 +1,33 @@
+"""Scores of tokens by a reward model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from odc_mpi.models.heads.task import REWARD
+from odc_mpi.models.logps.logit_transform import replaced_forwards
+
+
+class RewardScores:
+    """Computes scores of given tokens under a reward model, or the `module` of a sharded one."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._head = getattr(module, str(REWARD.new_head))
+
+    def __call__(self, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
+        """Run the model and return the scores at `positions` in the flattened batch, int64 `[K]`.
+
+        Communicates like the forward of the model. The result is `[K]`, in the type of the model.
+        """
+        score, scores = self._head.forward, []
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            scores.append(score(hidden.flatten(0, -2)[positions])[:, 0])
+            return hidden.new_zeros(*hidden.shape[:-1], 1)  # the model selects one per row, without use
+
+        with replaced_forwards({self._head: head}):
+            self._module(**inputs)
+        (result,) = scores
+        return result

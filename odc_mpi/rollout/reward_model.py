@@ -1,0 +1,88 @@
+"""Reward functions that are models: sequence classifiers of transformers with one output, the reward.
+
+The model is frozen, and each rank has all of its parameters in memory.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from odc_mpi.data.encode import encode
+from odc_mpi.data.examples import Conversation, PromptCompletion
+from odc_mpi.data.templates import ChatRenderer
+from odc_mpi.data.tokenizer import load_files, tokenizer_files
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.heads.task import ENDS_WITH_TURN
+
+_SETTING = "rl.reward_funcs"
+
+
+class RewardModel:
+    """Reward function that scores completions with the model in a Hugging Face directory, by its own tokenizer.
+
+    Raises `UserError` if the directory has no tokenizer, or not all weights of such a model in safetensors files.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        # Without config.json: beside that of some families transformers loads the files as another tokenizer.
+        self._tokenizer = load_files(tokenizer_files(path), path, _SETTING)
+        try:
+            model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises exceptions of many kinds
+            raise UserError(
+                f"{_SETTING}: expected the directory of a reward model, {path} does not load: {one_line_message(error)}"
+            ) from error
+        if missing := sorted(report["missing_keys"]):
+            raise UserError(
+                f"{_SETTING}: expected a reward model, got {path}, which stores no weights for {missing[0]}"
+            )
+        if model.config.num_labels != 1:
+            raise UserError(
+                f"{_SETTING}: expected a reward model, with one output, {path} has {model.config.num_labels} labels"
+            )
+        text = model.config.get_text_config()
+        candidates = (text.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        padding = next((each for each in candidates if each is not None), None)
+        if padding is None:
+            raise UserError(f"{_SETTING}: {path} has no padding token: set pad_token_id in its config.json")
+        text.pad_token_id = self._padding = padding
+        self._max_length: int | None = getattr(text, "max_position_embeddings", None)
+        self._model = model.requires_grad_(False).eval().to(device)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """Return the reward of each completion. Raises `ValueError` if a text is longer than the model supports."""
+        rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
+        longest = max(map(len, rows))
+        if self._max_length is not None and longest > self._max_length:
+            raise ValueError(f"expected at most {self._max_length} tokens of prompt and completion, got {longest}")
+        tokens = torch.full((len(rows), longest), self._padding)
+        mask = torch.zeros_like(tokens)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+        device = self._model.device
+        with torch.inference_mode():
+            output = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False)
+        rewards: list[float] = output.logits[:, 0].float().tolist()
+        return rewards
+
+    def _encode(self, prompt: Any, completion: Any) -> list[int]:
+        """Tokenize a prompt with its completion, as data is prepared: texts and lists of messages."""
+        if isinstance(prompt, str):
+            [[encoded]] = encode(self._tokenizer, [PromptCompletion("", prompt, completion)])
+            return encoded.tokens.tolist()
+        renderer = ChatRenderer(self._tokenizer)
+        text = renderer.render_prompt(Conversation("", [*prompt, *completion]), for_generation=False)
+        if getattr(self._model.config, ENDS_WITH_TURN, False):
+            text = text[: renderer.end_of_turn(text)]
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens

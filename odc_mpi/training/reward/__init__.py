@@ -1,0 +1,1 @@
+"""Reward models (`run.objective: reward`): settings, training objective and evaluation."""

@@ -1,0 +1,124 @@
+"""Rewards of answers that share their prompt are those of transformers, and their losses those of `RewardTrainer`."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from packed_models import packed_model, plain_model
+from pair_files import write_pairs
+from tiny_configurations import tiny_config
+from transformers import AutoModelForSequenceClassification
+
+from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.data.pairs.microbatch import read_pairs
+from odc_mpi.data.tokenizer import END_OF_TEXT, train_tokenizer
+from odc_mpi.errors import UserError
+from odc_mpi.models import build
+from odc_mpi.models.configuration import full_configuration
+from odc_mpi.models.heads.task import REWARD
+from odc_mpi.training.objectives.reward import STATISTICS, AnswerRewards, RewardObjective
+from odc_mpi.training.reward.settings import RewardConfig
+
+# Of the libraries of TRL.
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+
+#: Pairs in which an answer contains the other, or is empty, so that its reward can be at the end of the prompt.
+RECORDS = [
+    {"prompt": "the sky is ", "chosen": "blue and wide", "rejected": "green"},
+    {"prompt": "two and two are ", "chosen": "four", "rejected": "four, or five"},
+    {"prompt": "a b c ", "chosen": "d e f g", "rejected": ""},
+]
+COUNTS = [(3, 4, 2), (11, 5, 9), (1, 1, 1), (9, 1, 14)]
+
+
+def num_common(first, second):
+    return next(n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+
+
+@pytest.mark.parametrize("pads_with_end", [False, True], ids=["pad token", "end of text as pad token"])
+@pytest.mark.parametrize("center", [None, 0.3])
+def test_loss_metrics_and_gradients_are_those_of_reward_trainer(tmp_path, center, pads_with_end):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = train_tokenizer(iter([text for record in RECORDS for text in record.values()] * 20), 300)
+    if pads_with_end:
+        tokenizer.pad_token = END_OF_TEXT
+    sizes = {"vocab_size": len(tokenizer), "attention_dropout": 0.0, "max_position_embeddings": 80, "num_labels": 1}
+    theirs, ours = (model(AutoModelForSequenceClassification, **sizes) for model in (plain_model, packed_model))
+    arguments = trl.RewardConfig(
+        str(tmp_path), use_cpu=True, report_to="none", bf16=False, center_rewards_coefficient=center
+    )
+    trainer = trl.RewardTrainer(
+        theirs, arguments, train_dataset=datasets.Dataset.from_list(RECORDS), processing_class=tokenizer
+    )
+    rows = [trainer.train_dataset[i] for i in range(3)]
+    wanted = trainer.compute_loss(theirs.train(), trainer.data_collator(rows))
+    wanted.backward()
+
+    with DatasetWriter(tmp_path / "pairs.h5", vocab_size=len(tokenizer), tokenizer="t", source="s") as writer:
+        for row in rows:
+            chosen, rejected = row["chosen_ids"], row["rejected_ids"]
+            prompt = num_common(chosen, rejected)
+            tokens = np.array([*chosen, *rejected[prompt:]])
+            counts = PairCounts(prompt, len(chosen) - prompt, len(chosen) - prompt)
+            writer.append(tokens, np.arange(len(tokens)) >= prompt, counts)
+    ours.config.pad_token_id = tokenizer.pad_token_id
+    objective = RewardObjective(AnswerRewards(ours.eval(), packs=True), RewardConfig(center))
+    with Dataset(tmp_path / "pairs.h5") as dataset:
+        microbatch = read_pairs(dataset, np.arange(3))
+    loss, statistics = objective.loss_and_statistics(SimpleNamespace(indices=np.arange(3)), microbatch)
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        bound = 1e-6 + 1e-5 * float(other.grad.abs().max())
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    metrics = trainer._metrics["train"]
+    for name, value in zip(STATISTICS, statistics.tolist(), strict=True):
+        assert value == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-6), name
+    for name, value in (("min_reward", objective._last_rewards.min()), ("max_reward", objective._last_rewards.max())):
+        assert value.item() == pytest.approx(metrics[name][0], rel=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "gpt2", "mixtral", "bloom", "jamba"])
+def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
+    """Also if answers end with padding, or the answer is padding."""
+    write_pairs(tmp_path / "pairs.h5", COUNTS, vocab_size=12)  # so that the padding token occurs
+    settings = full_configuration(SimpleNamespace(config=tiny_config(kind)))
+    meta_model = build.from_saved_config(settings, task=REWARD)
+    model, read = meta_model.module.eval(), meta_model.weights.read
+    values = {name: read(name, 0, p.numel()).view(p.shape).clone() for name, p in model.named_parameters()}
+    model.load_state_dict(values, assign=True, strict=False)
+    model.config.pad_token_id = 5
+    # The implementation of the attention is stored in the configuration.
+    config = copy.deepcopy(model.config)
+    plain = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    plain.load_state_dict(values, strict=False)
+    packs = meta_model.packing.packs
+    assert packs is (kind not in ("bloom", "jamba"))
+    compute = AnswerRewards(model, packs)
+    with Dataset(tmp_path / "pairs.h5") as dataset, torch.no_grad():
+        microbatches = [[0, 2, 3, 1]] if packs else [[0], [2], [3], [1]]
+        found = torch.cat([compute(read_pairs(dataset, np.array(indices))) for indices in microbatches])
+        wanted = []
+        for index in (0, 2, 3, 1):
+            tokens, _ = dataset[index]
+            num_prompt, num_chosen, _ = COUNTS[index]
+            end = num_prompt + num_chosen
+            for row in (tokens[:end], [*tokens[:num_prompt], *tokens[end:]]):
+                wanted.append(plain(input_ids=torch.tensor(np.array(row))[None]).logits[0, 0])
+    torch.testing.assert_close(found.flatten(), torch.stack(wanted).double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("mamba2", "a family with a sequence classifier in transformers"),
+        ("bert", "classifier is a linear layer, score"),
+    ],
+)
+def test_families_without_such_a_classifier_are_refused(kind, problem):
+    with pytest.raises(UserError, match=problem):
+        build.from_config({"model_type": kind}, seed=0, task=REWARD)
