@@ -112,6 +112,7 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     output = capsys.readouterr().out
     assert "loss (first -> last)" in output and "starting from scratch" not in output
+    assert "3 sequences, 2 per step, 2 steps (1 epochs)" in output
     assert f"output  {tmp_path / 'run'}, saved after the last step" in output
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
