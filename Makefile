@@ -2,6 +2,7 @@
 #             registry (93 MB), or MODEL=DIR; without a connection as make run-scratch
 # make run-scratch a small model, randomly initialized, is trained on the built-in data set
 # make run-rl  a small model learns to sort digits: first from examples, then from rewards
+# make run-dpo the same model learns it from pairs of a right and a wrong answer
 # make test   the tests to run before a commit; its last line lists the tests that it omits
 # make test-rest   the omitted tests
 # make test-all    both: all tests
@@ -74,7 +75,7 @@ EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 SEED         ?= 0
 
-.PHONY: run run-docstrings run-scratch run-rl environment test test-rest test-all test-library test-serial test-launch \
+.PHONY: run run-docstrings run-scratch run-digits run-rl run-dpo environment test test-rest test-all test-library test-serial test-launch \
     test-commands test-shutdown test-mpi test-models test-hosts test-slurm test-gpu wheels soak fuzz docs lint lock test-oldest \
     test-newest dist clean
 
@@ -125,13 +126,26 @@ run-scratch: $(READY) $(DATA)
 
 # Examples teach the model to sort about a third of the held-out numbers; from there it learns from rewards alone.
 DIGITS := runs/digits
-run-rl: $(READY)
+run-digits: $(READY)
 	$(BIN)/python jobs/digits.py $(DIGITS)
 	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl --out $(DIGITS)/examples.h5 --vocab-size 260
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
 	rm -rf $(DIGITS)/model
 	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft --out $(DIGITS)/model
+
+run-rl: run-digits
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml
+
+SORT := $(BIN)/odc-mpi generate --prompts $(DIGITS)/two.jsonl --max-new-tokens 14
+run-dpo: run-digits
+	for name in pairs held_out_pairs; do \
+	    $(BIN)/odc-mpi prepare $(DIGITS)/$$name.jsonl --out $(DIGITS)/$$name.h5 --tokenizer $(DIGITS)/model || exit; done
+	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/dpo.yaml
+	@head -n 2 $(DIGITS)/held_out.jsonl > $(DIGITS)/two.jsonl
+	@echo; echo "== Two numbers that are not in the data, sorted before the training on preferences"
+	@$(SORT) $(DIGITS)/model
+	@echo; echo "== and after"
+	@$(SORT) $(DIGITS)/dpo
 
 $(DATA): | $(READY)
 	$(BIN)/odc-mpi prepare stdlib --out $@ --max-length 1024
@@ -187,10 +201,11 @@ test-mpi: $(READY)
 $(SMOLLM2): | $(READY)
 	$(BIN)/python jobs/smollm2.py $@
 
-# On 1, 2 and 3 ranks. MARKS="not slow": two steps with adapters and of the full model on two ranks.
+# On 1, 2 and 3 ranks, and a killed run. MARKS="not slow": two steps with adapters and of the full model on two ranks.
 test-models: $(SMOLLM2)
 	OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $(if $(MARKS),2,3) $(BIN)/python -m pytest --color=no \
 	    --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/real
+	$(if $(MARKS),,timeout $(LIMIT_S) $(BIN)/python -m pytest tests/real/test_smollm2_killed.py)
 
 # In stages of at most eight minutes each, on 1, 2 and 4 ranks that share the available GPUs; after a failing stage the
 # others still run. Logs and figures: $(GPU_LOGS). In `make test` these tests are skipped.

@@ -36,16 +36,16 @@ class NobodysWindow(Window):
     """Window whose messages go to MPI.PROC_NULL instead of their targets."""
 
     @override
-    def get_messages(self, buffer: Memory, parts: Iterable[Message]) -> None:
-        super().get_messages(buffer, to_nobody(parts))
+    def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
+        super().get_messages(buffer, to_nobody(parts), base)
 
     @override
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         super().put_messages(values, to_nobody(parts))
 
     @override
-    def accumulate_messages(self, values: Memory, parts: Iterable[Message]) -> None:
-        super().accumulate_messages(values, to_nobody(parts))
+    def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
+        super().accumulate_messages(values, to_nobody(parts), base)
 
 
 def to_nobody(parts: Iterable[Message]) -> list[Message]:

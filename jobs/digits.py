@@ -1,6 +1,6 @@
-"""Task that a small model learns in minutes: sorting the digits of a number. Examples, prompts and reward.
+"""Task that a small model learns in minutes: sorting the digits of a number. Examples, prompts, reward and preferences.
 
-python jobs/digits.py FOLDER    writes examples.jsonl, prompts.jsonl and held_out.jsonl
+python jobs/digits.py FOLDER    writes examples.jsonl, prompts.jsonl, held_out.jsonl, pairs.jsonl, held_out_pairs.jsonl
 """
 
 import json
@@ -16,6 +16,22 @@ def task(rng: random.Random) -> tuple[str, str]:
     """Return the prompt, a number of 3 to 12 digits, and the answer, its sorted digits."""
     digits = "".join(rng.choices("0123456789", k=rng.randint(3, 12)))
     return f"{digits}=", "".join(sorted(digits))
+
+
+def mistake(rng: random.Random, answer: str) -> str:
+    """Return a wrong answer: two neighbors exchanged, another digit, or one digit too few or too many."""
+    digits = list(answer)
+    place, kind = rng.randrange(len(digits)), rng.randrange(4)
+    if kind == 0:
+        digits[place - 1], digits[place] = digits[place], digits[place - 1]
+    elif kind == 1:
+        digits[place] = rng.choice("0123456789")
+    elif kind == 2:
+        del digits[place]
+    else:
+        digits.insert(place, rng.choice("0123456789"))
+    wrong = "".join(digits)
+    return wrong if wrong != answer else answer + answer[-1]
 
 
 def right_digits(completions: list[str], answer: list[str], **columns: list[Any]) -> list[float]:
@@ -44,6 +60,9 @@ def main(folder: Path) -> None:
     ):
         lines = (json.dumps({"prompt": prompt, answer: sorted_digits}) + "\n" for prompt, sorted_digits in rows_of_file)
         (folder / f"{name}.jsonl").write_text("".join(lines))
+    for name, rows_of_file in (("pairs", prompts), ("held_out_pairs", held_out)):
+        pairs = ({"prompt": prompt, "chosen": right, "rejected": mistake(rng, right)} for prompt, right in rows_of_file)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
 if __name__ == "__main__":

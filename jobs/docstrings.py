@@ -1,8 +1,10 @@
 """Task for a real model: describe a Python function in one line, learned from Python's standard library.
 
-python jobs/docstrings.py FOLDER    writes functions.jsonl, the examples, and prompts.jsonl, three functions of its own
+python jobs/docstrings.py FOLDER    writes functions.jsonl, the examples, pairs.jsonl, with a wrong answer each, and
+                                    prompts.jsonl, three functions of its own
 
-The answer to a function is the first line of its docstring, which the prompt lacks.
+The answer to a function is the first line of its docstring, which the prompt lacks. The wrong one is that of another
+function.
 """
 
 import ast
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from odc_mpi.data.stdlib import functions
+from odc_mpi.data.readers.stdlib import functions
 
 REQUEST = "Describe this Python function in one line."
 MAX_CHARS = 800  # of a function
@@ -56,12 +58,19 @@ def examples() -> Iterator[tuple[str, str]]:
 
 def main(folder: Path) -> None:
     """Write the files. The examples are shuffled, so that any part of them is of all modules."""
-    rows = [[*question(function), {"role": "assistant", "content": answer}] for function, answer in examples()]
-    random.Random(0).shuffle(rows)
+    found = list(examples())
+    random.Random(0).shuffle(found)
+    wrong = [answer for _, answer in (*found[1:], *found[:1])]
+    pairs = [
+        {"prompt": question(function), "chosen": answer, "rejected": other}
+        for (function, answer), other in zip(found, wrong, strict=True)
+        if answer != other
+    ]
+    rows = [{"messages": [*question(function), {"role": "assistant", "content": answer}]} for function, answer in found]
+    prompts = [{"messages": question(function)} for function in (PALINDROME, READ_LINES, MEAN)]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("functions", rows), ("prompts", map(question, (PALINDROME, READ_LINES, MEAN)))):
-        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in lines)
-        (folder / f"{name}.jsonl").write_text(text)
+    for name, records in (("functions", rows), ("pairs", pairs), ("prompts", prompts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 if __name__ == "__main__":

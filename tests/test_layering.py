@@ -53,7 +53,15 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `ROOT`, not even their own folder.
 ALONE = {
-    *("comm.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
+    *(
+        "comm.layout",
+        "data.plan.cost",
+        "data.plan.partition",
+        "data.readers.stdlib",
+        "runtime.deadline",
+        "runtime.lateness",
+    ),
+    *("runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }
@@ -90,7 +98,7 @@ KEPT_IN = {
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {
     "_attn_implementation": {"models.decoding", "models.configuration"},
-    "_supports_sdpa": {"models.decoding"},
+    "_supports_sdpa": {"models.decoding", "models.families"},
     "_supports_attention_backend": {"models.families"},
     "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
     "_init_weights": {"models.weights.random_init"},

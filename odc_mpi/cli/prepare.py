@@ -13,6 +13,8 @@ from odc_mpi.cli.options import output, positive_int
 HELP = "tokenize JSONL, JSON, CSV or Parquet into an HDF5 data set"
 _EPILOG = """\
 Each line or row is an example in one of these formats; the first format whose fields are all present is used:
+  chosen, rejected                pair of answers, texts or messages; prompt in prompt, conversations or instruction,
+                                  or what both begin with; loss on the answers
   messages                        list of role and content; loss on assistant messages
   prompt, completion              two texts, or two lists of messages; loss on the completion
   conversations                   list of from and value; loss on assistant messages

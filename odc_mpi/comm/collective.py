@@ -29,13 +29,10 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
-from odc_mpi.comm.windows.rma import MPI_DTYPES
+from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
-#: MPI datatypes for elements that are only copied, by element size, since MPI has no bf16. With MPI.BYTE, the count of
-#: a shard beyond 2 GiB would overflow the C int of many libraries.
-_BYTE_DTYPES = {2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 #: Maximum number of communicators of a store; more arrays share them. MPICH has about 2000 communicators in total.
 MAX_COMMUNICATORS = 400
 
@@ -110,7 +107,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to gather the shards of all ranks into `buffer`, `[size * shard_numel]`. Collective."""
-        shard, element = self._shards[index], _BYTE_DTYPES[self.dtype_of(index).itemsize]
+        shard, element = self._shards[index], COPY_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
         return Work(functools.partial(self._complete, index, request, buffer))

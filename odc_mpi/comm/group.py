@@ -12,14 +12,9 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Group
-from odc_mpi.errors import UserError
-from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
-
-#: Maximum number of windows with MPICH or a library based on it. MPICH 5.0.2 crashed at a number between 1600 and 3200.
-MAX_WINDOWS = 1600
 
 
 class WorldGroup(Group):
@@ -30,7 +25,6 @@ class WorldGroup(Group):
         self._world = world
         self._wants_progress = progress
         self._progress: ProgressThread | None = None
-        self._num_windows = 0
 
     @override
     def is_on_this_node(self, rank: int) -> bool:
@@ -41,18 +35,18 @@ class WorldGroup(Group):
         self._world.require_same(value, what)
 
     @override
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
-        footprint = self._world.run_on_all(lambda: self._checked(num_arrays, plan()))
-        if footprint.shared_bytes:
-            what = f"the parameter and gradient windows{self._beside()}"
-            self._world.require_shared_memory(footprint.shared_bytes, what)
-        self._num_windows = footprint.num_windows
-        self._world.job.num_windows += self._num_windows
+    def reserve(self, plan: Callable[[], int]) -> None:
+        num_bytes = self._world.run_on_all(plan)
+        if num_bytes:
+            others = self._world.job.num_models
+            beside = f" (beside those of {others} other models, which close() frees)" if others else ""
+            self._world.require_shared_memory(num_bytes, f"the parameter and gradient windows{beside}")
 
     @override
     def open(self, close: Callable[[], None]) -> None:
         self._world.on_close(close)
         self._close = close
+        self._world.job.num_models += 1
         # A communicator for each collective: a rank that skips one waits at the next until the deadline, which names
         # it, instead of mistaking the numbers of the others.
         with self._world.collective("duplicating the communicator"):
@@ -93,7 +87,7 @@ class WorldGroup(Group):
             for comm in (self._gradients_comm, self._norm_comm, self._publish_comm):
                 comm.Free()
         self._progress = None
-        self._world.job.num_windows -= self._num_windows
+        self._world.job.num_models -= 1
         self._world.cancel_on_close(self._close)
 
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
@@ -102,17 +96,3 @@ class WorldGroup(Group):
         gathered = np.empty((self.size, values.size))
         self._world.wait_collective(comm.Iallgather(values, gathered), what)
         return gathered
-
-    def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
-        others, number = self._world.job.num_windows, footprint.num_windows
-        if number and is_mpich(self._world.mpi_library) and others + number > MAX_WINDOWS:
-            raise UserError(
-                f"units: expected at most {MAX_WINDOWS} windows, since MPICH crashes beyond, got {num_arrays} "
-                f"arrays, which take {number}{self._beside()}: choose fewer, larger units"
-            )
-        return footprint
-
-    def _beside(self) -> str:
-        # A model that was deleted without `close` is among them: to free windows is collective.
-        others = self._world.job.num_windows
-        return f" (beside {others} of other models, which close() frees)" if others else ""

@@ -72,12 +72,9 @@ class FlatLayout:
     """Layout of a flat array with parameters of a unit, and its division among the ranks.
 
     Attributes:
-        name: Name of the unit.
-        ranges: Positions of the parameters in the array, in order.
         numel: Number of elements, including the padding between parameters.
         num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
-        trainable: True if all parameters are trainable, False if all are frozen.
         dtype: Dtype in the shards. None means the dtype of the parameter store.
     """
 

@@ -1,7 +1,6 @@
 """Memory of the shards of a parameter or gradient store, and the layouts of their arrays."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,24 +12,10 @@ def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Itera
 
     The owners follow each other cyclically from `rank + 1` to `rank`, so that not all ranks access rank 0 first. Keep
     the result: with a thousand owners this takes longer than to issue the operations.
-
-    Args:
-        shard_numel: Number of elements of the array that each rank owns (`FlatLayout.shard_numel`).
     """
     owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
     for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):
         yield owner, max(start, owner * shard_numel), min(stop, (owner + 1) * shard_numel)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Number of MPI windows and bytes of shared host memory that a storage needs."""
-
-    num_windows: int = 0
-    shared_bytes: int = 0
-
-    def __add__(self, other: "Footprint") -> "Footprint":
-        return Footprint(self.num_windows + other.num_windows, self.shared_bytes + other.shared_bytes)
 
 
 class ShardStorage:
@@ -38,15 +23,18 @@ class ShardStorage:
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
     `Group.gradients_complete`, and `sync` before and after `Group.parameters_published`. By default, `plan` records the
-    layouts and returns an empty footprint, as for private memory, and the other methods do nothing.
+    layouts and returns 0, as for private memory, and the other methods do nothing.
     """
 
     layouts: Sequence[FlatLayout] = ()
 
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
-        """Record the layouts, and return what `allocate` needs. Raises `UserError` if a setting does not fit them."""
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
+        """Record the layouts, and return the number of bytes of shared host memory that `allocate` needs.
+
+        Raises `UserError` if a setting does not fit the layouts.
+        """
         self.layouts = tuple(layouts)
-        return Footprint()
+        return 0
 
     @property
     def trainable_numels(self) -> dict[int, int]:

@@ -36,7 +36,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool, empty_host
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 #: Dtypes of parameters. They are transferred as bytes, so MPI need not support them.
@@ -73,8 +73,8 @@ class Group(ABC):
         """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective. See `World`."""
 
     @abstractmethod
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
-        """Call `plan` on every rank and check that its windows and shared memory are available. Collective.
+    def reserve(self, plan: Callable[[], int]) -> None:
+        """Call `plan` on every rank and check that so many bytes of shared memory are available. Collective.
 
         Raises `AllRanksUserError` on every rank if `plan` or the check fails on any rank.
         """
@@ -248,10 +248,10 @@ class Transport:
         """Allocate zero-filled shards of arrays with these layouts. Collective. Call it once.
 
         `close` is called if the world closes before the transport. It must call `self.close`, which is the default.
-        Raises `AllRanksUserError` on every rank if any rank has too few windows or too little shared memory.
+        Raises `AllRanksUserError` on every rank if any rank has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
-        self.group.reserve(len(layouts), lambda: sum((storage.plan(layouts) for storage in self.storages), Footprint()))
+        self.group.reserve(lambda: sum(storage.plan(layouts) for storage in self.storages))
         for storage in self.storages:
             storage.allocate()
         # No rank may push into memory that its owner has not zeroed yet.

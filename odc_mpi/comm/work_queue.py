@@ -39,7 +39,6 @@ class QueueState(NamedTuple):
 
     Attributes:
         in_progress: Rank that works on each started item, by item.
-        num_not_started: Number of items that no rank has started.
         published: Items that can be claimed, in descending order of size.
         num_done: Number of items that are claimed or done.
         num_changes: Number of changes of states before the snapshot.

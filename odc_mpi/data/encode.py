@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, PromptCompletion
+from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.examples import Conversation, Example, PromptCompletion
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import CharSpan, ChatRenderer, SplitTurns
 from odc_mpi.errors import UserError
 
@@ -24,6 +26,7 @@ class Encoded:
         starts_with_bos: True if the tokenizer begins plain texts with the bos token.
         has_own_special: True if the text contained the bos or eos token that would have been added.
         omitted: Text at the end of the generation prompt that the tokens do not contain; see `templates.Rendered`.
+        pair: Parts of a pair of answers (see `pairs.encode`); None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -32,6 +35,21 @@ class Encoded:
     starts_with_bos: bool = False
     has_own_special: bool = False
     omitted: str = ""
+    pair: PairCounts | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that `--max-length` bounds."""
+        return len(self.tokens)
+
+    @property
+    def has_loss(self) -> bool:
+        """True if a token after the first is a loss token."""
+        return bool(self.loss_mask[1:].any())
+
+    def truncate(self, length: int | None) -> "Encoded":
+        """Return the first `length` tokens; all of them if it is None."""
+        return replace(self, tokens=self.tokens[:length], loss_mask=self.loss_mask[:length])
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:

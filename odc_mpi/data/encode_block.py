@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
+from functools import partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Columns, Example, InvalidRecordError, parse_example
+from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_example
+from odc_mpi.data.pairs.encode import encode_pairs
 from odc_mpi.data.readers.blocks import Block
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, little enough for the memory of offsets
+_EncodeFn = Callable[[list[Any]], list[list[Encoded]]]
 _AHEAD = 4  # blocks of each process that are submitted before the result of the first is needed
 
 
@@ -81,72 +85,81 @@ class EncodedBlock:
         sequences: Sequences for training, and held-out sequences.
         counts: Numbers of sequences that were truncated or dropped.
         invalid: Error message of each invalid record.
+        kinds: Location of the first pair of answers under True, and of the first other example under False, in the
+            order of the records. If there are both, there are no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
     invalid: list[str]
+    kinds: Mapping[bool, str] = field(default_factory=dict)
 
 
 def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
     """Tokenize the examples of a block, and filter the sequences. The result does not depend on other blocks."""
     counts, invalid = FilterCounts(), {}
-    examples: dict[int, Example] = {}
+    examples: dict[int, Example | PreferencePair] = {}
+    kinds: dict[bool, str] = {}
     for i, (location, record) in enumerate(block.records()):
         try:
             example = parse_example(record(), location, columns)
         except InvalidRecordError as error:
             invalid[i] = str(error)
             continue
+        kinds.setdefault(isinstance(example, PreferencePair), location)
         if example.has_loss:
             examples[i] = example
         else:
             counts.num_untrained_dropped += 1
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
-    for parts in _encode_all(tokenizer, examples, invalid, sequence_filter.split_turns):
+    if len(kinds) > 1:
+        examples.clear()
+    encode_batch: _EncodeFn = partial(encode, tokenizer, split_turns=sequence_filter.split_turns)
+    if True in kinds:
+        encode_batch = partial(encode_pairs, tokenizer)
+    for parts in _encode_all(encode_batch, examples, invalid):
         counts.count(parts)
         # The last part ends with the last trained answer.
-        held_out = is_held_out(parts[-1].tokens[: sequence_filter.max_length], sequence_filter.eval_fraction)
+        tokens = parts[-1].truncate(sequence_filter.max_length).tokens
+        held_out = is_held_out(tokens, sequence_filter.eval_fraction)
         for sequence in parts:
             sequences[held_out].extend(_fit(sequence, sequence_filter, counts))
-    return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)])
+    return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)], kinds)
 
 
 def _encode_all(
-    tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str], split_turns: SplitTurns
+    encode_batch: _EncodeFn, examples: Mapping[int, Any], invalid: dict[int, str]
 ) -> Iterator[list[Encoded]]:
     """Tokenize examples in batches. If the chat template rejects an example, add the error message to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
         try:
-            yield from encode(tokenizer, [examples[i] for i in batch], split_turns)
+            yield from encode_batch([examples[i] for i in batch])
         except InvalidRecordError:
             for i in batch:
                 try:
-                    yield from encode(tokenizer, [examples[i]], split_turns)
+                    yield from encode_batch([examples[i]])
                 except InvalidRecordError as error:
                     invalid[i] = str(error)
 
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Iterator[Encoded]:
     """Yield the sequence, truncated or split if necessary, unless it is to be dropped. Updates `counts`."""
-    length = len(sequence.tokens)
-    limit = sequence_filter.max_length or length
-    if length > limit and sequence_filter.overlong == "drop":
+    limit = sequence_filter.max_length or sequence.length
+    if sequence.length > limit and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
-        counts.num_dropped_tokens += length
+        counts.num_dropped_tokens += len(sequence.tokens)
         return
-    fitting = [replace(sequence, tokens=sequence.tokens[:limit], loss_mask=sequence.loss_mask[:limit])]
-    if length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
+    fitting = [sequence.truncate(limit)]
+    if sequence.length > limit and sequence_filter.overlong == "split" and sequence.is_plain_text:
         fitting = _split(sequence.tokens, starts_with_bos=sequence.starts_with_bos, limit=limit)
         counts.num_split += 1
-    elif length > limit:
-        is_kept = bool(fitting[0].loss_mask[1:].any())
-        counts.num_truncated += is_kept
-        counts.num_truncated_tokens += (length - limit) * is_kept
+    elif sequence.length > limit and fitting[0].has_loss:
+        counts.num_truncated += 1
+        counts.num_truncated_tokens += len(sequence.tokens) - len(fitting[0].tokens)
     for each in fitting:
-        if each.loss_mask[1:].any():
+        if each.has_loss:
             yield each
         else:
             counts.num_untrained_dropped += 1

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
@@ -22,39 +23,12 @@ _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 #: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
 _FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
 #: Formats of records, by their required fields. The first format whose fields are all present is used.
-_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+_PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
+#: Fields with the prompt of a pair of answers. Without them the prompt is what both answers begin with.
+_PROMPTS = ("prompt", "conversations", "instruction")
+_ANSWERS = ("chosen", "rejected")
+_FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
-_MAX_EXAMPLES = 3
-_MAX_CHARS = 200  # of a text from a file, in a message
-
-
-class InvalidRecordError(UserError):
-    """Error that a line or row cannot be used. The message contains the file and the line."""
-
-
-class InvalidRecords:
-    """Counter of skipped invalid records.
-
-    Args:
-        skip: True to skip invalid records; False to raise a UserError for the first one.
-
-    Attributes:
-        num_skipped: Number of records skipped so far.
-        first: Error messages of up to three skipped records, the first ones.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
-        self._skip = skip
-        self.num_skipped = 0
-        self.first: list[str] = []
-
-    def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record and keep its message. Raises a UserError unless invalid records are skipped."""
-        if not self._skip:
-            raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
-        self.num_skipped += 1
-        if len(self.first) < _MAX_EXAMPLES:
-            self.first.append(str(error))
 
 
 @dataclass(frozen=True)
@@ -112,6 +86,27 @@ Example = PromptCompletion | Conversation
 
 
 @dataclass(frozen=True)
+class PreferencePair:
+    """Two answers to the same prompt, each with this prompt.
+
+    Texts without the field `prompt` are two completions without prompt: their prompt is what both begin with.
+    """
+
+    chosen: Example
+    rejected: Example
+
+    @property
+    def location(self) -> str:
+        """File and line of the record, for error messages."""
+        return self.chosen.location
+
+    @property
+    def has_loss(self) -> bool:
+        """True if both answers have loss."""
+        return self.chosen.has_loss and self.rejected.has_loss
+
+
+@dataclass(frozen=True)
 class Columns:
     """Names of the fields of a source that has other names for them.
 
@@ -124,102 +119,73 @@ class Columns:
 
     def check(self) -> None:
         """Raise a UserError if a field does not exist, or the fields belong to several formats."""
-        known = (*itertools.chain(*_FORMATS), *_OPTIONAL)
+        known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
         for name, source in self.names.items():
             if name not in known or not source:
                 raise UserError(
                     f"--columns: expected FIELD=NAME with a field among {', '.join(known)}, got "
-                    f"{truncate_text(f'{name}={source}', _MAX_CHARS)}"
+                    f"{truncate_text(f'{name}={source}', MAX_CHARS)}"
                 )
-        if len(self._formats()) > 1:
+        if not self._formats():
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
 
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record with the fields' own names, and only with the required fields of the accepted format.
+        """Return a record with the fields' own names, and only with the required fields of an accepted format.
 
         Raises:
-            InvalidRecordError: A required field of this format is missing.
+            InvalidRecordError: A required field of each accepted format is missing.
         """
         if not self.names:
             return record
         renamed = {name: value for name, value in record.items() if name not in self.names}
         renamed |= {name: record[source] for name, source in self.names.items() if source in record}
-        for required in self._formats():
-            for name in required:
-                if name not in renamed:
-                    source = self.names.get(name, name)
-                    raise InvalidRecordError(
-                        f"{location}: expected the field {source!r}, got {_names(record)}: change --columns"
-                    )
-            renamed = {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
-        return renamed
+        if (formats := self._formats()) == list(_FORMATS):
+            return renamed
+        missing = [[name for name in required if name not in renamed] for required in formats]
+        fewest = min(missing, key=len)
+        if fewest:
+            source = self.names.get(fewest[0], fewest[0])
+            raise InvalidRecordError(
+                f"{location}: expected the field {source!r}, got {field_names(record)}: change --columns"
+            )
+        required = formats[missing.index(fewest)]
+        return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
     def _formats(self) -> list[tuple[str, ...]]:
-        """Return the formats with a renamed required field."""
-        return [required for required in _FORMATS if not self.names.keys().isdisjoint(required)]
+        """Return the formats that have all renamed fields which are not optional."""
+        renamed = self.names.keys() - set(_OPTIONAL)
+        return [required for required in _FORMATS if renamed <= set(required)]
 
 
-def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record.
+def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
+    """Return the example or pair that a record contains.
 
-    Args:
-        line: Line of the file.
-        location: File and line number, for error messages.
-
-    Raises:
-        InvalidRecordError: The line is not a JSON object in UTF-8.
-    """
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecordError(
-            f"{location}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
-        ) from error
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
-        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
-    return check_object(record, location)
-
-
-def check_object(value: Any, location: str) -> dict[str, Any]:
-    """Return the value if it is a JSON object. Otherwise raise an InvalidRecordError that names `location`."""
-    if not isinstance(value, dict):
-        raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(value)}")
-    return value
-
-
-def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example:
-    """Return the example that a record contains.
-
-    The form of the record is the first of these whose fields are all present: `messages`; `prompt` and `completion`,
-    both texts or both lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and
-    `output`, optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and
-    `system`, unless the first message is a system message. `columns` renames the fields.
+    The form of the record is the first of these whose fields are all present: `chosen` and `rejected`, optionally with
+    a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
+    lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
+    optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and `system`,
+    unless the first message is a system message. `columns` renames the fields.
 
     Raises:
         InvalidRecordError: The record has none of these forms, or a field has an invalid value.
     """
     record = (columns or Columns()).rename(record, location)
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
+    if "chosen" in required:
+        return _preference_pair(record, required[0], location)
     if "prompt" in required:
         return _prompt_and_completion(record, location)
     if "text" in required:
-        return PromptCompletion(location, "", _text(record, "text", location))
+        return PromptCompletion(location, "", text_field(record, "text", location))
     if "instruction" in required:
-        return _conversation(record, _instruction(record, location), location)
+        answer = {"role": "assistant", "content": text_field(record, "output", location)}
+        return _conversation(record, [*_instruction(record, location), answer], location)
     for name in required:
         return _conversation(record, _messages(record[name], name, location), location)
-    if "chosen" in record:
-        raise InvalidRecordError(
-            f"{location}: pairs of chosen and rejected answers are not supported: to train on the chosen ones, add "
-            f"--columns {'completion' if 'prompt' in record else 'text'}=chosen"
-        )
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
-        f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --columns"
+        f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
+        "with --columns"
     )
 
 
@@ -240,18 +206,77 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
                 messages.pop()
             return _conversation(record, messages, location)
     if "prompt" in record:
-        return PromptCompletion(location, _text(record, "prompt", location), "")
-    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {_names(record)}")
+        return PromptCompletion(location, text_field(record, "prompt", location), "")
+    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
     """Return the example of a prompt and a completion, which are two texts or two lists of messages."""
     prompt, completion = record["prompt"], record["completion"]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text = _text(record, "completion", location)
-        return PromptCompletion(location, _text(record, "prompt", location), text)
+        text = text_field(record, "completion", location)
+        return PromptCompletion(location, text_field(record, "prompt", location), text)
     messages = _messages([*prompt, *completion], "prompt", location)
     return _conversation(record, messages, location, num_context=len(prompt))
+
+
+def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> PreferencePair:
+    """Return a pair of answers. `prompt` is the field with the prompt, or "chosen" if both answers begin with it."""
+    are_texts = all(isinstance(record[name], str) for name in (prompt, *_ANSWERS))
+    chosen: Example
+    rejected: Example
+    if are_texts and (prompt == "chosen" or (prompt == "prompt" and not {"system", "tools"} & record.keys())):
+        if record.get("system"):
+            raise InvalidRecordError(f"{location}: expected the field 'prompt' beside 'system', got texts without it")
+        context = text_field(record, "prompt", location) if prompt == "prompt" else ""
+        chosen, rejected = (
+            PromptCompletion(location, context, text_field(record, name, location)) for name in _ANSWERS
+        )
+    else:
+        chosen, rejected = _pair_of_conversations(record, prompt, location)
+    for name, side in zip(_ANSWERS, (chosen, rejected), strict=True):
+        if not side.has_loss:
+            raise InvalidRecordError(f"{location}: expected an answer with text in {name!r}, got none")
+    return PreferencePair(chosen, rejected)
+
+
+def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
+    """Return the conversations with either answer. The messages that both begin with have no loss."""
+    context: list[dict[str, Any]] = []
+    if prompt == "instruction":
+        context = _instruction(record, location)
+    elif prompt != "chosen":
+        context = _turns(record, prompt, "user", location)
+    answers = [_turns(record, name, "assistant", location) for name in _ANSWERS]
+    num_shared = 0
+    while num_shared < min(map(len, answers)) - 1 and answers[0][num_shared] == answers[1][num_shared]:
+        num_shared += 1
+    shared = [_role_and_text(message) for message in answers[0][:num_shared]]
+    if all(_role_and_text(message) in shared for message in context):
+        context = []  # data sets with complete conversations as answers often repeat the prompt in a field of its own
+    elif isinstance(record[prompt], str) and any(each[0]["role"] != "assistant" for each in answers if each):
+        raise InvalidRecordError(
+            f"{location}: expected answers that begin with the assistant, or with the messages of the prompt, got "
+            f"other messages before the answer: remove the field {prompt!r}, or change 'chosen' and 'rejected'"
+        )
+    if not context and not num_shared:
+        raise InvalidRecordError(
+            f"{location}: expected a prompt, got 'chosen' and 'rejected' without a message that both begin with"
+        )
+    num_context = len(context) + num_shared
+    return [_conversation(record, [*context, *answer], location, num_context) for answer in answers]
+
+
+def _role_and_text(message: dict[str, Any]) -> tuple[str, str]:
+    return message["role"], message["content"].strip()
+
+
+def _turns(record: Mapping[str, Any], name: str, role: str, location: str) -> list[dict[str, Any]]:
+    """Return the messages in a field: a list of messages, one message, or its text, which is a message of `role`."""
+    value = record[name]
+    if isinstance(value, str):
+        return [{"role": role, "content": text_field(record, name, location)}]
+    return _messages([value] if isinstance(value, dict) else value, name, location)
 
 
 def _conversation(
@@ -267,21 +292,18 @@ def _conversation(
     ]
     messages = [{name: value for name, value in message.items() if name not in _FLAGS} for message in messages]
     if record.get("system") and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
+        messages = [{"role": "system", "content": text_field(record, "system", location)}, *messages]
         untrained = [True, *untrained]
     context = {i for i, each in enumerate(messages) if has_loss(each) and (untrained[i] or i == 0)}
     return Conversation(location, messages, _tools(record.get("tools"), location), frozenset(context))
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Return an instruction and its output as messages."""
-    parts = [_text(record, "instruction", location)]
+    """Return an instruction as the message of a user."""
+    parts = [text_field(record, "instruction", location)]
     if record.get("input"):
-        parts.append(_text(record, "input", location))
-    return [
-        {"role": "user", "content": "\n\n".join(parts)},
-        {"role": "assistant", "content": _text(record, "output", location)},
-    ]
+        parts.append(text_field(record, "input", location))
+    return [{"role": "user", "content": "\n\n".join(parts)}]
 
 
 def _tools(tools: Any, location: str) -> list[Any] | None:
@@ -296,28 +318,28 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {_kind(tools)}")
+        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
     return tools
 
 
 def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
     if not isinstance(messages, list):
-        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {_kind(messages)}")
+        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {json_kind(messages)}")
     checked = []
     for message in messages:
         if not isinstance(message, dict):
-            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {_kind(message)}")
+            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {json_kind(message)}")
         if "from" in message:
             message = {_SHAREGPT_FIELDS.get(key, key): value for key, value in message.items()}
-        role = _text(message, "role", location)
+        role = text_field(message, "role", location)
         # Tables have null for missing fields, and chat templates check whether a field exists.
         present = {key: value for key, value in message.items() if value is not None}
         for flag, allowed in _FLAGS.items():
             if flag in present and present[flag] not in allowed:
                 raise InvalidRecordError(
                     f"{location}: expected {flag!r} to be {' or '.join(map(json.dumps, allowed))}, got "
-                    f"{truncate_text(repr(present[flag]), _MAX_CHARS)}"
+                    f"{truncate_text(repr(present[flag]), MAX_CHARS)}"
                 )
         present |= {"role": _ROLES.get(role, role), "content": _content(message, location)}
         checked.append(_with_tool_calls(present, location) if role == "function_call" else present)
@@ -342,39 +364,13 @@ def _content(message: dict[str, Any], location: str) -> str:
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""
     if not isinstance(content, list):
-        return _text(message, "content", location)
+        return text_field(message, "content", location)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = (
-                truncate_text(repr(part["type"]), _MAX_CHARS)
+                truncate_text(repr(part["type"]), MAX_CHARS)
                 if isinstance(part, dict) and "type" in part
-                else _kind(part)
+                else json_kind(part)
             )
             raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
-    return "".join(_text(part, "text", location) for part in content)
-
-
-def _text(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text of a required field."""
-    if field not in record:
-        raise InvalidRecordError(f"{location}: expected the field {field!r}, got {_names(record)}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {_kind(text)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair; tokenizers reject it
-        raise InvalidRecordError(
-            f"{location}: expected text in {field!r}, got a byte that is not UTF-8 or a lone surrogate at {error.start}"
-        ) from error
-    return text
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return truncate_text(", ".join(map(repr, record)), _MAX_CHARS) or "no fields"
-
-
-def _kind(value: Any) -> str:
-    """Return the JSON name of a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
-    return names.get(type(value), "a number")
+    return "".join(text_field(part, "text", location) for part in content)

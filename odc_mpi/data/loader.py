@@ -4,15 +4,16 @@ All ranks construct the loader with the same arguments, except for `rank`. They 
 the same order without communication. A rank reads only its own sequences, and each of them only when it is needed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.microbatch import Microbatch, read_microbatch
+from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
@@ -21,49 +22,6 @@ from odc_mpi.data.plan.unpacked import one_sequence_per_microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
-
-IGNORED_LABEL = -100  # the default `ignore_index` of `torch.nn.functional.cross_entropy`
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
-
-    Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except in a
-            chunk, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the
-            bounds of the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, which is False, because
-            attention that ignores the bounds separates sequences by their positions only without a cache. Labels are
-            -100 for tokens without loss and for the first token of each sequence, so a model that shifts labels never
-            predicts that token from another sequence.
-        num_tokens: Number of loss tokens K, which are the `targets`.
-        num_input_tokens: Number of tokens T.
-        indices: Indices of the sequences in the data set, int64 [num_sequences].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K], ascending.
-        targets: The loss tokens, int64 [K].
-        is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
-    """
-
-    inputs: dict[str, Any]
-    num_tokens: int
-    num_input_tokens: int
-    indices: npt.NDArray[np.int64]
-    logit_positions: torch.Tensor
-    targets: torch.Tensor
-    is_chunk: bool = False
-
-    def to(self, device: torch.device) -> "Microbatch":
-        """Return the microbatch with its tensors on `device`. The bounds of the sequences stay on the host."""
-        if device.type == "cpu":
-            return self
-        bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
-            for name, value in self.inputs.items()
-        }
-        return replace(
-            self, inputs=moved, logit_positions=self.logit_positions.to(device), targets=self.targets.to(device)
-        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +75,7 @@ class Minibatch:
     def _fixed(self) -> Iterator[Microbatch]:
         # Ranks do not synchronize in microbatches, so this rank can skip an empty one.
         for positions in filter(None, self.plan.microbatches[self.rank]):
-            yield read_microbatch(self.dataset, self.indices[list(positions)])
+            yield _read(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
         """Yield dummy microbatches, so that this rank runs as many microbatches as any other rank.
@@ -128,7 +86,7 @@ class Minibatch:
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
         for _ in range(max(counts) - counts[self.rank]):
-            yield read_microbatch(self.dataset, self.indices[shortest : shortest + 1])
+            yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, then those that it claims from the pool, one at a time.
@@ -140,58 +98,12 @@ class Minibatch:
         yield from self._fixed()
         pool = self.plan.pool
         for position in claim(len(pool)) if pool else ():
-            yield read_microbatch(self.dataset, self.indices[list(pool[position])])
+            yield _read(self.dataset, self.indices[list(pool[position])])
 
 
-def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences with these indices, int64 [num_sequences], at least one, and return a microbatch of them."""
-    sequences = [dataset[i] for i in indices]
-    lengths = [len(tokens) for tokens, _ in sequences]
-    labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
-    for sequence_labels in labels:
-        sequence_labels[0] = IGNORED_LABEL
-    flat_labels = np.concatenate(labels)
-    inputs = {
-        "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "labels": torch.from_numpy(flat_labels)[None],
-        **flash_attention_kwargs(lengths),
-    }
-    return _with_targets(inputs, np.append(flat_labels[1:], IGNORED_LABEL), indices)
-
-
-def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read a chunk of a sequence, its tokens `begin:end`, and return it as a microbatch.
-
-    Its `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
-    """
-    tokens, loss_mask = dataset[index]
-    labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
-    inputs = {
-        "input_ids": torch.from_numpy(tokens[begin:end])[None],
-        "position_ids": torch.arange(begin, end)[None],
-        **flash_attention_kwargs([end - begin]),
-    }
-    return replace(_with_targets(inputs, labels[begin + 1 : end + 1], np.array([index])), is_chunk=True)
-
-
-def _with_targets(
-    inputs: dict[str, Any], next_labels: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
-) -> Microbatch:
-    """Create a microbatch from its inputs and the label of each token's successor, int64 [T]."""
-    positions = np.flatnonzero(next_labels != IGNORED_LABEL)
-    targets = next_labels[positions]
-    return Microbatch(
-        inputs, len(targets), len(next_labels), indices, torch.from_numpy(positions), torch.from_numpy(targets)
-    )
-
-
-def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`."""
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
-    # With a cache, which is the default, transformers silently does not separate sequences by their positions.
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
+def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
+    """Read the sequences or pairs with these indices as a microbatch."""
+    return (read_microbatch if dataset.pair_counts is None else read_pairs)(dataset, indices)
 
 
 class ShuffledSampler:
@@ -232,6 +144,16 @@ class ShuffledSampler:
                 f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to the data of that run"
             )
         self._move_to(data_epoch, position)
+
+    def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
+        """Return the indices of all sequences in the next minibatches, int64 [n], ascending. The position is kept."""
+        state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
+        for _ in range(num_minibatches):
+            if found.all():
+                break
+            found[self._next_indices()[1]] = True
+        self._move_to(**state)
+        return np.flatnonzero(found)
 
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
         """Return the position and the indices of the next minibatch, and advance to the following minibatch."""

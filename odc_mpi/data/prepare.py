@@ -26,10 +26,11 @@ from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.dataset.verify import find_counts
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
-from odc_mpi.data.examples import Columns, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
+from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
 from odc_mpi.data.readers.blocks import Block
+from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
 from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (
@@ -61,7 +62,7 @@ class PrepareOptions:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens in a sequence; None for no limit.
+        max_length: Maximum number of tokens of a sequence, or of the prompt and one answer of a pair; None: no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.
@@ -253,7 +254,7 @@ def _write(
             stats.add(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):
                 for sequence in sequences:
-                    writer.append(sequence.tokens, sequence.loss_mask)
+                    writer.append(sequence.tokens, sequence.loss_mask, sequence.pair)
         _check_counts([writer.num_sequences for writer in writers], plan, stats)
         counts = stats.counts(*writers) | {"vocab_size": len(tokenizer)}
         for writer in writers:
@@ -316,7 +317,9 @@ class _Reader:
                 except InvalidRecordError as error:
                     invalid.add(error)
                     continue
-                if isinstance(example, PromptCompletion):
-                    yield from (example.prompt, example.completion)
-                else:
-                    yield from (message["content"] for message in example.messages)
+                both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+                for each in both:
+                    if isinstance(each, PromptCompletion):
+                        yield from (each.prompt, each.completion)
+                    else:
+                        yield from (message["content"] for message in each.messages)

@@ -10,7 +10,8 @@ import numpy as np
 
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
-from odc_mpi.data.examples import InvalidRecordError, InvalidRecords
+from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
+from odc_mpi.errors import UserError
 from odc_mpi.formatting import printable_text
 
 _MAX_SHARES = 50  # with more sources, the report omits their shares
@@ -26,12 +27,14 @@ class PrepareReport:
         chat_template: File of the chat template that replaced that of the tokenizer, if any.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
+        num_prompt_tokens: Number of tokens of the prompts of pairs; 0 if the sequences are not pairs.
         num_truncated: Number of sequences that were truncated to the maximum length and written.
         num_truncated_tokens: Number of tokens lost by truncation.
         num_split: Number of plain texts that were split into several sequences.
         num_dropped: Number of sequences dropped because they were longer than the maximum length.
         num_dropped_tokens: Number of tokens of the dropped sequences.
-        num_untrained_dropped: Number of sequences dropped because they have no loss tokens (after truncation).
+        num_untrained_dropped: Number of sequences dropped because they have no loss tokens (after truncation), or of
+            pairs because an answer has none, or both are equal.
         num_own_special: Number of texts that contained the bos or eos token, which was not added again.
         num_split_turns: Number of conversations that were written as one sequence per answer.
         num_omitted: Number of conversations in which an answer does not begin at the end of the generation prompt.
@@ -69,6 +72,7 @@ class PrepareReport:
     vocab_size: int
     chat_template: Path | None = None
     eval_path: Path | None = None
+    num_prompt_tokens: int = 0
     num_eval_sequences: int = 0
     num_eval_trained_tokens: int = 0
     shares: Sequence[Sequence[Any]] = ()
@@ -83,9 +87,11 @@ class PrepareReport:
             origin = f"trained on {self.trained_on}"
         if self.chat_template or self.trained_on:
             origin += f", with {self.chat_template or 'a plain chat template (ChatML)'}"
+        tokens = f"{self.num_tokens:,} tokens ({self.num_trained_tokens:,} loss tokens"
+        if self.num_prompt_tokens:
+            tokens += f", {self.num_prompt_tokens / self.num_tokens:.0%} in prompts, which both answers share"
         lines = [
-            f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
-            f"loss tokens), longest {self.longest:,}",
+            f"{self.path}: {self.num_sequences:,} {self._unit}, {tokens}), longest {self.longest:,}",
             f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
         ]
         if self.elapsed_s is None:
@@ -96,14 +102,19 @@ class PrepareReport:
             lines.append(f"tokenized in {self.elapsed_s:.1f} s by {processes}: {rate:,.0f} tokens/s")
         lines += self.folders
         if self.eval_path is not None:
-            held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} loss tokens"
+            held_out = f"{self.num_eval_sequences:,} {self._unit}, {self.num_eval_trained_tokens:,} loss tokens"
             lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out {held_out}")
         lines += self._describe_shares()
         for count, description in (
             (self.num_split, "texts split into sequences of --max-length"),
             (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),
             (self.num_dropped, f"dropped: longer than --max-length ({self.num_dropped_tokens:,} tokens lost)"),
-            (self.num_untrained_dropped, "dropped: no loss tokens"),
+            (
+                self.num_untrained_dropped,
+                "dropped: the prompt leaves an answer no tokens within --max-length, or the answers do not differ there"
+                if self.num_prompt_tokens
+                else "dropped: no loss tokens",
+            ),
             (self.num_own_special, "texts contain the bos or eos token: not added again"),
             (self.num_split_turns, "conversations split into one sequence per answer (--split-turns)"),
             (
@@ -120,11 +131,15 @@ class PrepareReport:
                 lines.append(f"... and {more:,} more")
         return printable_text("\n".join(lines))
 
+    @property
+    def _unit(self) -> str:
+        return "pairs" if self.num_prompt_tokens else "sequences"
+
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1
         all_tokens = sum(num_tokens for *_, num_tokens in self.shares) or 1
         return [
-            f"{source}: {num_sequences:,} sequences ({num_sequences / all_sequences:.1%}), "
+            f"{source}: {num_sequences:,} {self._unit} ({num_sequences / all_sequences:.1%}), "
             f"{num_tokens:,} loss tokens ({num_tokens / all_tokens:.1%})"
             for source, num_sequences, num_tokens in self.shares
         ]
@@ -142,20 +157,33 @@ class PrepareStats:
         self._invalid = invalid
         self._counts = FilterCounts()
         self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
+        self._kinds: dict[bool, str] = {}
+        self._num_prompt_tokens = 0
 
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
         Raises:
-            UserError: The block has an invalid record, and invalid records are not skipped.
+            UserError: The block has an invalid record, and invalid records are not skipped; or pairs of answers are
+                mixed with other examples.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
+        for is_pair, location in block.kinds.items():
+            self._kinds.setdefault(is_pair, location)
+            if len(self._kinds) > 1:
+                names = {True: "a pair of answers", False: "an example without chosen and rejected"}
+                raise UserError(
+                    f"{location}: got {names[is_pair]}, but {self._kinds[not is_pair]} is {names[not is_pair]}: "
+                    "prepare them separately, or select the fields with --columns"
+                )
         self._counts.add(block.counts)
         share = self._shares[source]
         for sequence in itertools.chain(*block.sequences):
             share[1] += 1
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
+        for sequence in block.sequences[0]:
+            self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
         """Return the counts of a `PrepareReport` by attribute name. They are JSON-serializable.
@@ -168,6 +196,7 @@ class PrepareStats:
             "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,
             "num_trained_tokens": writer.num_trained_tokens,
+            "num_prompt_tokens": self._num_prompt_tokens,
             "longest": writer.longest,
             **asdict(self._counts),
             "num_bad_lines": self._invalid.num_skipped,

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset.format import vocabulary_digest
 from odc_mpi.data.encode import encode_prompts
-from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, parse_prompt
+from odc_mpi.data.examples import Conversation, Example, parse_prompt
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.sources import DataSource, suggest_name
 from odc_mpi.errors import UserError
 

@@ -2,9 +2,12 @@
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
@@ -17,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks a
 
 
 def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
-    """Print sequences of a data set, decoded with its tokenizer.
+    """Print sequences of a data set, decoded with its tokenizer. The two answers of a pair follow lines of their own.
 
     Loss tokens are printed in green, and between double brackets if the console has no colors.
 
@@ -33,15 +36,40 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
     with Dataset(path) as dataset:
         for i in itertools.takewhile(lambda i: i < len(dataset), indices):
             tokens, loss_mask = dataset[i]
-            text, num_decoded = Text(f"\nsequence {i}: {len(tokens):,} tokens, {loss_mask[1:].sum():,} with loss\n"), 0
-            end = 0
-            for has_loss, run in itertools.groupby(loss_mask.astype(bool)):
-                end += len(list(run))
-                # The complete beginning is decoded, since some tokenizers drop a blank at the beginning of a text.
-                decoded = tokenizer.decode(tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                part = _CONTROL.sub(lambda match: repr(match[0])[1:-1], decoded[num_decoded:])
-                num_decoded = len(decoded)
-                if has_loss:
-                    part = part if has_colors else f"{_BEGIN}{part}{_END}"
-                text.append(part, _LOSS_STYLE if has_loss and has_colors else "")
+            unit = "sequence" if dataset.pair_counts is None else "pair"
+            text = Text(f"\n{unit} {i}: {len(tokens):,} tokens, {loss_mask[1:].sum():,} with loss\n")
+            for title, part, begin in _parts(dataset, i):
+                text.append(title).append(_decode(tokenizer, tokens[part], loss_mask[part], begin, has_colors))
             console.print(text, highlight=False, soft_wrap=True)
+
+
+def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.int64], int]]:
+    """Yield a title, the indices of the context and the part, and the size of the context, for each part of a row."""
+    complete = np.arange(dataset.lengths[index])
+    if dataset.pair_counts is None:
+        yield "", complete, 0
+        return
+    num_prompt, num_chosen, _ = dataset.pair_counts[index].tolist()
+    prompt, chosen, rejected = np.split(complete, [num_prompt, num_prompt + num_chosen])
+    yield "", prompt, 0
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        yield f"\n--- {name}: {len(answer):,} tokens\n", np.concatenate([prompt, answer]), num_prompt
+
+
+def _decode(
+    tokenizer: Any, tokens: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_], begin: int, has_colors: bool
+) -> Text:
+    """Return the text of the tokens from `begin`, with the loss tokens marked."""
+    text, end = Text(), begin
+    # The complete beginning is decoded, since some tokenizers drop a blank at the beginning of a text.
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    num_decoded = len(tokenizer.decode(tokens[:begin], **options))
+    for has_loss, run in itertools.groupby(loss_mask[begin:].astype(bool)):
+        end += len(list(run))
+        decoded = tokenizer.decode(tokens[:end], **options)
+        part = _CONTROL.sub(lambda match: repr(match[0])[1:-1], decoded[num_decoded:])
+        num_decoded = len(decoded)
+        if has_loss:
+            part = part if has_colors else f"{_BEGIN}{part}{_END}"
+        text.append(part, _LOSS_STYLE if has_loss and has_colors else "")
+    return text

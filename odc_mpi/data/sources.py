@@ -13,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data import stdlib
 from odc_mpi.data.examples import Columns
-from odc_mpi.data.readers import compressed, hf_datasets, parquet, text_files
+from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
 from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean

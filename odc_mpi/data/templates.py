@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.errors import UserError, one_line_message
 
 CharSpan = tuple[int, int]
@@ -109,10 +110,10 @@ class ChatRenderer:
                     f"{chat.location}: the chat template drops a part of message {incomplete + 1}, an answer to train "
                     f"on: {_REPLACE}"
                 )
-            if is_marked and (trained_prompt := _find_trained_prompt(chat, example)) is not None:
+            if (trained_prompt := _find_trained_prompt(chat, example)) is not None:
                 raise InvalidRecordError(
-                    f"{chat.location}: the chat template marks message {trained_prompt + 1}, of the user, as an "
-                    f"answer: {_REPLACE}"
+                    f"{chat.location}: the chat template has message {trained_prompt + 1}, of the user, in an answer: "
+                    f"{_REPLACE}"
                 )
         return examples
 

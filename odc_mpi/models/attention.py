@@ -62,6 +62,8 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     eager: bool = False,
@@ -78,7 +80,14 @@ def packed_attention(
         attention_mask: None, or the local pattern of `_local_pattern`, int64 `[2]`. Inputs have no padding.
         scaling: Factor on the scores. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
-        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
+        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
+            that they are found from `position_ids`.
+        cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
+            than tokens shares a prompt: it also attends to the first n tokens of the nearest sequence before it that
+            has no more keys than tokens. None means no additional keys. Ignored without `cu_seq_lens_q`.
+        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. Used without `cu_seq_lens_q`, since
+            layers of some models (StableLM, Nemotron) get only positions: a sequence begins where they do not continue,
+            and shares a prompt of n tokens if it begins at n.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
@@ -91,6 +100,8 @@ def packed_attention(
         PackingUnsupportedError: The layer needs more than causal attention, or the model passes no sequence boundaries.
         ContextParallelUnsupportedError: The layer needs attention that is not supported for a chunk.
     """
+    if cu_seq_lens_q is None and position_ids is not None:
+        cu_seq_lens_q, cu_seq_lens_k = _find_boundaries(position_ids)
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim != 1,
@@ -114,8 +125,13 @@ def packed_attention(
         _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
         output = chunk.attend(query, key, value, scaling, _layer_index(module))
     else:
-        lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
-        query = _restart_temperatures(module, query, lengths)
+        lengths = _differences(cu_seq_lens_q)
+        num_keys = lengths if cu_seq_lens_k is None else _differences(cu_seq_lens_k)
+        prompts = [keys - length for keys, length in zip(num_keys, lengths, strict=True)]
+        query = _restart_temperatures(module, query, lengths, prompts)
+        if any(prompts):
+            query, key, value = (_with_prompts(states, lengths, prompts) for states in (query, key, value))
+        lengths = num_keys
         if chunk_size is not None:
             lengths = [min(chunk_size, n - begin) for n in lengths for begin in range(0, n, chunk_size)]
         kernel = partial(_eager, softcap) if eager else _causal
@@ -123,10 +139,36 @@ def packed_attention(
         if s_aux is not None:
             attend = partial(_with_sinks, attend, s_aux, scaling)
         output = _attend_per_sequence(attend, lengths, query, key, value)
+        if any(prompts):
+            sequences = zip(output.split(num_keys, 2), prompts, strict=True)
+            output = torch.cat([sequence[:, :, prompt:] for sequence, prompt in sequences], 2)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of sequences and of their keys. A sequence begins where positions do not continue."""
+    # Positions on the meta device, which have no values, are of a trial: one sequence.
+    positions = list(range(position_ids.shape[1])) if position_ids.is_meta else position_ids[0].tolist()
+    starts = [i for i, position in enumerate(positions) if not i or position != positions[i - 1] + 1]
+    bounds = torch.tensor([*starts, len(positions)], dtype=torch.int32)
+    shared_prompts = torch.tensor([0, *(positions[i] for i in starts)], dtype=torch.int32)
+    return bounds, bounds + shared_prompts.cumsum(0)
+
+
+def _differences(bounds: torch.Tensor) -> list[int]:
+    return [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
+
+
+def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
+    """Insert a copy of the shared prompt before each sequence that shares one."""
+    parts, owner = [], states
+    for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
+        owner = owner if prompt else sequence
+        parts += [owner[:, :, :prompt], sequence]
+    return torch.cat(parts, 2)
+
+
+def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
     """Correct the factors by which Llama 4 scales queries without rotary embedding, by their position in the row.
 
     The factor of a token must depend on its position in its sequence. All factors are 1 below `floor_scale` tokens.
@@ -137,7 +179,7 @@ def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int]) 
     if num_tokens < module.floor_scale:
         return query
     in_row = torch.arange(num_tokens, device=query.device)
-    in_sequence = torch.cat([in_row[:length] for length in lengths])
+    in_sequence = torch.cat([in_row[n : n + length] for n, length in zip(prompts, lengths, strict=True)])
     applied, correct = (
         torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
         for positions in (in_row, in_sequence)

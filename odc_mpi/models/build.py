@@ -22,7 +22,7 @@ from odc_mpi.models import attention
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
 from odc_mpi.models.families import Packing, build_for_training, packing_of
 from odc_mpi.models.weights.base_check import HashedWeights
-from odc_mpi.models.weights.composite import composite_of
+from odc_mpi.models.weights.composite import composite_of, text_model_type
 from odc_mpi.models.weights.random_init import RandomInitWeights, uninitialized_buffers
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
@@ -184,9 +184,10 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
     settings = config.to_dict()  # Gemma 4 refuses attributes that differ between layers
     num_heads = settings.get("num_attention_heads") or 1  # a state-space model has none
-    size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
-    packing = packing_of(module)
-    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size, packing=packing)
+    with _user_errors(f"model: {type(module).__name__} is not supported"):
+        size = num_heads * (settings.get("head_dim") or config.hidden_size // num_heads)
+        layers = config.num_hidden_layers
+    return MetaModel(module, weights, embedding.shape[0], numel, layers, size, packing=packing_of(module))
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
@@ -210,7 +211,11 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
     _check_counts(settings, "model.config.")
     with _user_errors("model.config: transformers does not accept it"):
-        return transformers.AutoConfig.for_model(kind, **settings)
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        if config.get_text_config() is not config:
+            hint = f": set it to {text_model_type(config)}"
+            raise UserError(f"model.config.model_type: {kind} is multimodal{hint}")
+    return config
 
 
 def _on_meta(

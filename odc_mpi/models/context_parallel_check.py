@@ -12,7 +12,7 @@ import torch
 import transformers
 from typing_extensions import override
 
-from odc_mpi.data.loader import flash_attention_kwargs
+from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import one_line_message
 from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
 

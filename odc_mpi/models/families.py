@@ -115,7 +115,7 @@ def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
         return f"its {', '.join(sorted(layer_types))} layers do not keep packed sequences apart"
     if mixing:
         return f"its modules {', '.join(sorted(mixing))} mix the tokens of packed sequences"
-    if not module._supports_attention_backend:
+    if not (module._supports_attention_backend or module._supports_sdpa):
         return "its attention accepts no attention function"
     if "position_ids" not in inspect.signature(module.forward).parameters or _reads_is_decoder(module):
         return "it computes the positions of tokens itself"
@@ -165,6 +165,8 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         raise UserError(
             f"{setting}: {name} is not causal, because is_decoder is false: set model.config.is_decoder to true"
         )
+    if (value := getattr(module.config, "use_bidirectional_attention", None)) in (True, "all"):
+        raise UserError(f"{setting}: {name} is not causal, because use_bidirectional_attention is {value}")
     if getattr(module.config, "rescale_every", 0):
         raise UserError(
             f"{setting}: {name} changes its weights in evaluations, which shards do not allow: set "

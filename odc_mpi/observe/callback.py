@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 
 if TYPE_CHECKING:
-    from odc_mpi.data.loader import Microbatch, Minibatch
+    from odc_mpi.data.loader import Minibatch
+    from odc_mpi.data.microbatch import Microbatch
     from odc_mpi.shard import model as sharded
 
 #: Bits of a rounded summand, counted from the leading bit of `max_magnitude`.
@@ -53,7 +54,6 @@ class MicrobatchResult(NamedTuple):
     """A microbatch that this rank has run.
 
     Attributes:
-        microbatch: Data of the microbatch.
         loss: Contribution of the microbatch to the objective.
         began: Start time on the clock `time.perf_counter`, in seconds.
         ended: End time on the same clock, in seconds.

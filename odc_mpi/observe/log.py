@@ -16,8 +16,6 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     Must run after the callbacks that add the metrics.
 
     Args:
-        run_dir: Directory of metrics.jsonl and summary.json.
-        steps: Number of steps of the whole run.
         startup_lines: Text to print before the metrics.
         callbacks: Callbacks whose columns are printed and whose summary entries are written.
         is_main_rank: True on rank 0, which writes and prints.

@@ -41,7 +41,6 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     to remove the bar before an error is printed.
 
     Args:
-        total_steps: Number of steps of the whole run.
         columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
         console: Console to print to. None: the result of `make_console()`.
     """
@@ -100,6 +99,7 @@ _RESULTS = (
     ("loss (first -> last)", "loss_first", "loss_last", ".4f"),
     ("eval reward (start -> final)", "eval_reward_start", "eval_reward", ".4f"),
     ("eval match (start -> final)", "eval_exact_match_start", "eval_exact_match", ".1%"),
+    ("eval accuracy (start -> final)", "eval_accuracy_start", "eval_accuracy", ".1%"),
     ("eval loss (start -> final)", "eval_loss_start", "eval_loss", ".4f"),
 )
 
@@ -147,7 +147,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
         "run directory": format_entry("run_dir"),
     }
-    if summary.get("eval_loss") is not None:
+    if summary.get("eval_perplexity") is not None:
         rows["eval loss (start -> final)"] += f", perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():

@@ -37,8 +37,6 @@ class ThroughputMetrics(Callback):
     Must run after the callbacks that report `step_s` and `tokens_per_s`.
 
     Args:
-        num_ranks: Number of ranks.
-        device: Device of the model.
         steps_per_epoch: Number of steps in one pass over the data.
         flops: Cost model in FLOPs of forward and backward of a sequence, or None to omit the utilization. It is also
             omitted if the peak of the device is not known.

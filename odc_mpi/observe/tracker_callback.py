@@ -38,8 +38,6 @@ class TrackerCallback(Callback):
 
     Args:
         names: Names of the trackers, keys of `trackers.TRACKERS`. Must be empty on all ranks except 0.
-        run_dir: Run directory, with metrics.jsonl.
-        config: All settings of the run, by name.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 

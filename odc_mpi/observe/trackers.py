@@ -57,7 +57,6 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
         name: Name of the tracker, a key of `TRACKERS`.
         directory: Directory for the files of the tracker. An existing directory is removed first.
         run_name: Name under which the tracker shows the run.
-        config: All settings of the run, by name.
     """
     if directory.exists():
         shutil.rmtree(directory)

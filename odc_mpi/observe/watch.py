@@ -39,6 +39,12 @@ class _Value(NamedTuple):
 
 _FIRST = {
     "sft": [_Value("loss", 8, "loss", ".4f"), _Value("held-out", 8, "eval_loss", ".4f")],
+    "dpo": [
+        _Value("loss", 8, "loss", ".4f"),
+        _Value("held-out", 8, "eval_loss", ".4f"),
+        _Value("accuracy", 8, "rewards/accuracies", ".1%"),
+        _Value("held-out", 8, "eval_rewards/accuracies", ".1%"),
+    ],
     "grpo": [
         _Value("reward", 8, "reward", ".4f"),
         _Value("held-out", 8, "eval_reward", ".4f"),

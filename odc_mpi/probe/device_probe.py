@@ -19,8 +19,8 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
-from odc_mpi.comm.windows.rma import messages
+from odc_mpi.comm.windows.device_window import DeviceWindow
+from odc_mpi.comm.windows.rma import as_mpi_buffer, messages
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
@@ -46,7 +46,6 @@ def try_device(
 
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        device: Device of this rank.
         on_message: Function called on every rank before each trial with the report so far and the name of the trial:
             "device.memory", "device.window", "ORIGIN.KIND.OPERATION" or "device.own".
     """

@@ -56,8 +56,6 @@ def doctor(
     """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
 
     Args:
-        as_json: True to print a JSON object instead of tables.
-        probe: Command of the child process.
         deadline_s: Time limit of the complete probe, in seconds, without `DEVICE_S`. After it, the results so far are
             printed.
         operation_s: Time limit of the trial of one operation, in seconds. After it, the results so far are printed.

@@ -47,7 +47,6 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        target: Rank of the target.
         expected: Expected data in the target's window including the counter, `[n]` uint8. Operations update it. Links
             with the same target share it.
         allocate: Function that creates a buffer with the given initial content.

@@ -49,7 +49,6 @@ def probe(
     """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
 
     Args:
-        budget: Maximum time of each trial of an operation.
         on_message: Function called on every rank before each trial, and at the end (see `OnMessage`).
         device: Device of this rank, to be given on all ranks or none. Trials of windows on devices may end the process.
 

@@ -149,16 +149,9 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
-        library: Name and version of the MPI library.
-        thread_level: Granted thread level, such as MPI_THREAD_MULTIPLE.
-        memory_model: Memory model of windows: unified or separate.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks of each node.
         shm_bytes: Free bytes in /dev/shm on the node that has the least, or None without /dev/shm.
-        shared_memory: Results for shared memory of each node.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
-        problems: Problems of all trials.
     """
 
     library: str | None = None

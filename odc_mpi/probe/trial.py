@@ -98,9 +98,7 @@ class Trials:
 
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        budget: Maximum time of each trial.
         max_bytes: Size of the largest operation, in bytes.
-        allocate: Function that creates the window.
         origins: Functions that create a buffer at the origin with the given content, by kind of memory.
     """
 

@@ -55,7 +55,6 @@ class Table:
     """Table of texts.
 
     Attributes:
-        heading: Heading above the table.
         columns: Column headings. The first column has the names of the rows.
         rows: Rows of cells, with one cell per column.
     """
@@ -81,7 +80,6 @@ class ReportPage:
     Attributes:
         subtitle: Lines of text that describe the run or benchmark.
         notes: Remarks, for example about missing data.
-        tiles: Key figures.
         groups: Small tables of names and values, which are next to each other.
         collapsed: Long texts by heading, which are hidden until a reader opens them.
     """

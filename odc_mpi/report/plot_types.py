@@ -33,7 +33,6 @@ class Plot:
     Attributes:
         kind: Name of the function in `report.plots` that draws the plot.
         name: Name of the plot on the command line. It also determines the ids in the document.
-        title: Heading in the plot, which states the main result.
         parts: Positional arguments of the function.
     """
 
@@ -118,7 +117,6 @@ class Panel:
 
     Attributes:
         form: Format specification of the numbers on the y axis, which then includes 0; or "log" for a logarithmic axis.
-        height: Height of the panel in pixels.
     """
 
     heading: str

@@ -23,7 +23,25 @@ def loss_figure(lines: Lines) -> Figure:
     title = f"The loss {change(loss.y)} in {len(loss.x):,} steps" if _known(loss.y) else "No step has a loss"
     if len(curves) > 1:
         title += f", on held-out data it {change(curves[1].y)}"
-    return _figure("loss", title, [[Panel("loss, mean over trained tokens", curves, height=300)]], lines)
+    preferences = _preference_panels(lines)
+    heading = f"loss, mean over {'pairs' if preferences else 'trained tokens'}"
+    return _figure("loss", title, [[Panel(heading, curves, height=300)], preferences], lines)
+
+
+def _preference_panels(lines: Lines) -> list[Panel]:
+    """Return panels of preferences: share of pairs in order, rewards and log-probabilities of both answers."""
+    panels = []
+    for heading, names, form in (
+        ("pairs whose chosen answer has the higher reward", {"": "rewards/accuracies"}, ".0%"),
+        ("reward", {"chosen": "rewards/chosen", "rejected": "rewards/rejected"}, ""),
+        ("log-probability", {"chosen": "logps/chosen", "rejected": "logps/rejected"}, ".0f"),
+    ):
+        keys = {}
+        for color, (label, key) in zip((BLUE, RED), names.items(), strict=False):
+            keys[key] = (label or "training", Style(color), "")
+            keys[f"eval_{key}"] = (f"{label} held-out".strip(), Style(color if label else ORANGE, "--"), "o")
+        panels.append(Panel(heading, _curves(lines, keys), form))
+    return panels
 
 
 def rewards_figure(lines: Lines) -> Figure:

@@ -20,6 +20,12 @@ from odc_mpi.report.summary_groups import summary_groups
 _MAX_DRAWN = 1e100
 #: Number of completions at the beginning and at the end of a run that are shown, and maximum length of their texts.
 _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
+#: Name of each objective.
+_OBJECTIVES = {
+    "sft": "Supervised fine-tuning",
+    "dpo": "Training on preferences (DPO)",
+    "grpo": "Training from rewards (GRPO)",
+}
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -111,9 +117,7 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
 
 def _subtitle(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     run, data, lora = (settings.get(section) or {} for section in ("run", "data", "lora"))
-    kind = {"grpo": "Training from rewards (GRPO)", "sft": "Supervised fine-tuning"}.get(
-        run.get("objective", "sft"), ""
-    )
+    kind = _OBJECTIVES.get(run.get("objective", "sft"), "")
     kind += f" of LoRA adapters, r={lora['r']}" if lora.get("r") else ""
     parts = [kind, *(str(part) for part in (data.get("path"), summary.get("mpi_library")) if part)]
     lines = [", ".join(filter(None, parts))]

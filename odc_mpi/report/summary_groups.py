@@ -14,6 +14,7 @@ Result
     reward_first: mean reward of the first step; reward_last: mean reward of the last step;
     eval_loss_start: held-out loss before training; eval_loss: held-out loss at the end;
     eval_loss_best: lowest held-out loss; eval_perplexity: held-out perplexity at the end;
+    eval_accuracy_start: held-out accuracy before training; eval_accuracy: held-out accuracy at the end;
     eval_reward_start: held-out reward before training; eval_reward: held-out reward at the end;
     eval_exact_match_start: held-out exact match before training; eval_exact_match: held-out exact match at the end;
     failed_rewards: rewards that failed; best_checkpoint: step of the best checkpoint
@@ -69,6 +70,6 @@ def _format_value(key: str, value: Any) -> str:
         return f"{value:,.0f}"
     if key.endswith("_s"):
         return format_duration(value) if value >= 60 else format_seconds(value) if value else "0 s"
-    if key.endswith(("_fraction", "_match", "_match_start")):
+    if key.endswith(("_fraction", "_match", "_match_start", "_accuracy", "_accuracy_start")):
         return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -39,7 +39,6 @@ class Drawing:
 
         Args:
             hover: Text that a browser shows while the pointer is on the element.
-            content: Text of the element.
         """
         inside = (f"<title>{escape(hover)}</title>" if hover else "") + escape(content)
         values = " ".join(f'{name.replace("_", "-")}="{_number(value)}"' for name, value in attributes.items())

@@ -86,13 +86,10 @@ class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        timeout_s: Maximum duration of a single wait for another rank, in seconds.
         limit: Name of the setting that defines `timeout_s`, for messages.
 
     Attributes:
-        rank: Rank of this process in the job.
-        num_windows: Number of windows of all transports of this process, which MPI libraries limit.
-        progress: Tasks that this rank runs for other ranks.
+        num_models: Number of sharded models of this process that were not closed.
         status: Status window, or None while it does not exist. Without it, messages do not name late ranks.
         watchdog: Thread that checks the deadlines of this process.
 
@@ -107,7 +104,7 @@ class Job:
             unlink(startup_shm_names())  # used by this process only, since MPI sees no other
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
-        self.num_windows = 0
+        self.num_models = 0
         self.progress = Progress()
         self.status: StatusWindow | None = None
         self._limit = limit

@@ -86,7 +86,6 @@ def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
 
     Args:
         num_bytes: Total size of the windows of all ranks of the node, in bytes.
-        local_size: Number of ranks of the node.
         what: Description of the windows for the message ("... as room for <what>").
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"

@@ -176,12 +176,10 @@ class StatusWindow:
     """Window with the status pages of all ranks. Construction is collective.
 
     Attributes:
-        page: Page of this rank.
         memory_model: Memory model of this window, which is the same for all windows of the library.
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread enters MPI periodically. Other ranks can then read the page
             over any network.
-        others: All ranks except this one.
         nearby: The first ranks, and those below this one, cyclically: at most `MAX_REQUESTS` of `others`. Ranks that do
             not need the status of all others read these.
     """

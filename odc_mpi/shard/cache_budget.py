@@ -109,8 +109,6 @@ def auto_cache_bytes(
         free_bytes: Free memory of `num_ranks` ranks together, minus their future optimizer states.
         num_ranks: Number of ranks that share this memory equally.
         needs: Maximum useful sizes, which the automatic sizes do not exceed.
-        parameters: Size of the parameter cache in bytes, or "auto".
-        gradients: Size of the gradient cache in bytes, or "auto".
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

@@ -53,12 +53,8 @@ class GradientPusher:
     Args:
         prefetch: Number of pushes in flight, on a separate thread. If it is 0, or only one thread may call the
             transport, there is no thread, and one push is in flight.
-        spans: Recorder of the time spent on pushes. Default: a new one.
-        traffic: Counter of the pushed bytes. Default: a new one.
-        gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
 
     Attributes:
-        buffers: Pool of the buffers of pushes in flight and of local sums.
         cache: Budget for local sums. Unused if pushes stay on this rank or are collective.
         is_last_backward: True if the current or next backward is the last one of this minibatch.
         parameters_with_gradient: Names of the parameters that received a gradient since `start`.

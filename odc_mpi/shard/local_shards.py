@@ -103,7 +103,6 @@ class LocalShards:
         Args:
             pushed: For each entry of `trainable`, True if any rank pushed a gradient of its parameter. If False,
                 `.grad` stays None.
-            gradient_format: Number format of the gradient shards.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):

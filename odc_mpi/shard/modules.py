@@ -24,7 +24,6 @@ class OnDemandParameters(dict[str, Any]):
     Iteration, as in `module.parameters()`, yields placeholders and fetches nothing.
 
     Args:
-        placeholders: Entries of the dict.
         find: Function that returns the full parameter with a given dotted name.
         names: Dotted names of the sharded parameters, by their keys in the dict.
     """

@@ -21,10 +21,9 @@ from odc_mpi.simulate.options import MAX_S, ScenarioOptions
 Floats = npt.NDArray[np.float64]
 
 #: Seconds of a sequence in a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
-#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. The fit also has the constant
-#: `REFERENCE_OVERHEAD_S`, which the reference omits when it plans, as does the default here.
+#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. The fit also has a constant,
+#: 0.666759 s, which the reference omits when it plans, as does the default here.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
-REFERENCE_OVERHEAD_S = 0.666759
 #: Size of the parameters of that model in bf16, in bytes.
 MODEL_BYTES = 2 * 1_500_000_000
 #: Larger values are typos.
@@ -43,7 +42,6 @@ class SimulatedMinibatch:
         speeds: Speed of each rank in this minibatch, float64 [ranks].
         cache_saving_s: Part of `communication_s` that caches save in each microbatch with windows.
         cache_cost_s: Additional duration of the first microbatch of a rank with windows, since it fills the caches.
-        cost: Cost model that ranks use for planning.
     """
 
     lengths: npt.NDArray[np.int64]

@@ -66,7 +66,6 @@ class SimulationResult:
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
         idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
-        step_s: Mean seconds of a minibatch.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
         timeline: Intervals in which each rank computes in the first minibatch, in seconds, without dummies and bounds.
     """

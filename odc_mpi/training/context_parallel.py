@@ -12,7 +12,8 @@ import torch
 from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
 from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Microbatch, Minibatch, read_chunk
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch, read_chunk
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import MetaModel

@@ -30,7 +30,8 @@ class PlaceholderDataset:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset, self.lengths, self.num_trained_tokens = dataset, dataset.lengths, dataset.num_trained_tokens
+        self._dataset, self.pair_counts = dataset, dataset.pair_counts
+        self.lengths, self.num_trained_tokens = dataset.lengths, dataset.num_trained_tokens
         self.damage: DamagedDatasetError | None = None
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

@@ -7,18 +7,21 @@ All loss tokens have the same weight. (The `Trainer` of transformers weights the
 of sequences, so its result differs if sequences differ in length.)
 """
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Minibatch, find_strategy
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
@@ -28,6 +31,8 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
+
+T = TypeVar("T")
 
 
 class PeriodicEvaluator(Callback, ABC):
@@ -63,8 +68,48 @@ class PeriodicEvaluator(Callback, ABC):
                 metrics["eval_s"] = time.perf_counter() - began
 
 
+class ForwardPass:
+    """Runs forward passes on sequences of a data set, whose microbatches ranks claim. Construction is collective."""
+
+    def __init__(
+        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost_model: CostModel, packs: bool
+    ) -> None:
+        self.dataset = dataset
+        self._world, self._model, self._cost_model = world, model, cost_model
+        self._max_tokens = config.data.max_tokens_per_microbatch
+        self._strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
+        self._placeholders = PlaceholderDataset(dataset)
+        self._tickets = Tickets(world)
+
+    def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
+        """Return a minibatch of the sequences with these indices, int64 [n]. Does not communicate."""
+        world = self._world
+        plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
+        minibatch = Minibatch.from_indices(self.dataset, indices, plan, world.rank, data_epoch=0, position=0)
+        return self._placeholders.apply(minibatch)
+
+    def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
+        """Call `score` on each microbatch, and return the results of all ranks, in no fixed order. Collective.
+
+        The model is in evaluation mode, without gradients. Ranks wait only at the end. Raises `DamageFoundError` on
+        every rank if a rank could not read a sequence.
+        """
+        results, training = [], self._model.module.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for microbatch in minibatch.microbatches(self._tickets.draw):
+                    results.append(score(microbatch.to(self._model.device)))
+        finally:
+            self._model.train(training)
+        gathered = self._world.gather_objects(results)
+        self._placeholders.raise_damage(self._world)
+        self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
+        return list(itertools.chain.from_iterable(gathered))
+
+
 class LossEvaluator(PeriodicEvaluator):
-    """Computes the mean loss of held-out sequences. Construction is collective."""
+    """Computes the mean loss of held-out sequences."""
 
     columns: ClassVar = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
     summary: ClassVar = {
@@ -76,44 +121,16 @@ class LossEvaluator(PeriodicEvaluator):
     }
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        model: ShardedModel,
-        dataset: Dataset,
-        cost_model: CostModel,
-        packs: bool,
+        self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
     ) -> None:
-        super().__init__(config.run, model)
-        self._world, self._token_logps = world, TokenLogps(model.module)
-        strategy = find_strategy("dynamic", cost_model, exact=config.run.exact, packs=packs)
-        first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
-        plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)
-        self._dataset, self._placeholders = dataset, PlaceholderDataset(dataset)
-        minibatch = Minibatch.from_indices(dataset, first, plan, world.rank, data_epoch=0, position=0)
-        self._minibatch = self._placeholders.apply(minibatch)
-        self._tickets = Tickets(world)
+        super().__init__(run, model)
+        self._token_logps, self._forward_pass = TokenLogps(model.module), forward_pass
+        self._minibatch = forward_pass.plan(indices)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective.
-
-        Ranks wait only at the end. Raises `DamageFoundError` on every rank if a rank could not read a sequence.
-        """
-        local_loss, num_correct, training = 0.0, 0, self._model.module.training
-        num_tokens, max_magnitude = self._minibatch.num_tokens, MAX_EXACT_LOSS * self._minibatch.num_tokens
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                for microbatch in self._minibatch.microbatches(self._tickets.draw):
-                    moved = microbatch.to(self._model.device)
-                    scores = self._token_logps(moved.inputs, moved.logit_positions, moved.targets)
-                    local_loss += round_for_exact_sum(-float(scores.logps.sum()), max_magnitude)
-                    num_correct += int(scores.is_top.sum())
-        finally:
-            self._model.train(training)
-        losses, counts = zip(*self._world.gather_objects((local_loss, num_correct)), strict=True)
-        self._placeholders.raise_damage(self._world)
-        self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
+        """Return the mean loss per loss token, the perplexity and the mean token accuracy. Collective."""
+        num_tokens = self._minibatch.num_tokens
+        losses, counts = zip(*self._forward_pass.run(self._minibatch, self._score), strict=True)
         loss, accuracy = sum(losses) / num_tokens, sum(counts) / num_tokens
         try:
             perplexity = math.exp(loss)
@@ -121,6 +138,11 @@ class LossEvaluator(PeriodicEvaluator):
             perplexity = math.inf
         return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_mean_token_accuracy": accuracy}
 
+    def _score(self, microbatch: Microbatch) -> tuple[float, int]:
+        scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
+        loss = round_for_exact_sum(-float(scores.logps.sum()), MAX_EXACT_LOSS * self._minibatch.num_tokens)
+        return loss, int(scores.is_top.sum())
+
     def close(self) -> None:
         """Close the held-out data set."""
-        self._dataset.close()
+        self._forward_pass.dataset.close()

@@ -67,7 +67,8 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     meta_model = build_model(config.model, config.run.seed, rank, size)
     if config.run.objective == "grpo":
         return _open_prompts(config, _with_adapters(meta_model, config), rank)
-    dataset = _open_dataset("data.path", config.data.path, config.model, meta_model)
+    has_pairs = config.run.objective == "dpo"
+    dataset = _open_dataset("data.path", config.data.path, config.model, meta_model, has_pairs)
     context_parallel = plan_context_parallel(config, meta_model, dataset, size)
     meta_model = _with_adapters(meta_model, config)
     loader = Loader(
@@ -85,7 +86,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     )
     evaluation = None
     if config.data.eval_path is not None:
-        evaluation = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model)
+        evaluation = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model, has_pairs)
         check_fit(evaluation.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
     return Inputs(dataset, meta_model, loader, evaluation, context_parallel)
 
@@ -132,10 +133,21 @@ def _validate_prompts(
     return prompts
 
 
-def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel) -> Dataset:
+def _open_dataset(
+    setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel, has_pairs: bool
+) -> Dataset:
     dataset = Dataset(path)
+    if (dataset.pair_counts is not None) != has_pairs:
+        raise UserError(
+            f"{setting}: {path} has no pairs of a chosen and a rejected answer, but run.objective is dpo: set it to "
+            "sft, or prepare records with the fields chosen and rejected"
+            if has_pairs
+            else f"{setting}: {path} has pairs of a chosen and a rejected answer, but run.objective is sft: set it to "
+            "dpo, or prepare the chosen answers alone, with --columns messages=chosen, or completion=chosen for texts "
+            "with a prompt"
+        )
     _check_vocabulary(setting, dataset, model, meta_model)
-    longest = int(dataset.lengths.max())
+    longest = dataset.num_positions
     positions = getattr(meta_model.module.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise UserError(

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded
@@ -56,7 +57,7 @@ class Objective(Callback, ABC):
             subclass can set it in `on_gathered`. Before the first step it must have its largest possible value.
     """
 
-    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
     summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
     loss_normalizer: float = 1.0
 

@@ -19,6 +19,7 @@ The hooks of the training loop are called on the callbacks in this order:
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from odc_mpi.api import decide_for, shard_model
@@ -49,7 +51,8 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
-from odc_mpi.training.evaluation import LossEvaluator
+from odc_mpi.training.dpo.build import build_dpo
+from odc_mpi.training.evaluation import ForwardPass, LossEvaluator
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, training_flops
@@ -66,6 +69,7 @@ from odc_mpi.training.rundir.resume import (
     open_run,
     report_already_complete,
 )
+from odc_mpi.training.rundir.state_digest import state_digest
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
@@ -101,7 +105,8 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
             return report_already_complete(resume_point, config, world)
         decision = decide(config, world)
         metadata = run_metadata(config, world, inputs, resume_point)
-        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point))
+        check_stop = partial(_check_stop, stop, world)
+        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
         tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
@@ -157,9 +162,17 @@ def decide(config: Config, world: World) -> Decision:
 
 
 def build_trainer(
-    config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None = None
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    decision: Decision,
+    resume_point: ResumePoint | None = None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective."""
+    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective.
+
+    `check_stop` is called between parts of a long preparation for training, and may raise an error on all ranks.
+    """
     model = _shard(config, world, inputs, decision, resume_point)
     # Other implementations in torch split elements among threads at positions that depend on the size of the shard.
     fused = True if config.run.exact else None
@@ -179,7 +192,12 @@ def build_trainer(
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
         chunks = ChunkMicrobatches(windows) if windows else None
         source = DatasetSource(world, inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
-        objective = SFTObjective(model.module)
+        if config.run.objective == "dpo":
+            digest = partial(state_digest, world, TrainingState(model, optimizer, world.rank))
+            objective, more_callbacks = build_dpo(config, world, model, inputs, resume_point, digest, check_stop)
+            callbacks += more_callbacks
+        else:
+            objective = SFTObjective(model.module)
         if config.data.cost == "fitted":
             callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
     else:
@@ -266,11 +284,14 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
 
 
 def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
-    if not isinstance(inputs.evaluation, Dataset):
+    dataset = inputs.evaluation
+    if config.run.objective != "sft" or not isinstance(dataset, Dataset):
         return []
     # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
     cost_model = initial_cost_model(config.data, inputs.model)
-    return [LossEvaluator(config, world, model, inputs.evaluation, cost_model, inputs.model.packing.packs)]
+    forward_pass = ForwardPass(config, world, model, dataset, cost_model, inputs.model.packing.packs)
+    indices = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
+    return [LossEvaluator(config.run, model, forward_pass, indices)]
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:

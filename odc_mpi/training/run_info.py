@@ -35,6 +35,8 @@ def startup_lines(
     """Return the lines to print before the first step. `notes` are the remarks of `resolve_settings`, by setting."""
     data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
+    if config.run.objective == "dpo":
+        unit = "pairs"
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"

@@ -18,6 +18,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.training.dpo.settings import DPOConfig, check_dpo
 from odc_mpi.training.parsing import help as parsing_help
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
@@ -82,7 +83,7 @@ class DataConfig:
     ] = "lb_mini"
     context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
     cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
-    minibatch_sequences: Annotated[int, "sequences per step on all ranks together; grpo: completions", ONE_OR_MORE] = 16
+    minibatch_sequences: Annotated[int, "sequences (pairs, completions) per step on all ranks", ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "most tokens of one forward and backward on one rank", _TOKENS] = 4096
     eval_path: Annotated[str | None, "held-out data set, of the same kind as data.path", _NOT_EMPTY] = None
     eval_sequences: Annotated[int, "evaluate on the first N sequences; 0: all", NOT_NEGATIVE] = 0
@@ -124,7 +125,7 @@ class OptimConfig:
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[
-        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4, grpo 1e-6", _RATE
+        Literal["auto"] | float, "peak; auto: 2e-5, adapters or a new model 1e-4, dpo and grpo 1e-6", _RATE
     ] = "auto"
     weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
@@ -146,7 +147,7 @@ class OptimConfig:
 class RunConfig:
     """Settings of the objective, length, evaluation, device, files and checkpoints of a run."""
 
-    objective: Annotated[Literal["sft", "grpo"], "supervised fine-tuning, or GRPO"] = "sft"
+    objective: Annotated[Literal["sft", "dpo", "grpo"], "supervised fine-tuning, preferences, or rewards"] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch; 0: set by num_train_epochs", NOT_NEGATIVE] = 0
     num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps; null: 1", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
@@ -175,6 +176,7 @@ class Config:
     data: DataConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
     rl: GRPOConfig = field(default_factory=GRPOConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -244,11 +246,11 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 def default_learning_rate(config: Config) -> float:
     """Return the learning rate that `optim.learning_rate: auto` means.
 
-    The values are TRL's for supervised fine-tuning and GRPO; adapters take five to ten times more. A model that is
+    The values are TRL's for supervised fine-tuning, DPO and GRPO; adapters take five to ten times more. A model that is
     trained from scratch has a larger one, which should be set for its size.
     """
     has_adapters = config.lora.r is not None
-    if config.run.objective == "grpo":
+    if config.run.objective in ("grpo", "dpo"):
         return 1e-5 if has_adapters else 1e-6
     return 1e-4 if has_adapters or config.model.path is None else 2e-5
 
@@ -302,6 +304,7 @@ def _check_together(values: dict[str, Any], source: str) -> None:
         _require_dataset(source, key, values)
     check_evaluation(values, source)
     check_rl(values, source)
+    check_dpo(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):

@@ -8,7 +8,8 @@ import torch
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import Loader, Microbatch, Minibatch
+from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.runtime.world import World

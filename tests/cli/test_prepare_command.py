@@ -1,5 +1,6 @@
 """`odc-mpi prepare` in this process, and a run on what it made."""
 
+import json
 import os
 import signal
 
@@ -40,6 +41,49 @@ def test_prepare_prints_its_result(tmp_path, capsys):
     assert cli.main(["prepare", str(source), "--out", str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
     errors = capsys.readouterr().out
     assert f"trained on {source}" in errors and "1 dropped: no loss tokens\n1 skipped: invalid\n" in errors
+
+
+TURNS = [{"role": role, "content": f"{role} {i}"} for i in (1, 2) for role in ("user", "assistant")]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "shown"),
+    [
+        ({"q": "ab", "a": "cd"}, ["--columns", "prompt=q,completion=a"], ["ab[[cd<|endoftext|>]]"]),
+        ({"text": "abcdefg"}, ["--max-length", "4"], ["[[abcd]]"]),
+        (
+            {"text": "abcdefg"},
+            ["--max-length", "4", "--overlong", "split"],
+            ["a[[bcd]]", "d[[efg]]", "g[[<|endoftext|>]]"],
+        ),
+        ({"messages": TURNS}, ["--chat-template", "{file}"], ["user 1<|im_end|>[[<assistant>assistant 1<|im_end|>]]"]),
+        (
+            {"messages": TURNS},
+            ["--split-turns", "always"],
+            ["assistant\n[[assistant 1<|im_end|>]]", "assistant\n[[assistant 2<|im_end|>]]"],
+        ),
+        ("hub", ["--split", "test"], ["[[xy<|endoftext|>]]"]),
+    ],
+    ids=["columns", "truncated", "overlong", "chat template", "split turns", "split"],
+)
+def test_options_change_the_data_that_show_prints(tmp_path, capsys, source, options, shown):
+    letters, path, file = tmp_path / "letters.jsonl", tmp_path / "source.jsonl", tmp_path / "template.jinja"
+    letters.write_text('{"text": "."}\n')
+    file.write_text(TEMPLATE)
+    assert cli.main(["prepare", str(letters), "--out", str(tmp_path / "letters.h5"), "--vocab-size", "262"]) == 0
+    if source == "hub":
+        datasets, path = pytest.importorskip("datasets"), tmp_path / "saved"
+        parts = {name: datasets.Dataset.from_dict({"text": [text]}) for name, text in (("train", "uv"), ("test", "xy"))}
+        datasets.DatasetDict(parts).save_to_disk(path)
+    else:
+        path.write_text(json.dumps(source))
+    command = ["prepare", str(path), "--out", str(tmp_path / "out.h5"), "--tokenizer", str(tmp_path / "letters.h5")]
+    capsys.readouterr()
+    assert cli.main([*command, "--show", "5", *(option.format(file=file) for option in options)]) == 0
+    sequences = capsys.readouterr().out.split("\nsequence ")[1:]
+    assert len(sequences) == len(shown)
+    assert all(text in sequence for text, sequence in zip(shown, sequences, strict=True)), sequences
 
 
 def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odc_mpi.data import stdlib
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.prepare import PrepareOptions, PrepareReport, prepare
-from odc_mpi.data.stdlib import StdlibFunction
+from odc_mpi.data.readers import stdlib
+from odc_mpi.data.readers.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer
 
 

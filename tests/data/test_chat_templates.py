@@ -1,26 +1,19 @@
 """Chat templates: those of published models, which the package trl contains, and small ones for single cases."""
 
 import copy
-import re
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
 
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.examples import Conversation, InvalidRecordError
+from odc_mpi.data.examples import Conversation
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer, SplitTurns
 
-#: Text that models add as special tokens to their tokenizers, in the source of their templates.
-SPECIAL = (
-    r"<[|\uff5c][^<>\s'\"]*?[|\uff5c]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
-    r"|<(?:start|end)_of_turn>"
-)
-#: Templates of models that read images, whose content is not a string.
-VISION = {"idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
 #: Templates without tools.
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
 TOOLS = [
@@ -61,28 +54,9 @@ CONVERSATIONS = {
 }
 
 
-def template_paths() -> dict[str, Path]:
-    spec = find_spec("trl")  # not imported: it needs packages that are not installed
-    folder = Path(next(iter(spec.submodule_search_locations or ()))) / "chat_templates" if spec else Path()
-    return {path.stem: path for path in folder.glob("*.jinja")} if spec else {}
-
-
-PATHS = template_paths()
-TEXT_TEMPLATES = sorted(name for name in PATHS if not name.endswith("_training") and name not in VISION)
-
-
 @pytest.fixture
 def published(tokenizer: Any) -> Callable[..., Any]:
-    """Return a tokenizer with a published template, and the special tokens of it."""
-
-    def make(name: str, special_of: str | None = None) -> Any:
-        changed = copy.deepcopy(tokenizer)
-        special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
-        changed.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(special)})
-        changed.chat_template = PATHS[name].read_text()
-        return changed
-
-    return make
+    return partial(with_published_template, tokenizer)
 
 
 def trained_text(tokenizer: Any, encoded: list[Encoded]) -> str:
@@ -127,30 +101,29 @@ def test_published_templates_train_each_answer_once_and_nothing_of_the_user(publ
 @pytest.mark.slow
 @pytest.mark.skipif(not PATHS, reason="no trl (extra test-peers)")
 def test_masks_equal_the_marks_in_the_training_variants_of_published_templates(published: Callable[..., Any]) -> None:
-    """Marks may begin in the generation prompt, and may include white space after the end-of-turn token."""
-    same, other = 0, set()
-    for name in TEXT_TEMPLATES:
-        if f"{name}_training" not in PATHS:
-            continue
+    """Marks may begin in the generation prompt, and may include white space after the end-of-turn token.
+
+    With tools, those of diffusion_gemma leave out <|tool_response>, at which it stops.
+    """
+    names, other = [name for name in TEXT_TEMPLATES if f"{name}_training" in PATHS], set()
+    for name in names:
         plain = published(name)
         marked = published(f"{name}_training", special_of=name)
-        for case in ("one", "system", "three"):
-            if (name, case) == ("gemma", "system"):
+        for case, chat in CONVERSATIONS.items():
+            if (name, case) == ("gemma", "system") or (case == "tools" and name in NO_TOOLS | {"diffusion_gemma"}):
                 continue
-            chat = CONVERSATIONS[case]
             ours, theirs = (ChatRenderer(each, "always").render_answers(chat) for each in (plain, marked))
             indices = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
             for i, found, expected in zip(indices, ours, theirs, strict=True):
                 if found.text != expected.text:
                     other.add(name)
                     continue
-                same += 1
                 [(begin, end)] = found.spans
                 first, last = expected.spans[0][0], expected.spans[-1][1]
                 prompt = ChatRenderer(plain).render_prompt(Conversation("", chat.messages[:i]))
                 assert first <= begin and prompt.removesuffix(found.omitted).endswith(found.text[first:begin]), name
                 assert end <= last and not found.text[end:last].strip(), name
-    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and same > 100
+    assert other <= {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "glm4moe"} and len(names) >= 26
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
@@ -212,8 +185,13 @@ def test_marks_of_a_template_are_the_mask(tokenizer: Any) -> None:
     one_mark = everything.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     covering = with_template(tokenizer, "{% generation %}" + one_mark.replace(PROMPT, "{% endgeneration %}" + PROMPT))
     for split_turns in get_args(SplitTurns):
-        with pytest.raises(InvalidRecordError, match="marks message 1, of the user, as an answer: replace"):
+        with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
             spans(covering, chat, split_turns)
+    # Nor may a template without marks repeat a question in the answer only.
+    repeating = "{{ messages[loop.index0 - 1].content }} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    repeating = "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n" + repeating + PROMPT
+    with pytest.raises(InvalidRecordError, match="has message 1, of the user, in an answer: replace"):
+        spans(with_template(tokenizer, repeating), chat)
     nothing = with_template(tokenizer, MARKED.replace("{{ m.content }}<|im_end|>{% end", "{% end", 1))
     with pytest.raises(InvalidRecordError, match="drops a part of message 2"):
         spans(nothing, chat)

@@ -7,9 +7,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from pair_files import write_pairs
 
 from odc_mpi.data.dataset import writer as module
-from odc_mpi.data.dataset.format import DamagedDatasetError
+from odc_mpi.data.dataset.format import DamagedDatasetError, PairCounts
 from odc_mpi.data.dataset.reader import Dataset, read_tokenizer_files
 from odc_mpi.data.dataset.verify import find_counts, verify_dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
@@ -46,6 +47,29 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: i
     assert writer.num_tokens == sum(len(tokens) for tokens, _ in sequences)
     assert writer.num_trained_tokens == sum(int(mask[1:].sum()) for _, mask in sequences)
     assert writer.longest == max(len(tokens) for tokens, _ in sequences)
+
+
+def test_pairs_round_trip(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
+    with Dataset(tmp_path / "pairs.h5") as dataset:
+        assert dataset.lengths.tolist() == [10, 6]
+        assert dataset.pair_counts is not None
+        assert dataset.pair_counts.tolist() == [[3, 2, 2], [1, 4, 4]]
+        assert dataset[1][1].tolist() == [False, *[True] * 5]
+    assert "no damage" in verify_dataset(tmp_path / "pairs.h5")
+
+
+@pytest.mark.parametrize("name", ["num_prompt_tokens", "num_chosen_tokens", "num_chosen_loss_tokens", "all"])
+def test_removed_or_changed_pairs_are_damage(tmp_path: Path, name: str) -> None:
+    write_pairs(tmp_path / "pairs.h5", [(3, 2, 5), (1, 4, 1)])
+    with h5py.File(tmp_path / "pairs.h5", "r+") as file:
+        if name == "all":
+            for each in PairCounts._fields:
+                del file[each]
+        else:
+            file[name][0] = 1
+    with pytest.raises(DamagedDatasetError, match="pairs were changed"):
+        Dataset(tmp_path / "pairs.h5")
 
 
 def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
@@ -303,7 +327,8 @@ def everything(path: Path) -> Any:
     with Dataset(path) as dataset, h5py.File(path, locking=False) as file:
         sequences = [(tokens.tolist(), mask.tolist()) for tokens, mask in dataset]
         attributes = {name: repr(value) for name, value in file.attrs.items()}
-        return sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
+        pairs = None if dataset.pair_counts is None else dataset.pair_counts.tolist()
+        return pairs, sequences, dataset.digest(), read_tokenizer_files(path), attributes, find_counts([path], "r")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -312,13 +337,18 @@ def test_a_flipped_bit_is_refused_or_has_no_effect(tmp_path: Path, monkeypatch: 
     path, damaged, rng = tmp_path / "a.h5", tmp_path / "b.h5", np.random.default_rng(seed)
     files = {"tokenizer.json": b"{}" * 100, "merges.txt": b"a b"}
     with DatasetWriter(path, vocab_size=90, tokenizer="t", source="s", tokenizer_files=files) as writer:
-        for length in rng.integers(2, 90, 12):
-            writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool))
+        for length in rng.integers(3, 90, 12):
+            pair = PairCounts(1, length - 2, length - 2) if seed % 2 else None
+            writer.append(rng.integers(0, 90, length, dtype=np.uint32), np.ones(length, dtype=bool), pair)
         # As an attribute of more than 4 KiB, it would have no checksum.
         writer.set_attributes(request="r", report=json.dumps({"lines": ["x" * 100] * 60}), sources="s", more=1, last=2)
-    assert "12 sequences" in verify_dataset(path)
+    assert f"12 {'pairs' if seed % 2 else 'sequences'}" in verify_dataset(path)
     content, expected, num_refused = path.read_bytes(), everything(path), 0
-    for position in rng.choice(len(content), 200, replace=False):
+    positions = list(rng.choice(len(content), 200, replace=False))
+    for name in PairCounts._fields if seed % 2 else ():
+        with h5py.File(path) as file:
+            positions += list(file[name].id.get_chunk_info(0).byte_offset + rng.choice(12 * 4, 5, replace=False))
+    for position in positions:
         flipped = bytearray(content)
         flipped[position] ^= 1 << rng.integers(8)
         damaged.write_bytes(flipped)

@@ -6,7 +6,8 @@ from number_words import number_words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode, encode_prompts
-from odc_mpi.data.examples import Conversation, InvalidRecordError, PromptCompletion
+from odc_mpi.data.examples import Conversation, PromptCompletion
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.errors import UserError
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import Conversation, InvalidRecordError, parse_example
+from odc_mpi.data.examples import Conversation, parse_example
+from odc_mpi.data.readers.records import InvalidRecordError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -92,8 +93,6 @@ def test_roles() -> None:
         ({"instruction": "x"}, "or 'conversations', or 'instruction' and 'output'"),
         ({"messages": CHAT, "system": 3}, "expected 'system' to be a string"),
         ({"prompt": CHAT, "completion": "x"}, "expected 'prompt' to be a string, got a list"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "pairs .* not supported.* --columns completion=chosen$"),
-        ({"chosen": "a b", "rejected": "a c"}, "pairs .* not supported.* --columns text=chosen$"),
     ],
 )
 def test_bad_records(record: dict[str, Any], words: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from odc_mpi.data.dataset.reader import Dataset
-from odc_mpi.data.loader import IGNORED_LABEL, Loader, Microbatch, Minibatch, read_chunk, read_microbatch
+from odc_mpi.data.loader import Loader, Minibatch
+from odc_mpi.data.microbatch import IGNORED_LABEL, Microbatch, read_chunk, read_microbatch
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError

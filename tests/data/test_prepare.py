@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from odc_mpi.data import prepare as module
-from odc_mpi.data import stdlib
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.encode import Encoded
 from odc_mpi.data.encode_block import FilterCounts, SequenceFilter, _fit
 from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.prepare_report import PrepareReport
-from odc_mpi.data.stdlib import StdlibFunction
+from odc_mpi.data.readers import stdlib
+from odc_mpi.data.readers.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import docstrings
 import pytest
 
-from odc_mpi.data import stdlib
-from odc_mpi.data.stdlib import StdlibFunction, functions
+from odc_mpi.data.readers import stdlib
+from odc_mpi.data.readers.stdlib import StdlibFunction, functions
 
 BODY = "return argument_one + 1"
 
@@ -113,15 +113,26 @@ def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> N
 
 
 def test_the_task_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples of `make run` have the function without its docstring, and the first line of that as the answer."""
+    """The examples of `make run` have the function without its docstring, and the first line of that as the answer.
+
+    The wrong answer of a pair is that of another function.
+    """
     kept = StdlibFunction(
         '@cache\ndef f(x):\n    """Return twice the value.\n\n    More.\n    """\n', "    return 2 * x"
     )
     short = StdlibFunction('def g(x):\n    """Short."""\n', "    return 3 * x")
-    monkeypatch.setattr(docstrings, "functions", lambda: iter([kept, short, kept]))
+    other = StdlibFunction('def h(x):\n    """Return thrice the value."""\n', "    return 3 * x")
+    monkeypatch.setattr(docstrings, "functions", lambda: iter([kept, short, kept, other]))
     docstrings.main(tmp_path)
-    (line,) = (tmp_path / "functions.jsonl").read_text().splitlines()
-    question, answer = json.loads(line)["messages"]
+    rows, pairs = (
+        sorted(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines()), key=str)
+        for name in ("functions", "pairs")
+    )
+    assert len(rows) == len(pairs) == 2
+    question, answer = rows[0]["messages"]
+    answers = "Return twice the value.", "Return thrice the value."
+    assert pairs[0] == {"prompt": [question], "chosen": answers[0], "rejected": answers[1]}
+    assert (pairs[1]["chosen"], pairs[1]["rejected"]) == answers[::-1]
     function = "@cache\ndef f(x):\n    return 2 * x"
     assert question == {"role": "user", "content": f"Describe this Python function in one line.\n\n{function}"}
     assert answer == {"role": "assistant", "content": "Return twice the value."}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
+from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
 from odc_mpi.comm.work import FetchWork, Work
 
@@ -89,7 +89,7 @@ class LocalTransport(Transport, Group):
     def require_same(self, value: str, what: str) -> None:
         pass
 
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+    def reserve(self, plan: Callable[[], int]) -> None:
         plan()
 
     def open(self, close: Callable[[], None]) -> None:
@@ -138,9 +138,9 @@ class LocalShards(ShardStorage):
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
 
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
         self._transport.layouts = tuple(layouts)
-        return Footprint()
+        return 0
 
     def allocate(self) -> None:
         group, transport = self._transport._group, self._transport

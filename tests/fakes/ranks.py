@@ -12,7 +12,7 @@ import torch
 from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.work import Work
 
 T = TypeVar("T")
@@ -38,9 +38,9 @@ class RecordingTransport(LocalTransport):
         """The collective operations in order."""
         return [operation for operation, _ in self.log if operation not in ("fetch", "push")]
 
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+    def reserve(self, plan: Callable[[], int]) -> None:
         self.log = [("allocate", "")]
-        super().reserve(num_arrays, plan)
+        super().reserve(plan)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self.log.append(("fetch", self.layouts[index].name))
@@ -95,10 +95,10 @@ class LateTransport(RecordingTransport):
     fetch_s = 0.001
     push_s = 0.001
 
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+    def reserve(self, plan: Callable[[], int]) -> None:
         self.parameters.buffers = LatePool()
         self._between_a_and_b = True
-        super().reserve(num_arrays, plan)
+        super().reserve(plan)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         fill = super().start_fetch

@@ -12,6 +12,7 @@ from case import Case, change, damaged_dataset, mutation, prepare, write
 FAMILY = "a prepare"
 RIGHT = (0, 2)
 _GOOD = '{"prompt": "one", "completion": "two"}\n' * 3
+_PAIRS = '{"prompt": "one", "chosen": "two", "rejected": "three"}\n' * 3
 _DEEP = "[" * 100_000
 #: Lines among good ones.
 RECORDS = (
@@ -37,6 +38,15 @@ RECORDS = (
         '{"text": ' + "9" * 5000 + "}",
         '{"x": ' + "9" * 5000 + ', "text": "a"}',
     ),
+)
+#: Lines among good pairs of answers.
+PAIRS = (
+    *('{"chosen": "a"}', '{"chosen": "a b", "rejected": "a c"}', '{"chosen": "a", "rejected": "a"}', _GOOD.strip()),
+    *('{"chosen": [], "rejected": []}', '{"chosen": {}, "rejected": {}}', '{"chosen": null, "rejected": 1}'),
+    *('{"prompt": [], "chosen": "a", "rejected": "b"}', '{"prompt": "", "chosen": "", "rejected": "b"}'),
+    *('{"prompt": 1, "chosen": [1], "rejected": "b"}', '{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}'),
+    '{"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}',
+    '{"instruction": "a", "input": 1, "chosen": "b", "rejected": [{"from": "gpt", "value": "c"}], "system": 1}',
 )
 #: Contents of whole files.
 FILES = {
@@ -82,10 +92,11 @@ SOURCES = (
 
 def cases(rng):
     yield Case(FAMILY, "undamaged", prepare(), codes=(0,))
-    for number, record in enumerate(RECORDS):
+    for number, record in enumerate((*RECORDS, *PAIRS)):
+        good = _PAIRS if record in PAIRS else _GOOD
         for options in ((), ("--bad-lines", "skip")):
             name = f"record {number} {' '.join(options)}: {record[:60]!r}"
-            damage = write("a.jsonl", _GOOD + record + "\n" + _GOOD)
+            damage = write("a.jsonl", good + record + "\n" + good)
             yield Case(FAMILY, name, prepare("a.jsonl", options=options), damage, RIGHT)
     for name, content in FILES.items():
         yield Case(FAMILY, f"source: {name}", prepare("a.jsonl"), write("a.jsonl", content), RIGHT)

@@ -114,6 +114,7 @@ class TestFromConfig:
         ("settings", "implementation"),
         [
             *((s, "sdpa") for s in (QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}, PHIMOE, QWEN2_MOE)),
+            (QWEN2 | {"model_type": "stablelm"}, "sdpa"),  # its layers get positions, but no boundaries
             *((s, "eager") for s in (SLIDING, PHIMOE, GEMMA2)),
             (GEMMA2, "sdpa"),
         ],
@@ -124,6 +125,7 @@ class TestFromConfig:
             "tied",
             "phimoe",
             "qwen2_moe",
+            "stablelm",
             "mistral_eager",
             "phimoe_eager",
             "gemma2",
@@ -172,6 +174,12 @@ class TestFromConfig:
             (LLAMA | {"attention_dropout": -1}, "attention_dropout from 0 to 1, got -1"),
             ({"model_type": "bart", "encoder_layers": 1}, "its loss does not shift the labels"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
+            (
+                SLIDING | {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+                "use_bidirectional_attention is True",
+            ),
+            ({"model_type": "gemma3"}, "model.config.model_type: gemma3 is multimodal: set it to gemma3_text"),
+            ({"model_type": "qwen2_vl"}, "qwen2_vl is multimodal: set it to qwen2"),
             (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM cannot run"),
             (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM cannot run"),
             ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),

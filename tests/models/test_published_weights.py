@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_configurations import tiny_config
+from tiny_configurations import COMPOSITES, tiny_config
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -21,36 +21,6 @@ FAMILIES = [
     *("llama", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "phimoe", "granitemoe", "ernie4_5_moe", "dots1", "gpt_oss", "llama4_text", "minimax"),
 ]
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-    "depth": 1,
-    "embed_dim": 32,
-    "out_hidden_size": 32,
-    "num_channels": 3,
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "fullatt_block_indexes": [0],
-    "deepstack_visual_indexes": [0],
-}
-COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
-
-
-def make_composite(kind):
-    config_class = transformers.CONFIG_MAPPING[kind]
-    default = config_class()
-    text = tiny_config(default.get_text_config().model_type).to_dict()
-    if "qwen" in kind:
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
-    vision = {key: value for key, value in VISION.items() if key in default.vision_config.to_dict()}
-    vision["model_type"] = default.vision_config.model_type
-    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
 def assert_slices(weights, reference, num_ranks=3):
@@ -93,7 +63,7 @@ def test_families_are_read_and_written_as_transformers_does(kind, tmp_path):
 @pytest.mark.parametrize("kind", COMPOSITES)
 def test_the_text_model_of_a_composite(kind, tmp_path):
     torch.manual_seed(0)
-    config = make_composite(kind)
+    config = tiny_config(kind)
     whole = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     whole.eval().save_pretrained(tmp_path)
     composite = composite_of(transformers.AutoConfig.from_pretrained(tmp_path))

@@ -93,9 +93,9 @@ def training(config, world, inputs):
     trainer.model.close()
 
 
-def train_to_the_end(config, world, job=None):
+def train_to_the_end(config, world, job=None, stop=None):
     """Train on the ranks of `world`; return the lines of metrics and the summary, when all ranks of the job have."""
-    summary = train(config, world)
+    summary = train(config, world, stop)
     (job or world).gather_objects(None)
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], summary

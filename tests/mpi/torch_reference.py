@@ -37,7 +37,7 @@ def compute_loss(module, dataset, indices):
     return total / count
 
 
-def train(module, dataset, minibatches, optim):
+def train(module, dataset, minibatches, optim, compute_loss=compute_loss):
     """The losses of a plain loop with the trainer's optimizer settings."""
     decayed = [p for p in module.parameters() if p.dim() >= 2 and p.requires_grad]
     others = [p for p in module.parameters() if p.dim() < 2 and p.requires_grad]

@@ -14,7 +14,7 @@ from toy_models import INPUT, Layer, Stack
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.work import FetchWork, Work
-from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards, in_backward
+from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.units.unit import Unit, UnitState
@@ -106,43 +106,6 @@ def test_outside_of_a_call_a_parameter_stands_alone(transport: RecordingTranspor
     (parts.calls.parameter(unit, "b") * 4).sum().backward()
     ((_, gradients),) = parts.pushed
     assert list(gradients) == ["b"] and float(gradients["b"][0]) == 4.0
-
-
-@on_ranks(1)
-def test_frozen_parameters_have_no_history(transport: RecordingTransport) -> None:
-    parts = Parts(transport, {"a": VECTOR, "f": FROZEN}, {"g": FROZEN})
-    mixed, frozen = parts.units
-    with parts.calls.run(mixed), parts.calls.run(frozen):
-        a, f, g = (parts.calls.parameter(u, n) for u, n in ((mixed, "a"), (mixed, "f"), (frozen, "g")))
-        assert [t.requires_grad for t in (a, f, g)] == [True, False, False]
-        (a * f * g).sum().backward()
-    ((name, gradients),) = parts.pushed
-    assert name == "u0" and gradients["f"] is None and torch.equal(gradients["a"], f * g)
-
-
-@on_ranks(1)
-def test_tensors_without_a_graph_do_not_serve_code_that_wants_one(transport: RecordingTransport) -> None:
-    parts = Parts(transport, {"a": VECTOR})
-    (unit,) = parts.units
-    with parts.calls.run(unit):
-        with torch.no_grad():
-            assert not parts.calls.parameter(unit, "a").requires_grad
-        with torch.inference_mode():
-            assert not parts.calls.parameter(unit, "a").requires_grad
-        tensor = parts.calls.parameter(unit, "a")
-        assert tensor.requires_grad and not tensor.is_inference()
-        with torch.no_grad():
-            assert not parts.calls.parameter(unit, "a").requires_grad
-
-
-def test_in_backward() -> None:
-    seen: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda gradient: seen.append(in_backward()))
-    assert not in_backward()
-    y.backward()
-    assert seen == [True] and not in_backward()
 
 
 @on_ranks(1)

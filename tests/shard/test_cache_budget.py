@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity import ITEM_BYTES, Batch, Train, adamw, check_parity, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
-from test_model_parity import Branches, calling, freeze
+from test_model_parity import Branches, Choosy, calling, freeze
 from torch import nn
 from toy_models import INPUT, WIDTH, Layer, Stack
 
@@ -79,8 +79,8 @@ def test_free_memory_is_shared_out() -> None:
 class Poisoning(LateTransport):
     """Fills released buffers of parameters and gradients with NaN."""
 
-    def reserve(self, num_arrays: int, plan: Any) -> None:
-        super().reserve(num_arrays, plan)
+    def reserve(self, plan: Any) -> None:
+        super().reserve(plan)
         self.parameters.buffers = PoisoningPool()
 
 
@@ -125,6 +125,7 @@ def cases() -> Iterable[Any]:
     yield pytest.param(
         Branches(), skipped, {"mark_last": True, "activation_checkpointing": True}, id="twice_recomputed"
     )
+    yield pytest.param(nn.Sequential(*(Choosy() for _ in range(3))), many, {"units": [Choosy]}, id="parts_of_units")
     yield pytest.param(freeze(Stack(5), *frozen), many, {"prefetch": 1, "mark_last": True}, id="frozen")
     narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
     many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)

@@ -46,7 +46,9 @@ SAME = {
     "scale_rewards false": ("rl.scale_rewards", "none"),
     "log_completions": ("rl.log_completions", 1),
     "reward_weights 1 0.5": ("rl.reward_weights", [1, 0.5]),
-    "beta 0.1": ("rl.beta", 0.1),
+    "beta 0.1 --objective grpo": ("rl.beta", 0.1),
+    "beta 0.1 --run.objective dpo": ("dpo.beta", 0.1),
+    "loss_type hinge,sft --run.objective=dpo": ("dpo.loss_type", ["hinge", "sft"]),
 }
 
 
@@ -104,6 +106,8 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("liger_fused_linear_cross_entropy true", "set model.compile"),
         ("optim.warmup 4", "unknown setting optim.warmup: odc-mpi train --help"),
         ("save_stuff_often 4", "unknown setting save_stuff_often: odc-mpi"),
+        ("beta 0.1", "beta is a setting of several sections: write rl.beta or dpo.beta"),
+        ("device cpu", "write optim.device or run.device"),
         ("run.lr 4", "did you mean optim.learning_rate?"),
         ("run.steps 4 5", 'expected --section.key value, got "5"'),
         ("run.dir", "--run.dir expected text after it"),
@@ -120,7 +124,7 @@ def trl_names():
     if spec is None:
         pytest.skip("trl is not installed")
     folder = Path(spec.submodule_search_locations[0]) / "trainer"
-    for file in ("base_config.py", "sft_config.py", "grpo_config.py", "model_config.py"):
+    for file in ("base_config.py", "sft_config.py", "grpo_config.py", "dpo_config.py", "model_config.py"):
         for node in ast.walk(ast.parse((folder / file).read_text())):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 yield node.target.id

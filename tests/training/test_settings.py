@@ -275,7 +275,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
         (
             "- 1\n- 2",
-            "job.yaml: expected a mapping of the sections model, data, lora, rl, comm, optim, run, got [1, 2]",
+            "job.yaml: expected a mapping of the sections model, data, lora, rl, dpo, comm, optim, run, got [1, 2]",
         ),
         ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
         ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),

@@ -50,7 +50,6 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         sequence_number: Number of the sequence among all split sequences so far, from 1. The same on all ranks.
         bounds: Token offsets of the chunk boundaries, including 0 and the sequence length, `[chunks + 1]`.
         ranks: Rank that processes each chunk, in the order of the chunks.
-        sequence_name: Name of the sequence, for messages.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ class KVSizes:
     """Sizes that determine the memory of `KVWindows` on each rank.
 
     Attributes:
-        num_layers: Number of attention layers.
         token_bytes: Size of the keys and values of one token in one layer, in bytes.
-        max_chunk_tokens: Maximum number of tokens of a chunk.
-        max_earlier_tokens: Maximum number of tokens of all chunks before a chunk.
     """
 
     num_layers: int
@@ -66,9 +63,6 @@ class KVWindows:
     Args:
         sizes: Sizes of the memory. They must be the same on all ranks.
         shared: If True, ranks of the same node read each other's memory by direct load.
-
-    Attributes:
-        waited_s: Total time that this rank has waited for flags, in seconds.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:

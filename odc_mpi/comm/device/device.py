@@ -27,7 +27,6 @@ class Device:
     """A GPU, identified by its index among the GPUs that are visible to this process.
 
     Attributes:
-        torch_device: The device as a `torch.device`.
         name: GPU model, number of visible GPUs and CUDA version, on which the behavior of MPI may depend.
     """
 

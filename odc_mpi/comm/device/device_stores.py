@@ -55,8 +55,10 @@ class DeviceParameters(WindowParameters):
         wait_for.synchronize()
         self.world.progress.run_tasks()
         gets = self.start_gets(index, buffer)
+        # Only the shard of this rank is mapped.
+        data, shard = buffer.view(torch.uint8), self.shard(index).view(torch.uint8)
         copied = [
-            self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
+            self._device.copy(data[start:stop], shard[: stop - start], wait_for)
             for _, start, stop in self.fetch_plan(index).mapped
         ]
         gets.wait()

@@ -39,22 +39,22 @@ class PinnedMemory(ShardStorage):
         self.pool = BufferPool(device.empty_pinned)
         self._storages = tuple(storages)
         self._device = device
-        self._registered: dict[int, torch.Tensor] = {}
+        self._registered: list[torch.Tensor] = []
 
     @override
     def allocate(self) -> None:
         memory = [tensor for storage in self._storages for tensor in storage.mapped_memory()]
-        self._registered = {tensor.data_ptr(): tensor for tensor in memory if self._device.register(tensor)}
+        self._registered = [tensor for tensor in memory if self._device.register(tensor)]
 
     @override
     def free(self) -> None:
         while self._registered:
-            self._device.unregister(self._registered.popitem()[1])
+            self._device.unregister(self._registered.pop())
         self.pool.clear()
 
     def is_pinned(self, array: torch.Tensor) -> bool:
-        """Return True if `array` begins at the start of a block of memory that was registered with the driver."""
-        return array.data_ptr() in self._registered
+        """Return True if `array` begins in memory that was registered with the driver."""
+        return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
 
 class StagedParameters(ParameterStore):

@@ -7,26 +7,31 @@
 With the store in `comm.reduce.mailbox`, the owners add the gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate
 
 import torch
 from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
+from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.rma import HOST_WINDOW, Message, Window, WindowFactory, deferred_flush, messages
+from odc_mpi.comm.windows.rma import (
+    HOST_WINDOW,
+    Message,
+    Window,
+    WindowFactory,
+    as_mpi_buffer,
+    deferred_flush,
+    messages,
+)
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows per array, and of ranks of a node that add to it concurrently. More were not measured.
-MAX_WINDOWS_PER_ARRAY = 4
-#: Maximum number of windows of all arrays together, unless there are more arrays than this. A library may limit the
-#: number of windows (`comm.group`), and parameters also need windows.
-MAX_WINDOWS = 800
+#: Maximum number of windows, and of ranks of a node that add concurrently. More were not measured.
+MAX_WINDOWS = 4
 #: Maximum number of plans that a store keeps. Few different ranges are pushed, but a plan for 1000 owners takes 0.3 MB.
 MAX_PLANS = 256
 
@@ -46,49 +51,60 @@ class WindowGradientStore(GradientStore, ShardStorage):
 class AccumulateGradientStore(WindowGradientStore):
     """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows of the owners, which take no part.
 
-    MPICH serializes all MPI_Accumulate operations on a window within a node, even to different owners. With MPICH an
-    array therefore has several windows, and each rank has its shard in one of them. Two ranks that push 16 MB
-    concurrently then take half the time.
+    A window has the shards of all arrays, one after another. MPICH serializes all MPI_Accumulate operations on a window
+    within a node, even to different owners. With MPICH there are therefore several windows, and each rank has its
+    shards in one of them. Two ranks that push 16 MB concurrently then take half the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
         super().__init__(world, dtype)
         self._kind = kind
-        self._per_array = 1
-        self._windows: dict[int, list[Window]] = {}
+        # Open MPI has one lock per target.
+        self._num_windows = min(world.size, MAX_WINDOWS) if is_mpich(world.mpi_library) else 1
+        self._windows: list[Window] = []
         self._plan_of = lru_cache(MAX_PLANS)(self._plan_push)
 
     @override
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
         super().plan(layouts)
-        self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trainable_numels))
-        num_bytes = sum(self.trainable_numels.values()) * self.dtype.itemsize
-        return Footprint(len(self.trainable_numels) * self._per_array, num_bytes if self._kind.on_host else 0)
+        numels = self.trainable_numels
+        *starts, self._numel = accumulate(numels.values(), initial=0)
+        self._starts = dict(zip(numels, starts, strict=True))
+        return self._numel * self.dtype.itemsize if self._kind.on_host else 0
 
     @override
     def allocate(self) -> None:
-        self._windows = {index: self._allocate_windows(numel) for index, numel in self.trainable_numels.items()}
+        for number in range(self._num_windows):
+            numel = self._numel if number == self._window_of(self.world.rank) else 0
+            window = self._kind.create(self.world, numel, self.dtype, same_size=self._num_windows == 1)
+            self._windows.append(window)
+
+    @override
+    def mapped_memory(self) -> list[torch.Tensor]:
+        return [window.tensor for window in self._windows]
 
     @override
     def shard(self, index: int) -> torch.Tensor:
-        return self._windows[index][self._window_of(self.world.rank)].tensor
+        start = self._starts[index]
+        own = self._windows[self._window_of(self.world.rank)].tensor
+        return own[start : start + self.layouts[index].shard_numel]
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
-        layout, values = self.layouts[index], self._kind.as_buffer(gradient)
+        layout, values = self.layouts[index], as_mpi_buffer(gradient)
         what = f"accumulating the gradient of unit {layout.name}"
         owners, by_window = self._plan_of(layout.shard_numel, start, start + gradient.numel())
         with self.world.deadline(what, owners):
             for number, parts in by_window.items():
-                self._windows[index][number].accumulate_messages(values, parts)
+                self._windows[number].accumulate_messages(values, parts, self._starts[index])
         # Local completion: the buffer may be reused. `flush` completes the operation at the targets.
-        return deferred_flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
+        return deferred_flush(self.world, self._flush_local, what, owners, gradient)
 
     @override
     def flush(self) -> None:
         with self.world.deadline("flushing gradients"):
-            for window in self._all_windows():
+            for window in self._windows:
                 window.flush()
 
     @override
@@ -97,19 +113,13 @@ class AccumulateGradientStore(WindowGradientStore):
 
     @override
     def sync(self) -> None:
-        for window in self._all_windows():
+        for window in self._windows:
             window.sync()
 
     @override
     def free(self) -> None:
-        for window in reversed(list(self._all_windows())):
-            window.free()
-        self._windows = {}
-
-    def _allocate_windows(self, numel: int) -> list[Window]:
-        own = self._window_of(self.world.rank)
-        numels = [numel if i == own else 0 for i in range(self._per_array)]
-        return [self._kind.create(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]
+        while self._windows:
+            self._windows.pop().free()
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
         """Return the owners of a range of elements, and the messages to them by number of the window."""
@@ -121,23 +131,8 @@ class AccumulateGradientStore(WindowGradientStore):
         return tuple(owner for owner, _, _ in ranges), by_window
 
     def _window_of(self, owner: int) -> int:
-        return owner % self._per_array
+        return owner % self._num_windows
 
-    def _all_windows(self) -> Iterator[Window]:
-        return chain.from_iterable(self._windows.values())
-
-    def _flush_local(self, index: int) -> None:
-        for window in self._windows[index]:
+    def _flush_local(self) -> None:
+        for window in self._windows:
             window.flush_local()
-
-
-def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
-    """Return the number of windows per array that allows concurrent accumulates to different owners.
-
-    Args:
-        library: Name and version of the MPI library, as in `World.mpi_library`. The MPICH family needs several.
-        num_arrays: Number of trainable arrays.
-    """
-    if not is_mpich(library):
-        return 1  # Open MPI has one lock per target
-    return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))

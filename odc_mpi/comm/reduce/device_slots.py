@@ -17,8 +17,8 @@ from typing_extensions import override
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Segment
 from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, Index, ring_index
-from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
-from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.comm.windows.device_window import DeviceWindow
+from odc_mpi.comm.windows.rma import Memory, Window, as_mpi_buffer
 from odc_mpi.runtime.world import World
 
 
@@ -28,7 +28,6 @@ class DeviceSlots(HostSlots):
     #: Slots begin at multiples of 4096 bytes in a ring, so the headers take 1/128 of its size, in host memory.
     alignment = 4096
     values_offset = 0
-    num_windows = 1
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         super().__init__(world, dtype)

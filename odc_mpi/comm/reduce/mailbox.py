@@ -42,7 +42,7 @@ from typing_extensions import override
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import MAX_PLANS, WindowGradientStore
 from odc_mpi.comm.reduce.slots import Header, HostSlots, to_messages
-from odc_mpi.comm.shard_storage import Footprint, ranges_by_owner
+from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.windows.rma import MAX_MESSAGE_NUMEL, Memory, Message, Window, align_up
 from odc_mpi.comm.work import Work
 from odc_mpi.errors import UserError
@@ -95,7 +95,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._unflushed: list[int] = []
         self._drain_lock = threading.Lock()
 
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
         """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if it is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
@@ -112,7 +112,7 @@ class MailboxGradientStore(WindowGradientStore):
         largest_slot = min(self._ring_bytes // SLOTS_PER_RING, MAX_MESSAGE_NUMEL)
         self._max_numel = (largest_slot - self._slots.values_offset) // self.dtype.itemsize
         self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
-        return Footprint(2 + self._slots.num_windows, self._inbox_bytes + self._counters_bytes)
+        return self._inbox_bytes + self._counters_bytes
 
     @override
     def allocate(self) -> None:
@@ -318,7 +318,6 @@ class _PendingPush:
         owners: Ranks to which it is pushed, int64 `[n]`, and for each of them:
         starts: Index in its shard of the first element that is not in its ring.
         firsts: Index of this element in the gradient.
-        numels: Number of elements that are not in its ring.
     """
 
     name: str

@@ -25,9 +25,7 @@ class Header(NamedTuple):
     """Header of a received slot.
 
     Attributes:
-        array: Index of the array.
         start: Index of the first element in the shard of this rank.
-        numel: Number of elements.
         offset: Offset of the slot in its ring, in bytes.
     """
 
@@ -44,8 +42,6 @@ class HostSlots:
     alignment = ALIGNMENT
     #: Offset of the elements from the start of a slot in its ring, in bytes.
     values_offset = HEADER_BYTES
-    #: Number of windows in addition to the inbox.
-    num_windows = 0
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self.world = world
@@ -65,7 +61,6 @@ class HostSlots:
         Args:
             inbox: Window that contains all rings, contiguously.
             rings_start: Offset of the first ring in the inbox, in bytes.
-            ring_bytes: Size of a ring, in bytes.
             numels: Number of elements of this rank's shard, by array index.
         """
         self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes

@@ -9,18 +9,14 @@ A window orders only MPI operations. `comm.device.device_stores` synchronizes th
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from mpi4py import MPI
 from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window, WindowFactory
+from odc_mpi.comm.windows.rma import Window, WindowFactory, as_mpi_buffer
 from odc_mpi.runtime.world import World
-
-#: Format characters of `memoryview`. Elements that are only copied are bytes.
-_TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 
 
 class DeviceWindow(Window):
@@ -52,14 +48,4 @@ class DeviceWindow(Window):
 
 def device_windows(device: Device) -> WindowFactory:
     """Return a factory of windows in the memory of a device."""
-    return WindowFactory(partial(DeviceWindow, device=device), as_mpi_buffer, on_host=False)
-
-
-def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return a view of a contiguous tensor `[n]`, on any device, that can be passed to MPI.
-
-    Only MPI may access the view: reading device memory from Python would crash. It does not keep the tensor alive.
-    """
-    assert tensor.dim() == 1 and tensor.is_contiguous()
-    view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]
-    return view.cast(_TYPE_CODES[tensor.dtype])
+    return WindowFactory(partial(DeviceWindow, device=device), on_host=False)

@@ -1,13 +1,14 @@
-"""Parameters in MPI windows. Each array has its own window, so a flush waits for the fetch of one array only.
+"""Parameters in an MPI window, which has the shards of all arrays, one after another.
 
-A fetch returns a view if this rank maps the shards of all ranks contiguously. Otherwise it copies the shards that this
-rank maps, issues an MPI_Get for each other shard, and flushes the window. These steps are the same for fetches of an
-array, and are determined once (`FetchPlan`). `comm.device.device_stores` fetches arrays to a device.
+A fetch returns a view if all ranks are on one node and map each other's shards. Otherwise it copies the shards that
+this rank maps, issues an MPI_Get for each other shard, and flushes the window. These steps are the same for fetches of
+arrays of equal size, and are determined once (`FetchPlan`). A flush completes all fetches in flight: usually one, since
+a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -15,20 +16,29 @@ from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool, copy_host
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import Footprint, ShardStorage, ranges_by_owner
+from odc_mpi.comm.shard_storage import ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
-from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, Message, Window, WindowFactory, deferred_flush, messages
+from odc_mpi.comm.windows.rma import (
+    CAN_DETACH_STORAGE,
+    Message,
+    Window,
+    WindowFactory,
+    as_mpi_buffer,
+    deferred_flush,
+    messages,
+)
+from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
 
 class FetchPlan(NamedTuple):
-    """Steps of a fetch, shared by arrays of equal size.
+    """Steps of a fetch, shared by arrays of equal size. Sizes and offsets are in bytes.
 
     Attributes:
         owners: Ranks that are accessed with MPI_Get.
-        gets: Messages of these Gets.
-        mapped: Owner, start and stop in the array (elements) of each shard that this rank maps.
+        gets: Messages of these Gets, relative to the start of the array in the window.
+        mapped: Owner, start and stop in the array of each shard that this rank maps.
     """
 
     owners: tuple[int, ...]
@@ -37,9 +47,9 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameters in windows of `kind`, one per array. Fetches go to host memory.
+    """Parameters in a window of `kind`. Fetches go to host memory.
 
-    They do not copy if this rank maps all shards contiguously.
+    They do not copy if all ranks are on one node and map each other's shards.
     """
 
     def __init__(
@@ -48,60 +58,70 @@ class WindowParameters(ShardStorage, ParameterStore):
         super().__init__(dtype, buffers)
         self.world = world
         self._kind = kind
-        self._windows: list[Window] = []
+        self._shards: list[torch.Tensor] = []
+        # Full arrays, if fetches do not copy. Not the memory of `_shards` for torch: a change of a shard must not look
+        # like a change of tensors that autograd has saved.
+        self._arrays: list[torch.Tensor] = []
         self._plan_of = cache(self._plan_fetch)
 
     @override
-    def plan(self, layouts: Sequence[FlatLayout]) -> Footprint:
+    def plan(self, layouts: Sequence[FlatLayout]) -> int:
         super().plan(layouts)
-        per_array = 2 if self._kind.shared and self.world.num_nodes > 1 else 1
-        return Footprint(len(layouts) * per_array, self.shard_bytes if self._kind.on_host else 0)
+        sizes = (layout.shard_numel * self.dtype_of(index).itemsize for index, layout in enumerate(layouts))
+        *self._starts, num_bytes = accumulate(sizes, initial=0)
+        return num_bytes if self._kind.on_host else 0
 
     @override
     def allocate(self) -> None:
-        for index, layout in enumerate(self.layouts):
-            self._windows.append(self._kind.create(self.world, layout.shard_numel, self.dtype_of(index)))
-        if all(window.all_shards is not None for window in self._windows):
+        self._window: Window = self._kind.create(self.world, self.shard_bytes, torch.uint8)
+        arrays = [(start, self.dtype_of(i), self.layouts[i].shard_numel) for i, start in enumerate(self._starts)]
+        if isinstance(self._window, SharedWindow) and self.world.num_nodes == 1:
+            # In the memory of the node, the shards of an array follow each other.
             self.access = Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
+            rank, size, view = self.world.rank, self.world.size, self._window.node_view
+            self._arrays = [view(size * start, dtype, size * numel) for start, dtype, numel in arrays]
+            self._shards = [
+                view(size * start + rank * numel * dtype.itemsize, dtype, numel) for start, dtype, numel in arrays
+            ]
+        else:
+            self._shards = [self._window.tensor[start:].view(dtype)[:numel] for start, dtype, numel in arrays]
 
     def fetch_plan(self, index: int) -> FetchPlan:
         """Return the steps of a fetch of an array."""
-        return self._plan_of(self.layouts[index].numel, self.layouts[index].shard_numel)
+        layout, itemsize = self.layouts[index], self.dtype_of(index).itemsize
+        return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to read the shards that this rank does not map into `buffer`, the full array. One-sided."""
         owners, gets, _ = self.fetch_plan(index)
-        window, what = self._windows[index], f"fetching unit {self.layouts[index].name}"
+        window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):
-            window.get_messages(self._kind.as_buffer(buffer.view(torch.uint8)), gets)
+            window.get_messages(as_mpi_buffer(buffer.view(torch.uint8)), gets, self._starts[index])
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     @override
     def sync(self) -> None:
-        for window in self._windows:
-            window.sync()
+        self._window.sync()
 
     @override
     def mapped_memory(self) -> list[torch.Tensor]:
-        return [memory for window in self._windows for memory in window.mapped_memory()]
+        return [self._window.mapped_memory]
 
     @override
     def free(self) -> None:
-        while self._windows:
-            self._windows.pop().free()
+        self._shards, self._arrays = [], []
+        self._window.free()
 
     @override
     def shard(self, index: int) -> torch.Tensor:
-        return self._windows[index].tensor
+        return self._shards[index]
 
     @override
     def fetch(self, index: int) -> FetchWork:
         if self.access is Access.COPY:
             return super().fetch(index)
         self.world.progress.run_tasks()
-        shards = self._windows[index].all_shards
-        assert shards is not None
-        return FetchWork(shards[: self.layouts[index].numel], Work())
+        return FetchWork(self._arrays[index][: self.layouts[index].numel], Work())
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
@@ -110,18 +130,20 @@ class WindowParameters(ShardStorage, ParameterStore):
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        assert self.access is Access.COPY
         self.world.progress.run_tasks()
-        window, work = self._windows[index], self.start_gets(index, buffer)
+        work = self.start_gets(index, buffer)
         # While the Gets are in flight:
+        data, first = buffer.view(torch.uint8), self._starts[index]
         for owner, start, stop in self.fetch_plan(index).mapped:
-            shard = window.mapped_shard(owner)
+            shard = self._window.mapped_shard(owner)
             assert shard is not None
-            copy_host(buffer[start:stop], shard[: stop - start])
+            copy_host(data[start:stop], shard[first : first + stop - start])
         return work
 
-    def _plan_fetch(self, numel: int, shard_numel: int) -> FetchPlan:
-        mapped_ranks = self.world.node_ranks if self._kind.shared else (self.world.rank,)
-        ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, 0, numel))
+    def _plan_fetch(self, num_bytes: int, shard_bytes: int) -> FetchPlan:
+        mapped_ranks = self.world.node_ranks if isinstance(self._window, SharedWindow) else (self.world.rank,)
+        ranges = tuple(ranges_by_owner(shard_bytes, self.world.rank, 0, num_bytes))
         others = [part for part in ranges if part[0] not in mapped_ranks]
         gets = chain.from_iterable(messages(owner, 0, stop - start, start) for owner, start, stop in others)
         mapped = tuple(part for part in ranges if part[0] in mapped_ranks)

@@ -34,8 +34,11 @@ Memory: TypeAlias = np.ndarray | memoryview
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
 #: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
-#: MPI datatypes for elements that are only copied, by element size.
+#: MPI datatypes for elements that are only copied, by element size: MPI has no bf16, and counts in bytes overflow a C
+#: int earlier.
 COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+#: Format characters of `memoryview`. Elements that are only copied are bytes.
+_TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 #: Maximum number of elements per message, since counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
 #: Alignment of data in a window, in bytes: the size of a cache line.
@@ -50,16 +53,14 @@ class Window:
     It raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
 
     Args:
-        numel: Number of elements of the shard of this rank.
         same_size: True if `numel` is the same on all ranks.
 
     Attributes:
         tensor: Shard of this rank.
-        all_shards: Shards of all ranks as one array, or None if this rank does not map them contiguously.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
-        self.all_shards: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
         self._copied, self._summed = COPY_DTYPES[dtype.itemsize], MPI_DTYPES.get(dtype)
         with world.collective("allocating a window"):
             # `same_size` saves the library a table of sizes. No other hint was found to matter.
@@ -79,9 +80,10 @@ class Window:
         """Return a view of the shard of rank `target`, or None if this rank does not map its memory."""
         return self._mapped_shards.get(target)
 
-    def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the shards that this rank maps, as a single tensor if `all_shards` is available."""
-        return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
+    @property
+    def mapped_memory(self) -> torch.Tensor:
+        """All shards that this rank maps, as one tensor."""
+        return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to copy elements of a shard, from element `start` on, into the byte buffer `buffer`. One-sided.
@@ -97,11 +99,14 @@ class Window:
         """
         self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
-    def get_messages(self, buffer: Memory, parts: Iterable[Message]) -> None:
-        """Start to copy parts of the shards of other ranks into `buffer`, a buffer of bytes. One-sided."""
+    def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
+        """Start to copy parts of the shards of other ranks into `buffer`, a buffer of bytes. One-sided.
+
+        The parts begin `base` elements after the positions in `parts`.
+        """
         get, element = self._win.Get, self._copied
         for target, start, span in parts:
-            get([buffer, span, element], target, start)
+            get([buffer, span, element], target, base + start)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
         """Start to overwrite parts of the shards of other ranks with parts of `values`, a buffer of bytes. One-sided.
@@ -112,15 +117,16 @@ class Window:
         for target, start, span in parts:
             put([values, span, element], target, start)
 
-    def accumulate_messages(self, values: Memory, parts: Iterable[Message]) -> None:
+    def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start to add parts of `values` to parts of the shards of other ranks. One-sided.
 
-        `values` has the dtype of the shard. Do not modify it before `flush_local`.
+        The parts begin `base` elements after the positions in `parts`. `values` has the dtype of the shard. Do not
+        modify it before `flush_local`.
         """
         assert self._summed is not None, "MPI cannot add this type"
         accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
         for target, start, span in parts:
-            accumulate([values, span, element], target, start, operation)
+            accumulate([values, span, element], target, base + start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
         """Atomically add `value` to the int64 element at `offset` of a shard, and return its old value. One-sided."""
@@ -174,11 +180,12 @@ class Window:
 
     def free(self) -> None:
         """Free the window. Collective. If `CAN_DETACH_STORAGE`, tensors that view its memory keep a copy of it."""
-        storages = [StorageWeakRef(shard.untyped_storage()) for shard in self._mapped_shards.values()]
-        if self.all_shards is not None:
-            storages.append(StorageWeakRef(self.all_shards.untyped_storage()))
-        self.tensor, self.all_shards = torch.empty(0), None
+        views = (*self._mapped_shards.values(), *self._views)
+        storages = [StorageWeakRef(view.untyped_storage()) for view in views]
+        del views
+        self.tensor = torch.empty(0)
         self._mapped_shards.clear()
+        self._views.clear()
         for reference in storages:
             # An access to freed memory would crash.
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -220,18 +227,23 @@ class WindowFactory:
 
     Attributes:
         create: Function that creates a window from `(world, numel, dtype)`. Collective.
-        as_buffer: Function that returns a flat tensor, on the device of the windows, as a buffer for MPI.
-        on_host: True if the windows are in host memory.
-        shared: True if ranks of the same node map each other's shards.
     """
 
     create: Callable[..., Any]
-    as_buffer: Callable[[torch.Tensor], Memory] = torch.Tensor.numpy
     on_host: bool = True
-    shared: bool = False
 
 
 HOST_WINDOW = WindowFactory(Window)
+
+
+def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
+    """Return a view of a contiguous tensor `[n]`, on any device, that can be passed to MPI.
+
+    Only MPI may access device memory: reading it from Python would crash. The view does not keep the tensor alive.
+    """
+    assert tensor.dim() == 1 and tensor.is_contiguous()
+    view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]
+    return view.cast(_TYPE_CODES[tensor.dtype])
 
 
 def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -246,7 +258,6 @@ def deferred_flush(
 
     Args:
         what: Description of the operations. If the deadline expires, the message contains it and `owners`.
-        owners: Target ranks of the operations.
         memory: Buffer of the operations. The handle references it until it is complete, since MPI does not.
     """
 

@@ -11,8 +11,8 @@ from odc_mpi.runtime.world import World
 class SharedWindow(Window):
     """Window with one zero-filled shard, `[numel]`, per rank. Ranks of the same node map each other's shards.
 
-    Construction is collective. `numel` must be the same on all ranks. `all_shards` is None if there are several nodes,
-    or if the library leaves gaps between the shards, which MPICH and Open MPI do not.
+    Construction is collective. `numel` must be the same on all ranks. The shards of the node are contiguous, in the
+    order of the ranks (MPI-4.1, 12.2.3).
     """
 
     @override
@@ -24,11 +24,23 @@ class SharedWindow(Window):
         shards = [wins[0].Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
         if world.num_nodes > 1:
             wins.insert(0, MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm))
-        elif all(shard.address == shards[0].address + i * num_bytes for i, shard in enumerate(shards)):
-            memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.size)
-            self.all_shards = torch.frombuffer(memory, dtype=dtype)
+        self._node_memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.local_size)
         tensors = [torch.frombuffer(shard, dtype=dtype, count=numel) for shard in shards]
         return wins, dict(zip(world.node_ranks, tensors, strict=True))
 
+    @property
+    @override
+    def mapped_memory(self) -> torch.Tensor:
+        return torch.frombuffer(self._node_memory, dtype=torch.uint8)
 
-SHARED_WINDOW = WindowFactory(SharedWindow, shared=True)
+    def node_view(self, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return elements of the memory of all ranks of the node, from byte `start` on.
+
+        Each view has a storage of its own, of which a copy is kept if it is referenced when the window is freed.
+        """
+        view = torch.frombuffer(self._node_memory, dtype=dtype, count=numel, offset=start)
+        self._views.append(view)
+        return view
+
+
+SHARED_WINDOW = WindowFactory(SharedWindow)

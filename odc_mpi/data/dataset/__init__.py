@@ -8,6 +8,9 @@
 | `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token            |
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 
+A data set of pairs also has the datasets of `format.PairCounts`, int32 [n]. Each of its sequences is a pair: a prompt,
+followed by the chosen and the rejected answer to it.
+
 The first token of a sequence is never predicted, so it does not contribute to the loss. The group `tokenizer` contains
 each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes]. So does `report` (counts of
 `prepare` as JSON).

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import h5py
@@ -26,6 +27,18 @@ TYPES = {
     "num_trained_tokens": np.int32,
     "checksums": np.uint32,
 }
+
+
+class PairCounts(NamedTuple):
+    """Numbers of tokens of a pair, which consists of a prompt, a chosen answer and a rejected answer.
+
+    Each of the three parts has at least one token, and each answer at least one loss token. The counts of the rejected
+    answer follow from those of the pair. A data set stores each field as an HDF5 dataset of this name, int32 [n].
+    """
+
+    num_prompt_tokens: int
+    num_chosen_tokens: int
+    num_chosen_loss_tokens: int
 
 
 class DamagedDatasetError(UserError):
@@ -64,7 +77,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 of the arrays `offsets`, `num_trained_tokens` and `checksums`, in hexadecimal."""
+    """Return the SHA-256 of the arrays of a data set other than tokens and masks, in hexadecimal."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 

@@ -15,6 +15,7 @@ from odc_mpi.data.dataset.format import (
     TYPES,
     VERSION,
     DamagedDatasetError,
+    PairCounts,
     content_digest,
     has_signature,
     hdf5_errors,
@@ -35,6 +36,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens of each sequence, not counting its first token, int64 [n].
+        pair_counts: Numbers of tokens of the parts of each pair, int64 [n, 3] with a column for each field of
+            `PairCounts`; None if the sequences are not pairs.
         vocab_size: Number of tokens of the tokenizer.
         max_token_id: Largest token number in the file. The model's embedding must have more rows than this.
         vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
@@ -65,6 +68,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         self._offsets: npt.NDArray[np.int64] = file["offsets"][:]
         trained: npt.NDArray[np.int32] = file["num_trained_tokens"][:]
         self._checksums: npt.NDArray[np.uint32] = file["checksums"][:]
+        pairs = self._read_pairs()
         self._content = read_text(file.attrs, "content")
         self.vocab_size, self.max_token_id = read_size(file.attrs, "vocab_size"), read_size(file.attrs, "max_token_id")
         self.vocabulary = read_text(file.attrs, "vocabulary")
@@ -81,8 +85,19 @@ class Dataset(AbstractContextManager["Dataset"]):
             raise DamagedDatasetError(self.path, "tokens and loss_mask differ in length")
         if ((trained < 1) | (trained >= self.lengths)).any():
             raise DamagedDatasetError(self.path, "the numbers of loss tokens do not match the lengths")
-        if content_digest(self._offsets, trained, self._checksums) != self._content:
-            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens or checksums were changed")
+        if content_digest(self._offsets, trained, self._checksums, *pairs) != self._content:
+            raise DamagedDatasetError(self.path, "offsets, num_trained_tokens, checksums or pairs were changed")
+        self.pair_counts: npt.NDArray[np.int64] | None = np.stack(pairs, 1).astype(np.int64) if pairs else None
+        if self.pair_counts is not None and (
+            (self.pair_counts < 1).any() or (self.pair_counts[:, :2].sum(1) >= self.lengths).any()
+        ):
+            raise DamagedDatasetError(self.path, "the parts of pairs do not match the lengths")
+
+    def _read_pairs(self) -> list[npt.NDArray[np.int32]]:
+        """Read the datasets of `PairCounts`; none of them exists if the sequences are not pairs."""
+        if not any(name in self._file for name in PairCounts._fields):
+            return []
+        return [check_storage(self._file, name, self.path, np.int32)[:] for name in PairCounts._fields]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -107,6 +122,14 @@ class Dataset(AbstractContextManager["Dataset"]):
         if tokens.max() > self.max_token_id or np.count_nonzero(loss_mask[1:]) != self.num_trained_tokens[i]:
             raise DamagedDatasetError(self.path, f"sequence {i} does not match max_token_id or num_trained_tokens")
         return tokens.astype(np.int64), loss_mask.astype(np.bool_)
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions of the longest sequence. Both answers of a pair are at those after the prompt."""
+        if self.pair_counts is None:
+            return int(self.lengths.max())
+        prompt, chosen, _ = self.pair_counts.T
+        return int(np.maximum(prompt + chosen, self.lengths - chosen).max())
 
     def digest(self) -> str:
         """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.

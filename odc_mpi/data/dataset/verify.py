@@ -37,7 +37,8 @@ def verify_dataset(path: Path) -> str:
                 check_storage(file, REPORT, path, np.uint8)[:]
         files = read_tokenizer_files(path)
         tokenizer = f"tokenizer in {len(files)} files" if files else "no tokenizer"
-        return f"{path}: {len(dataset):,} sequences, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
+        unit = "sequences" if dataset.pair_counts is None else "pairs"
+        return f"{path}: {len(dataset):,} {unit}, {dataset.lengths.sum():,} tokens, {tokenizer}: no damage"
 
 
 def read_origin(path: Path) -> str:

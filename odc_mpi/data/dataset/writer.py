@@ -15,6 +15,7 @@ from odc_mpi.data.dataset.format import (
     TOKENIZER_GROUP,
     TYPES,
     VERSION,
+    PairCounts,
     content_digest,
     encode_text,
     sequence_checksum,
@@ -73,15 +74,22 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         """Set attributes of the file. They are written when the context of the writer ends without an exception."""
         self._attributes.update(attributes)
 
-    def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
+    def append(
+        self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
+    ) -> None:
         """Append a sequence of at least two tokens. At least one token after the first must be a loss token.
 
         Args:
             tokens: Tokens of the sequence, uint32 [length].
             loss_mask: True for each loss token, bool [length].
+            pair: Parts of the sequence if it is a pair. Either all sequences are pairs, or none is.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
+        if pair is not None and not self.num_sequences:
+            for name in pair._fields:
+                self._create(name, np.empty(0, dtype=np.int32))
+                self._buffers[name] = []
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
@@ -89,8 +97,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
         stored = tokens.astype(np.uint32), loss_mask.astype(np.uint8)
         numbers = self.num_tokens, num_trained, sequence_checksum(*stored)
-        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in numbers)]
-        for name, values in zip(TYPES, arrays, strict=True):
+        arrays: list[npt.NDArray] = [*stored, *(np.array([number]) for number in (*numbers, *(pair or ())))]
+        for name, values in zip(self._buffers, arrays, strict=True):
             self._buffers[name].append(values)
         self._num_buffered += len(tokens)
         if self._num_buffered >= _BUFFERED_TOKENS:
@@ -99,8 +107,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     def _write_buffers(self) -> None:
         for name, parts in self._buffers.items():
             if parts:
-                values = np.concatenate(parts).astype(TYPES[name])
                 target = self._file[name]
+                values = np.concatenate(parts).astype(target.dtype)
                 begin = len(target)
                 target.resize((begin + len(values),))
                 target[begin:] = values
@@ -111,7 +119,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         with self._stack:
             if kind is None:
                 self._write_buffers()
-                arrays = (self._file[name][:] for name in ("offsets", "num_trained_tokens", "checksums"))
+                arrays = (self._file[name][:] for name in self._buffers if name not in ("tokens", "loss_mask"))
                 self.set_attributes(
                     content=content_digest(*arrays), max_token_id=self.max_token_id, format=FORMAT, version=VERSION
                 )

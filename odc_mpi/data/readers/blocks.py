@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from odc_mpi.data.examples import InvalidRecordError, check_object
+from odc_mpi.data.readers.records import InvalidRecordError, check_object
 
 #: Characters of text in a block: enough to keep a process busy, and few enough to keep the tokens' offsets in memory.
 _BLOCK_CHARS = 1 << 19

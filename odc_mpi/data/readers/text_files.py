@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from odc_mpi.data.examples import InvalidRecordError, parse_json
 from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn, split_into_blocks
 from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
+from odc_mpi.data.readers.records import InvalidRecordError, parse_json
 from odc_mpi.errors import UserError
 
 #: Suffixes of JSON lines. Other files that are neither arrays nor tables are read as JSON lines, too.

@@ -56,15 +56,15 @@ class TokenLogps:
         """Run the model and return its predictions for the tokens. Communicates like its forward.
 
         Args:
-            inputs: Keyword arguments of the model's forward, for a batch of one row. Labels are ignored.
-            positions: Positions whose logits predict the tokens, int64 `[K]`.
+            inputs: Keyword arguments of the model's forward. Labels are ignored.
+            positions: Positions in the flattened batch whose logits predict the tokens, int64 `[K]`.
             targets: The tokens, int64 `[K]`.
             temperature: Number by which the logits are divided.
         """
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         if self._transform is None:
             output = self._module(**inputs)
-            scores = _complete_scores(output.logits[0, positions], targets, temperature)
+            scores = _complete_scores(output.logits.flatten(0, 1)[positions], targets, temperature)
         else:
             transform = replace(self._transform, temperature=temperature)
             calls: list[TokenScores] = []

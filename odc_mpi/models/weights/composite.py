@@ -46,6 +46,12 @@ class Composite:
         }
 
 
+def text_model_type(config: transformers.PreTrainedConfig) -> str:
+    """Return the `model_type` of the language model for the text part of a multimodal configuration."""
+    kind: str = config.get_text_config().model_type
+    return str(_EQUIVALENT.get(kind, {}).get("model_type", kind))
+
+
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     """Return the multimodal model of a configuration, or None for a configuration of a language model.
 
@@ -55,7 +61,8 @@ def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     inner = config.get_text_config()
     if inner is config:
         return None
-    if type(inner) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and inner.model_type not in _EQUIVALENT:
+    is_known = type(inner) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or inner.model_type in _EQUIVALENT
+    if not is_known or type(config) not in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise UserError(
             f"model.path: {config.model_type} is multimodal, and transformers has no causal language model for its "
             f"text part, {inner.model_type}"

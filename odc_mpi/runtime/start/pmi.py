@@ -53,7 +53,6 @@ def check_launcher(library: str, size: int) -> None:
 
     Args:
         library: Name and version of the MPI library, for the message.
-        size: Size of MPI_COMM_WORLD.
     """
     variable, started = _started()
     if started > 1 and size == 1:
@@ -106,7 +105,6 @@ class PmiRelay:
 
     Attributes:
         abort_requested: True if the child has requested to abort the job.
-        environment: Environment variables for the child.
     """
 
     def __init__(self) -> None:

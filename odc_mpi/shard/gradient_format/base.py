@@ -32,7 +32,6 @@ class GradientFormat(ABC):
         """Overwrite the buffer `flat` with gradients of an array, and with zeros between them.
 
         Args:
-            index: Index of the array in the transport.
             segments: Pairs of the index in `flat` at which a gradient begins, and the gradient.
             flat: Buffer `[n]` with the dtype of the gradient store.
         """

@@ -67,7 +67,6 @@ class FixedPointGradients(GradientFormat):
         numels: Number of elements of each trainable array by index, in the same order on all ranks.
 
     Attributes:
-        exponents: Exponent of each array by index.
         relative_error: Sum of the magnitudes of the rounding errors in the last minibatch, divided by that of the
             gradients. The sums include all pushes; of large gradients, they include one eighth of the elements. The
             value does not depend on the number of ranks. It is 0 if there were no pushes.

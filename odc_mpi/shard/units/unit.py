@@ -40,11 +40,8 @@ class Unit:
 
     Attributes:
         name: Dotted name of the submodule; "" for the root.
-        layouts: Layouts of the arrays.
         indices: Indices of the arrays in the transport.
         ranges: By dotted name of a parameter, the index of its array in `layouts` and its position in the array.
-        state: State of the unit.
-        num_running_forwards: Number of forwards of the unit that are running.
     """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:

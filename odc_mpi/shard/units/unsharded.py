@@ -52,13 +52,10 @@ class UnshardedUnits:
     Args:
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
             collective, or if only one thread may call the transport.
-        spans: Recorder of the time spent waiting for fetches. Default: a new one.
-        traffic: Counter of the fetched bytes. Default: a new one.
 
     Attributes:
         cache: Budget for units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are
             collective.
-        activity: Reporter that publishes the unit in use.
         parameter_version: Version of the parameters, which `invalidate` increments.
         fetch_allowed: False while owners may write their shards. A fetch then raises RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from odc_mpi.data.loader import Microbatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.errors import TrainingError, warn
 from odc_mpi.files import write_or_warn
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step

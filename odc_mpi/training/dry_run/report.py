@@ -72,7 +72,7 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
     num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
     epochs = steps / steps_per_epoch(config, num)
-    kind = "prompts" if config.run.objective == "grpo" else "sequences"
+    kind = {"grpo": "prompts", "dpo": "pairs"}.get(config.run.objective, "sequences")
     lines = [
         f"ranks   {num_ranks}",
         f"model   {type(inputs.model.module).__name__}, {_numel(inputs):,} parameters, {config.model.param_dtype}",

@@ -17,7 +17,8 @@ from typing import cast
 
 import torch
 
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import MicrobatchResult, Step
 from odc_mpi.rollout.groups import RolloutMicrobatch

@@ -2,7 +2,8 @@
 
 import torch
 
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.models.logps.token_logps import TokenLogps
 from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
 from odc_mpi.shard import model as sharded

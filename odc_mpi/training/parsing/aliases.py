@@ -1,7 +1,7 @@
 """Names of settings in other libraries: those that mean the same as one here, and what to set instead of the others.
 
-The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `GRPOConfig`, `ModelConfig`), peft
-(`LoraConfig`), axolotl and torchtitan, without their sections.
+The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `GRPOConfig` and
+`ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
 """
 
 import re
@@ -54,7 +54,10 @@ _MODEL_SETTINGS = "set model.config, entries of the model's config.json"
 #: What to do instead, by a pattern for the name. The first that matches the full name applies.
 _ANSWERS = (
     (r"optim|optim_args|optim_target_modules", "optim is a section here: set optim.optimizer to adamw or sgd"),
-    (r"rl|trl", "rl is a section here: set run.objective to sft or grpo, and the settings of the section rl"),
+    (
+        r"rl|trl",
+        "rl is a section here: set run.objective to sft, dpo or grpo, and the settings of the section dpo or rl",
+    ),
     (r"(per_device_|auto_find_|micro_|local_|global_)?(train_)?batch_size|num_tokens_per_train_step", _FULL_BATCH),
     (r"gradient_accumulation_steps|generation_batch_size|steps_per_generation", _FULL_BATCH),
     (
@@ -89,7 +92,15 @@ _ANSWERS = (
     (r"megatron_\w+|\w*_parallel_(size|degree)|data_parallel_\w+|dp_\w+_size|enable_cpu_offload", _SHARDED),
     (r"use_vllm|vllm_\w+|use_transformers_\w+|transformers_continuous_\w+|cache_implementation|use_cache", _ON_POLICY),
     (r"epsilon\w*|delta|importance_sampling_\w+|off_policy_\w+|use_bias_correction_kl|sapo_\w+|vespo_\w+", _ON_POLICY),
-    (r"(ref_model|sync_ref)_\w+", "not supported: the reference policy of rl.beta is model.path, unchanged"),
+    (
+        r"precompute_ref_\w+",
+        "not needed: the log-probabilities of the reference model are computed before the first step",
+    ),
+    (
+        r"f_(alpha_)?divergence_\w+|discopop_tau|ld_alpha|use_weighting",
+        "not supported: dpo.beta, dpo.loss_type, dpo.loss_weights and dpo.label_smoothing choose the loss",
+    ),
+    (r"(ref_model|sync_ref)_\w+", "not supported: the reference model is the one at the start, unchanged"),
     (
         r"min_p|repetition_penalty|generation_kwargs|num_generations_eval|multi_objective_\w+|max_tool_\w+",
         "not supported: rl.temperature, rl.top_p and rl.top_k select the tokens; rl.reward_weights the rewards",
@@ -99,7 +110,7 @@ _ANSWERS = (
         r"log_multimodal|num_completions_to_print|log_unique_prompts|log_completions_hub_repo",
         "set rl.log_completions, the steps between printed completions",
     ),
-    (r"disable_dropout", "not needed: GRPO refuses dropout; set model.config.attention_dropout to 0"),
+    (r"disable_dropout", "not needed: dropout is off with run.objective dpo and grpo"),
     (
         r"logging_\w+|log_(level|on|freq)\w*|include_\w+|disable_tqdm|debug|skip_memory_metrics|prediction_loss_only",
         _LOGGED,

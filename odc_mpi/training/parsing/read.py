@@ -24,6 +24,10 @@ _EXCLUSIVE = {
     "optim.warmup_ratio": "optim.warmup_steps",
 }
 
+_OBJECTIVE = "run.objective"
+#: Section with the settings of an objective.
+_SECTIONS = {"dpo": "dpo", "grpo": "rl"}
+
 
 class _Given(NamedTuple):
     """A setting as it was given: a value of YAML, or the words after a name on the command line."""
@@ -45,6 +49,8 @@ class Reader:
         del own["config"]  # `--config` is the file
         #: Settings by name without section.
         self._by_leaf = own | aliases.ALIASES
+        #: Settings of several sections by name without section.
+        self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the values and their sources by name of the setting, from a parsed YAML file and a command line.
@@ -52,7 +58,12 @@ class Reader:
         `source` is the name of the file. Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
-        names = self._resolve_all(given)
+        section = ""  # with the settings of the objective
+        for item in given:
+            if item.name in (_OBJECTIVE, _OBJECTIVE.partition(".")[2]):
+                objective = item.value if item.words is None else " ".join(item.words)
+                section = _SECTIONS.get(objective, "") if isinstance(objective, str) else ""
+        names = self._resolve_all(given, section)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for item, name in zip(given, names, strict=True):
@@ -73,11 +84,11 @@ class Reader:
             elif section not in self._sections or content not in (None, {}):  # a section may be left empty
                 yield _Given(source, str(section), content)
 
-    def _resolve_all(self, given: Sequence[_Given]) -> list[str]:
+    def _resolve_all(self, given: Sequence[_Given], section: str) -> list[str]:
         names, problems, source = [], [], ""
         for item in given:
             try:
-                names.append(self._resolve(item.name))
+                names.append(self._resolve(item.name, section))
             except UserError as error:
                 problems.append(str(error) if item.source == source else f"{item.source}: {error}")
                 source = item.source
@@ -85,14 +96,20 @@ class Reader:
             raise UserError("; ".join(dict.fromkeys(problems)))
         return names
 
-    def _resolve(self, given: str) -> str:
-        """Return the name of the setting that a name means, or raise a UserError with a suggestion."""
+    def _resolve(self, given: str, own_section: str) -> str:
+        """Return the name of the setting that a name means, or raise a UserError with a suggestion.
+
+        A name without section that several sections have is that in `own_section`.
+        """
         name = given.replace("-", "_")
         mapping = self._mapping_of(name)
         if mapping:
             return mapping + given[len(mapping) :]
         section, _, leaf = name.rpartition(".")
         known = self._by_leaf.get(leaf)
+        shared = self._shared.get(leaf, []) if not section else []
+        if f"{own_section}.{leaf}" in shared:
+            return f"{own_section}.{leaf}"
         if name in self._settings:
             return name
         if known and section in ("", known.partition(".")[0]):
@@ -103,6 +120,8 @@ class Reader:
             raise UserError(f"{given}: {instead}")
         if name in self._sections:
             raise UserError(f"{name} is a section: expected a setting of it, as in {name}: {{key: value}}")
+        if shared:
+            raise UserError(f"{given} is a setting of several sections: write {' or '.join(shared)}")
         near = known or self._similar(section, leaf)
         raise UserError(
             f"unknown setting {given}: {f'did you mean {near}?' if near else 'odc-mpi train --help lists all'}"

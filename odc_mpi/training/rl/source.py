@@ -25,7 +25,8 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.work_queue import QueueState, WorkQueue
-from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
 from odc_mpi.errors import warn
 from odc_mpi.files import warn_write_failed
@@ -289,7 +290,7 @@ class RolloutSource(MinibatchSource):
         for _, owner, content in self._queue.claim(state.published):
             groups.append(pickle.loads(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
-            num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
+            num_tokens += len(groups[-1].prompt) + sum(map(len, groups[-1].completions))
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
                 break
         return groups

@@ -228,6 +228,12 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"run: change model.*; or {_START_OVER_HINT}"
         )
     require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
+    if (objective := metadata["config"]["run"]["objective"]) != config.run.objective:
+        raise UserError(
+            f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
+            f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
+            f"another run.dir; or {_START_OVER_HINT}"
+        )
     if metadata["data_digest"] != inputs.dataset.digest():
         raise UserError(
             f"data.path: expected {metadata['config']['data']['path']}, the data of the checkpoint "

@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import (
-    Columns,
-    Conversation,
-    Example,
-    InvalidRecordError,
-    InvalidRecords,
-    PromptCompletion,
-    parse_example,
-)
+from odc_mpi.data.examples import Columns, Conversation, Example, PromptCompletion, parse_example
+from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
 from odc_mpi.data.readers.text_files import read_records
 from odc_mpi.errors import UserError
 
@@ -86,7 +79,7 @@ def test_renamed_fields_are_the_only_ones() -> None:
     assert isinstance(chat, Conversation) and chat.messages == [{"role": "system", "content": "S"}, *CHAT]
     for names, words in (
         ({"prompt": "q", "text": "t"}, "fields of one format"),
-        ({"question": "prompt"}, "a field among messages, .* got question=prompt"),
+        ({"question": "prompt"}, "a field among prompt, .* got question=prompt"),
         ({"text": ""}, "got text="),
     ):
         with pytest.raises(UserError, match=f"--columns: .*{words}"):

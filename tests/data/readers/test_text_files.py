@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import InvalidRecordError, parse_example
+from odc_mpi.data.examples import parse_example
 from odc_mpi.data.readers import text_files
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.data.readers.text_files import count_records, read_records
 from odc_mpi.errors import UserError
 

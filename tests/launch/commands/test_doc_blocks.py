@@ -41,6 +41,8 @@ def files(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
     questions = [{"prompt": f"What is {i} plus 1?", "answer": str(i + 1)} for i in range(4)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
+    answers = [{"prompt": f"What is {i} plus 1?", "chosen": str(i + 1), "rejected": "many"} for i in range(40)]
+    (folder / "preferences.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
     (folder / "jobs").symlink_to(ROOT / "jobs")
     (folder / "code.csv").write_text("text\n" + "".join(f"x = {i}\n" for i in range(20)))
     (folder / "shards").mkdir()

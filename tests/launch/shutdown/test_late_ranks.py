@@ -100,19 +100,17 @@ with WindowKVExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
 #: On one node every fetch completes, so here the flush of one does not.
 FETCH_HANGS = """
 class Hanging(ShardStorage):
-    num_fetches = 0
-
     def allocate(self):
-        window = transport.parameters._windows[-1]
-        flush = window.flush
+        parameters, fetched = transport.parameters, []
+        start_gets = parameters.start_gets
 
-        def hang():
-            self.num_fetches += 1
-            if world.rank == 1 and self.num_fetches == 8:
-                time.sleep(60)
-            flush()
+        def start(index, buffer):
+            fetched.append(index)
+            if world.rank == 1 and fetched.count(len(parameters.layouts) - 1) == 8:
+                parameters._window.flush = lambda: time.sleep(60)
+            return start_gets(index, buffer)
 
-        window.flush = hang
+        parameters.start_gets = start
 
 
 world.timeout_s = 3 if world.rank == 1 else 60
@@ -124,9 +122,15 @@ train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)
 PUSH_HANGS = """
 class Hanging(ShardStorage):
     def allocate(self):
-        for window in transport.gradients._windows[len(transport.parameters.layouts) - 1]:
-            if world.rank == 1:
-                window.flush_local = lambda: time.sleep(60)
+        gradients = transport.gradients
+        push = gradients.push
+
+        def start(index, *arguments):
+            if world.rank == 1 and index == len(transport.parameters.layouts) - 1:
+                gradients._flush_local = lambda: time.sleep(60)
+            return push(index, *arguments)
+
+        gradients.push = start
 
 
 world.timeout_s = 3 if world.rank == 1 else 60

@@ -149,21 +149,3 @@ def test_with_a_thread_that_serves_a_computing_owner_is_not_waited_for(make, wor
                 transport.gradients.push(0, values, 0).wait()
             assert time.perf_counter() - began < 2.0, "the pushes waited for their owner"
         complete_and_check(transport, [5.0 * (world.size - 1) * values])
-
-
-def test_another_thread_pushes_while_the_main_thread_serves(make, world):
-    numel = 50_000
-    transport, reduction = make([numel], 1 << 14)
-    values = torch.ones(numel)
-
-    def push():
-        for _ in range(5):
-            transport.gradients.push(0, values, 0).wait()
-
-    thread = threading.Thread(target=push)
-    thread.start()
-    while thread.is_alive():
-        reduction.make_progress()
-        time.sleep(1e-4)
-    thread.join()
-    complete_and_check(transport, [5.0 * world.size * values])

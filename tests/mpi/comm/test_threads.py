@@ -23,7 +23,7 @@ ROUNDS = 20
 
 @pytest.fixture
 def transport(world, allocate):
-    return allocate(window_transport(world), SIZES)
+    return allocate(window_transport(world, zero_copy=False), SIZES)
 
 
 @pytest.fixture

@@ -86,14 +86,6 @@ def test_a_late_rank_draws_nothing_and_no_rank_waits_for_it(world, tickets):
     assert world.rank == 0 or took < 0.25
 
 
-def test_fewer_positions_than_ranks_and_none(world, tickets):
-    for count in (1, 0, world.size - 1):
-        everyone = gather_drawn(world, list(tickets.draw(count)))
-        assert_each_once(everyone, count)
-        tickets.reset()
-        published(world)
-
-
 def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
     """A rank that stops asking leaves the rest to the others."""
     published(world)

@@ -28,20 +28,20 @@ class LateDeviceWindow(DeviceWindow):
         self._late, self._lock = [], threading.RLock()
         super().__init__(*arguments, **options)
 
-    def get_messages(self, buffer, parts):
+    def get_messages(self, buffer, parts, base=0):
         for target, start, (numel, first) in parts:
             itemsize = self.tensor.itemsize
             part = buffer[first * itemsize : (first + numel) * itemsize]
             bytes_of(part)[:] = 255
             message = target, start, (numel, 0)
-            self._delay(lambda part=part, m=message: super(LateDeviceWindow, self).get_messages(part, [m]), part)
+            self._delay(lambda part=part, m=message: super(LateDeviceWindow, self).get_messages(part, [m], base), part)
 
     def put_messages(self, values, parts):
         parts = list(parts)
         self._delay(lambda: super(LateDeviceWindow, self).put_messages(values, parts), values)
 
-    def accumulate_messages(self, values, parts):
-        self._delay(lambda: super(LateDeviceWindow, self).accumulate_messages(values, parts), values)
+    def accumulate_messages(self, values, parts, base=0):
+        self._delay(lambda: super(LateDeviceWindow, self).accumulate_messages(values, parts, base), values)
 
     def flush(self, target=None):
         self._do()

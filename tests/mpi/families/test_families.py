@@ -4,9 +4,11 @@ A tiny model is saved by transformers, and takes a step on two ranks with sequen
 Loss and exported parameters must be those of a plain loop, which computes each sequence alone.
 """
 
+import itertools
 import os
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch_reference
@@ -21,13 +23,28 @@ from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.context_parallel_check import attention_shape
 from odc_mpi.models.decoding import generation_mode
-from odc_mpi.models.exporters import FullModelExporter
+from odc_mpi.models.exporters import AdapterExporter, FullModelExporter
 from odc_mpi.training.inputs import open_inputs
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(2),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),  # of peft itself
+]
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 HEADER = "| trains | splits | LoRA | generates | exports | families |\n|---|---|---|---|---|---|\n"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+#: Modules and parameters with adapters: experts, transposed experts with attention sinks, soft caps, state space.
+ADAPTED = {
+    "mixtral": ("all-linear", None),  # peft adds experts and the router itself
+    "deepseek_v3": ("all-linear", EXPERTS),
+    "gpt_oss": (["q_proj", "o_proj"], EXPERTS),
+    "gemma2": ("all-linear", None),
+    "mamba2": (["in_proj"], None),
+}
 #: Cells of the table for each family that has been tried.
 rows = {}
 
@@ -35,30 +52,47 @@ rows = {}
 def save_reference(config, path):
     """Save a model of transformers whose parameters all matter, and return it."""
     torch.manual_seed(1)
-    kind = transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForMultimodalLM if is_composite(config) else transformers.AutoModelForCausalLM
     reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    reference.config.use_cache = False
+    reference.config.get_text_config().use_cache = False
     for parameter in reference.parameters():
         if parameter.ndim < 2:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     reference.save_pretrained(path)
-    return reference
+    # The whole model of Llama 4 does not run in transformers 5.24.
+    return reference.language_model if config.model_type == "llama4" else reference
 
 
-def try_step(world, dataset_path, path, reference):
+def is_composite(config):
+    return config.get_text_config() is not config
+
+
+def text_model(reference, exported):
+    """Return the text part of a multimodal model, with the names under which transformers loads the export."""
+    text = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    state = {name.replace("language_model.", ""): tensor for name, tensor in reference.state_dict().items()}
+    text.load_state_dict({name: state[name] for name in text.state_dict()})
+    return text
+
+
+def try_step(world, dataset_path, path, reference, capsys):
     """Take a step on all ranks; loss and export are those of the plain loop. Return the cells "trains" and "splits"."""
     changes = {"run.steps": 1, "run.checkpoint_every": 1, "run.dir": path / "run", "optim.warmup_steps": 0}
     config = configure(dataset_path, **{"model.path": path / "model", **changes})
     inputs = world.run_on_all(lambda: open_inputs(config, 0, 1))
     packs, indices = inputs.model.packing.packs, next(inputs.loader).indices
     lines, _ = train_to_the_end(config, world)
+    printed = capsys.readouterr().out
 
     def compare():
-        loss = torch_reference.train(reference.train(), inputs.dataset, [indices], config.optim)
+        assert ("\npacking off, one sequence per microbatch: " in printed) != packs
+        loss = torch_reference.train(reference, inputs.dataset, [indices], config.optim)
         assert lines[0]["loss"] == pytest.approx(loss[0], rel=2e-5)
         with open_newest_checkpoint(path / "run") as checkpoint:
             export(checkpoint, path / "exported", FullModelExporter(checkpoint))
-        reference.save_pretrained(path / "expected")
+        composite = is_composite(reference.config)
+        published = text_model(reference, path / "exported") if composite else reference
+        published.save_pretrained(path / "expected")
         exported, expected = (load_file(path / name / "model.safetensors") for name in ("exported", "expected"))
         assert exported.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -104,14 +138,14 @@ def try_split(meta_model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(world, dataset_path, base, family):
+def test_family(world, dataset_path, base, capsys, family):
     config = tiny_config(family)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} does not have it")
     reference = save_reference(config, base / "model") if world.rank == 0 else None
     world.gather_objects(None)
     try:
-        trains, splits = try_step(world, dataset_path, base, reference)
+        trains, splits = try_step(world, dataset_path, base, reference, capsys)
     except AllRanksUserError as error:
         rows[family] = f"| no: {str(error).partition('model.path: ')[2]} | | | | |"
         return
@@ -119,11 +153,52 @@ def test_family(world, dataset_path, base, family):
     rows[family] = f"| {trains} | {splits} | {adapters} | {generates} | yes |"
 
 
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_train_as_in_peft(world, dataset_path, base, family):
+    """Losses of two steps, and the exported adapters by name, are those of peft in a plain loop."""
+    if world.rank == 0:
+        reference = save_reference(tiny_config(family), base / "model")
+    world.gather_objects(None)
+    modules, parameters = ADAPTED[family]
+    names = {"lora.target_modules": modules, "lora.target_parameters": parameters}
+    changes = {
+        key: value if isinstance(value, str) else f"[{','.join(value)}]" for key, value in names.items() if value
+    }
+    changes |= {"model.path": base / "model", "run.dir": base / "run", "run.steps": 2, "run.checkpoint_every": 2}
+    config = configure(dataset_path, **changes, **{"lora.r": 4, "lora.alpha": 16, "optim.warmup_steps": 0})
+    inputs = world.run_on_all(lambda: open_inputs(config, 0, 1))
+    lines, _ = train_to_the_end(config, world)
+
+    def compare():
+        settings = {"target_modules": modules, "target_parameters": parameters, "task_type": "CAUSAL_LM"}
+        adapted = peft.get_peft_model(reference, peft.LoraConfig(r=4, lora_alpha=16, **settings))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if parameter.requires_grad:
+                    first = inputs.model.weights.read(name.removeprefix("base_model.model."), 0, parameter.numel())
+                    parameter.copy_(first.view(parameter.shape))
+        minibatches = [minibatch.indices for minibatch in itertools.islice(inputs.loader, 2)]
+        losses = torch_reference.train(adapted, inputs.dataset, minibatches, config.optim)
+        assert [line["loss"] for line in lines] == pytest.approx(losses, rel=2e-5)
+        with open_newest_checkpoint(base / "run") as checkpoint:
+            export(checkpoint, base / "exported", AdapterExporter(checkpoint))
+        exported = load_file(base / "exported" / "adapter_model.safetensors")
+        expected = peft.get_peft_model_state_dict(adapted)
+        assert exported.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensor.any(), name
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+    on_first_rank(world, compare)
+    inputs.close()
+
+
 def test_table(world):
     """Compare docs/models.md with the cells of the families that were tried, if all were."""
     if len(rows) < sum(tiny_config(family) is not None for family in FAMILIES):
         pytest.skip("not all families were tried")
-    before, _, table = PAGE.read_text().partition(HEADER)
+    before, _, rest = PAGE.read_text().partition(HEADER)
+    table, _, after = rest.partition("\n\n")
     lines = [line.rstrip(" |").rpartition("| ") for line in table.splitlines()]
     written = {family: cells + "|" for cells, _, families in lines for family in families.split(", ")}
     if os.environ.get("ODC_MPI_WRITE_TABLE") and world.rank == 0:
@@ -131,7 +206,7 @@ def test_table(world):
         for family in FAMILIES:
             families_of.setdefault((written | rows)[family], []).append(family)
         table = "".join(f"{cells} {', '.join(families)} |\n" for cells, families in families_of.items())
-        PAGE.write_text(before + HEADER + table)
+        PAGE.write_text(before + HEADER + table + "\n" + after)
     elif world.rank == 0:
         command = "ODC_MPI_WRITE_TABLE=1 mpiexec -n 2 python -m pytest --with-mpi --only-mpi tests/mpi/families"
         assert {family: written.get(family) for family in rows} == rows, f"write docs/models.md: {command}"

@@ -81,6 +81,7 @@ _COMMON = {
     ),
 }
 _LATENT = {"head_dim": None, "num_key_value_heads": 4}  # latent attention
+_DECODER = {"decoder_attention_heads": 4, "encoder_attention_heads": 4}
 _HYBRID = {
     "num_hidden_layers": 4,
     "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -90,6 +91,7 @@ _HYBRID = {
     "head_dim": None,
     "use_mamba_kernels": False,
 }
+_WINDOWS = ["sliding_attention", "full_attention"]
 _MIXED = ["full_attention", "conv"]
 _NAMES = """
 llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text gemma4_text phi phi3 olmo olmo2 olmo3 gpt2
@@ -99,13 +101,34 @@ modernbert-decoder biogpt xglm gpt_neo exaone gemma3n_text bitnet doge hrm_text 
 glm4_moe phimoe granitemoe ernie4_5_moe dots1 deepseek_v2 deepseek_v3 gpt_oss hunyuan_v1_moe minimax_m2 flex_olmo afmoe
 llama4_text longcat_flash dbrx exaone_moe glm4_moe_lite mimo_v2_flash jetmoe deepseek_v32 deepseek_v4 minimax
 qwen3_next qwen3_5_text mamba mamba2 recurrent_gemma rwkv jamba granitemoehybrid bamba lfm2 lfm2_moe falcon_h1
-nemotron_h falcon_mamba zamba zamba2 zaya bert bart
+nemotron_h falcon_mamba zamba zamba2 zaya
 """
+#: Multimodal models, of which the text model is trained.
+COMPOSITES = ["gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 #: Values of `model_type`, in the order of the table.
-FAMILIES = _NAMES.split()
+FAMILIES = _NAMES.split() + COMPOSITES
+#: Settings of vision and audio towers, as far as a tower has them.
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 1,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "num_channels": 3,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
 #: Settings of a family that differ from the common ones. None leaves out a common setting.
 _OWN = {
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"layer_types": _WINDOWS},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "llama4_text": {"no_rope_layers": [1, 0]},
@@ -133,11 +156,23 @@ _OWN = {
     },
     "gemma3n_text": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": _WINDOWS * 2,
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
     },
+    **dict.fromkeys(("axk1", "axk2", "glm_moe_dsa", "youtu", "dots3_note_text", "minicpm3", "sarvam_mla"), _LATENT),
+    "dots3_note": {
+        "mlp_layer_types": ["dense"],
+        **dict.fromkeys(("adapter_in_dim", "adapter_input_size"), 32),
+        "adapter_out_dim": 64,
+    },  # of its towers
+    **dict.fromkeys(("plbart", "whisper", "musicgen"), _DECODER),
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _WINDOWS},
+        "layer_types": _WINDOWS,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
     "nemotron_h": {"hybrid_override_pattern": "M*E-", "num_hidden_layers": None},
 }
 
@@ -148,8 +183,29 @@ def tiny_config(family):
         return None
     kind = transformers.CONFIG_MAPPING[family]
     default = kind()
+    parts = {name: part for name in kind.sub_configs if (part := getattr(default, name, None)) is not None}
+    if "text_config" in parts:
+        return _tiny_composite(family, kind, parts)
     settings = {name: value for name, value in _COMMON.items() if name in default.to_dict()}
-    aliases = [name for name, own in default.attribute_map.items() if own not in settings]
+    aliases = [name for name, other in default.attribute_map.items() if other not in settings]
     settings |= {name: _COMMON[name] for name in aliases if name in _COMMON}
-    settings |= _OWN.get(family, {})
+    settings |= _tiny_towers(parts) | _OWN.get(family, {})
     return kind(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _tiny_composite(family, kind, parts):
+    text = tiny_config(parts.pop("text_config").model_type).to_dict()
+    if family.startswith(("qwen2", "qwen3_vl")):
+        text["rope_parameters"] |= {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    towers = _tiny_towers(parts, **_OWN.get(family, {}))
+    return kind(text_config=text, **towers, tie_word_embeddings=False)
+
+
+def _tiny_towers(parts, **own):
+    """Return small settings of vision and audio towers; not of the decoder of another model."""
+    return {
+        name: {key: value for key, value in (_TOWER | own).items() if key in part.to_dict()}
+        | {"model_type": part.model_type}
+        for name, part in parts.items()
+        if name in ("vision_config", "audio_config")
+    }

@@ -26,7 +26,7 @@ def kept(world):
         "resources": len(world._resources),
         "hooks": len(hooks),
         "threads": threading.active_count(),
-        "windows": world.job.num_windows,
+        "models": world.job.num_models,
     }
 
 
@@ -61,7 +61,7 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
 def test_models_that_were_not_closed_are_named_when_memory_runs_out(world, decision, monkeypatch):
     model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
     monkeypatch.setattr("odc_mpi.runtime.memory.available_bytes", lambda: 0)
-    words = r"this node has 0 MiB .* windows \(beside \d+ of other models, which close\(\) frees\) of its"
+    words = r"this node has 0 MiB .* windows \(beside those of \d+ other models, which close\(\) frees\) of its"
     with pytest.raises(AllRanksUserError, match=words):
         shard_model(torch.nn.Linear(200, 2000), world, decision=decision)
     model.close()
@@ -76,15 +76,15 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
 
 
 def test_open_resources_close_with_their_world(world, decision):
-    before = world.job.num_windows
+    before = world.job.num_models
     with world.split("node") as part:
         model = shard_model(torch.nn.Linear(2, 2), part, decision=decision)
         slices = model.shard_parameters()
         step_once(model)
         values = [p.tolist() for p in slices]
-        assert part.job.num_windows == world.job.num_windows > before, "one process, one limit"
+        assert part.job.num_models == world.job.num_models > before
         inner = part.split("self")
-    assert world.job.num_windows == before and [p.tolist() for p in slices] == values
+    assert world.job.num_models == before and [p.tolist() for p in slices] == values
     assert inner._closed
     with pytest.raises(RuntimeError, match=r"parameters were used after close\(\)"):
         model(torch.ones(1, 2))

@@ -10,6 +10,7 @@ from torch import nn
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
@@ -92,22 +93,28 @@ def run_minibatch(model, minibatch, step, group):
                 loss_of(model, chosen, x).backward()
 
 
-ACCUMULATE = functools.partial(window_transport, reduction=AccumulateGradientStore)
-MAILBOX = functools.partial(window_transport, reduction=MailboxGradientStore)
+ACCUMULATE = functools.partial(window_transport, reduction=AccumulateGradientStore, zero_copy=False)
+MAILBOX = functools.partial(window_transport, reduction=MailboxGradientStore, zero_copy=False)
 
 
 @pytest.mark.parametrize(
-    ("make_transport", "unit", "prefetch"),
-    [(ACCUMULATE, Mixture, 0), (ACCUMULATE, Expert, 1), (MAILBOX, Expert, 1)],
-    ids=["accumulate", "accumulate ahead", "mailbox ahead"],
+    ("make_transport", "unit", "prefetch", "cache_bytes"),
+    [
+        (ACCUMULATE, Mixture, 0, (0, 0, 0)),
+        (ACCUMULATE, Expert, 1, (1 << 30, 1000, 0)),
+        (MAILBOX, Expert, 1, (0, 1000, 1 << 30)),
+    ],
+    ids=["accumulate", "accumulate ahead, cached", "mailbox ahead, cached"],
 )
-def test_parameters_that_no_rank_used_are_left_alone(world, make_transport, unit, prefetch):
+def test_parameters_that_no_rank_used_are_left_alone(world, make_transport, unit, prefetch, cache_bytes):
+    """Also with caches of unlike sizes on the ranks, of which the second has room for two experts."""
     torch.manual_seed(2)
     network = Network().double()
     reference = copy.deepcopy(network)
     wanted = train_plain(reference)
     transport = make_transport(world, param_dtype=torch.float64, reduce_dtype=torch.float64)
     model = ShardedModel(network, transport, units=[unit], prefetch=prefetch)
+    model.cache_bytes = CacheBytes(cache_bytes[world.rank], cache_bytes[world.rank])
     optimizer = make_optimizer(model.shard_parameters())
     for step, minibatch in enumerate(minibatches()):
         run_minibatch(model, minibatch, step, transport.group)

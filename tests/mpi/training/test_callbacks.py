@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_training import assert_close, configure, expected, training
 
-from odc_mpi.data.loader import read_microbatch
+from odc_mpi.data.microbatch import read_microbatch
 from odc_mpi.observe.callback import Callback
 from odc_mpi.training import run
 from odc_mpi.training.inputs import open_inputs

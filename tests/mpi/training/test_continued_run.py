@@ -1,14 +1,18 @@
 """Runs that begin with the model of another run, and settings that are resolved at the start."""
 
 import json
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from small_training import QWEN2, configure, train_to_the_end
 
-from odc_mpi import api
+from odc_mpi import api, hub
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.models.configuration import first_difference
 from odc_mpi.models.load import load_model
@@ -35,6 +39,17 @@ def directory(world, shared_dir):
     return path
 
 
+@pytest.fixture(scope="module")
+def other_data(world, shared_dir):
+    path = shared_dir / "other.h5"
+    if world.rank == 0:
+        with DatasetWriter(path, vocab_size=61, tokenizer="none", source="other") as writer:
+            for i in range(20):
+                writer.append(np.arange(i, i + 9, dtype=np.uint32), np.ones(9, bool))
+    world.gather_objects(None)
+    return path
+
+
 def values(path):
     meta_model = load_model(path)
     named = dict(meta_model.module.named_parameters())
@@ -42,13 +57,26 @@ def values(path):
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "adapters"])
-def test_a_run_goes_on_with_the_model_of_another(world, dataset_path, directory, base, adapters):
-    """With a learning rate of 0 nothing changes, so the second run has exactly the first one's parameters."""
+def test_a_run_goes_on_with_the_model_of_another(
+    world, dataset_path, other_data, directory, base, adapters, monkeypatch, capsys
+):
+    """On other data. With a learning rate of 0 the second run has exactly the parameters of a checkpoint of the first.
+
+    The first run also prints what it has chosen.
+    """
     common = {"run.checkpoint_every": 2, "run.steps": 2}
-    first = configure(dataset_path, **common, **adapters, **{"model.path": directory, "run.dir": base / "a"})
+    monkeypatch.setattr(api, "gpu_uuid", lambda host_rank: None)
+    auto = {"run.device": "auto", "model.param_dtype": "auto"}
+    first = configure(dataset_path, **common, **adapters, **auto, **{"model.path": directory, "run.dir": base / "a"})
     train_to_the_end(first, world)
+    if world.rank == 0:
+        printed = capsys.readouterr().out
+        assert ", float32 (auto), cpu (auto: torch finds no GPU)\n" in printed
+        assert re.search(r"gradients: .* MiB per rank \(auto\)\n", printed)
+    checkpoint = open_newest_checkpoint(base / "a").directory
+    assert checkpoint.parent == base / "a" / "checkpoints"
     still = {"optim.learning_rate": 0, "optim.weight_decay": 0, "run.seed": 5, "run.dir": base / "b"}
-    second = configure(dataset_path, **common, **still, **{"model.path": base / "a"})
+    second = configure(other_data, **common, **still, **{"model.path": checkpoint})
     train_to_the_end(second, world)
     before, after = values(base / "a"), values(base / "b")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -59,7 +87,7 @@ def test_a_run_goes_on_with_the_model_of_another(world, dataset_path, directory,
         assert [one.get(key) == other.get(key) for key in ("base", "adapter")] == [True, True]
         assert first_difference(one, other["transformers_config"]) is None
     # And it resumes, over the same base.
-    train_to_the_end(configure(dataset_path, **common | still | {"run.steps": 3, "model.path": base / "a"}), world)
+    train_to_the_end(configure(other_data, **common | still | {"run.steps": 3, "model.path": base / "a"}), world)
     assert json.loads((base / "b" / "summary.json").read_text())["steps"] == 3
     if adapters:
         for wrong, words in (({"lora.r": 2}, r"lora.r: expected 4, as in model.path"), (EPSILON, "model.config: ")):
@@ -107,6 +135,28 @@ def test_device_and_dtype_are_chosen_alike_on_all_ranks(world, dataset_path, mon
     assert config.run.device == "cpu" and notes["run.device"] == " (auto: data.context_parallel requires it)"
     config, notes = resolve_settings(configure(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
     assert (config.run.device, config.model.param_dtype, notes) == ("cpu", "bfloat16", {})
+
+
+def test_a_node_downloads_a_model_once(world, dataset_path, base, monkeypatch):
+    """The program in place of the Hub's adds a line per download."""
+    snapshot = base / "models--Owner--Name" / "snapshots" / ("0123456789" * 4)
+    program = f"""
+import pathlib
+snapshot = pathlib.Path({str(snapshot)!r})
+with open({str(base)!r} + "-downloads", "a") as log:
+    log.write("one\\n")
+snapshot.mkdir(parents=True)
+(snapshot.parents[1] / "refs").mkdir()
+(snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+for name in ("config.json", "model.safetensors"):
+    (snapshot / name).write_text("{{}}")
+"""
+    monkeypatch.setattr(hub, "_PROGRAM", program)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(base))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    config, _ = resolve_settings(configure(dataset_path, **{"model.path": "Owner/Name"}), world)
+    assert config.model.path == str(snapshot)
+    assert Path(f"{base}-downloads").read_text() == "one\n"
 
 
 def test_a_path_without_a_model_is_refused(world, dataset_path, shared_dir):

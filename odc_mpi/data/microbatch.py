@@ -1,0 +1,126 @@
+"""Microbatches: the data of one forward and backward pass, as tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odc_mpi.data.dataset.reader import Dataset
+
+IGNORED_LABEL = -100  # the default `ignore_index` of `torch.nn.functional.cross_entropy`
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
+
+    Attributes:
+        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except for
+            chunks, pairs and rollouts, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32
+            [num_sequences + 1], the bounds of the sequences and of their keys (see `packed_inputs`); `max_length_q` and
+            `max_length_k`, ints; `use_cache`, which is False, because transformers then separates sequences by their
+            positions where attention ignores the bounds. Labels are -100 for tokens without loss and for the first
+            token of each sequence, so a model that shifts labels never predicts that token from another sequence.
+        num_tokens: Number of loss tokens K, which are the `targets`.
+        num_input_tokens: Number of tokens T.
+        indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. That of the last token of a prompt
+            occurs once for each answer that shares the prompt.
+        targets: The loss tokens, int64 [K].
+        is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
+    """
+
+    inputs: dict[str, Any]
+    num_tokens: int
+    num_input_tokens: int
+    indices: npt.NDArray[np.int64]
+    logit_positions: torch.Tensor
+    targets: torch.Tensor
+    is_chunk: bool = False
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """Return the microbatch with its tensors on `device`. The bounds of the sequences stay on the host."""
+        if device.type == "cpu":
+            return self
+        bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
+            for name, value in self.inputs.items()
+        }
+        return replace(
+            self, inputs=moved, logit_positions=self.logit_positions.to(device), targets=self.targets.to(device)
+        )
+
+
+def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
+    """Read the sequences with these indices, int64 [num_sequences], at least one, and return a microbatch of them."""
+    sequences = [dataset[i] for i in indices]
+    lengths = [len(tokens) for tokens, _ in sequences]
+    labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
+    for sequence_labels in labels:
+        sequence_labels[0] = IGNORED_LABEL
+    flat_labels = np.concatenate(labels)
+    inputs = packed_inputs(np.concatenate([tokens for tokens, _ in sequences]), lengths)
+    inputs["labels"] = torch.from_numpy(flat_labels)[None]
+    return _with_targets(inputs, np.append(flat_labels[1:], IGNORED_LABEL), indices)
+
+
+def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
+    """Read a chunk of a sequence, its tokens `begin:end`, and return it as a microbatch.
+
+    Its `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
+    """
+    tokens, loss_mask = dataset[index]
+    labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
+    inputs = packed_inputs(tokens[begin:end], [end - begin])
+    inputs["position_ids"] = torch.arange(begin, end)[None]
+    return replace(_with_targets(inputs, labels[begin + 1 : end + 1], np.array([index])), is_chunk=True)
+
+
+def _with_targets(
+    inputs: dict[str, Any], next_labels: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+) -> Microbatch:
+    """Create a microbatch from its inputs and the label of each token's successor, int64 [T]."""
+    positions = np.flatnonzero(next_labels != IGNORED_LABEL)
+    targets = next_labels[positions]
+    return Microbatch(
+        inputs, len(targets), len(next_labels), indices, torch.from_numpy(positions), torch.from_numpy(targets)
+    )
+
+
+def packed_inputs(
+    tokens: npt.NDArray[np.int64], lengths: Sequence[int], shared_prompts: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a model for concatenated sequences, without labels; see `Microbatch.inputs`.
+
+    Args:
+        tokens: Tokens of all sequences, int64 [T].
+        lengths: Number of tokens of each sequence.
+        shared_prompts: For each sequence, the number n of tokens of the prompt that it shares with the nearest sequence
+            before it that has a 0 here; 0 for none. It attends to the first n tokens of that sequence, its positions
+            begin at n, and it has n keys more than tokens. None means 0 for all.
+    """
+    prompts = shared_prompts or [0] * len(lengths)
+    positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]
+    num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
+    return {
+        "input_ids": torch.from_numpy(tokens)[None],
+        "position_ids": torch.cat(positions)[None],
+        **flash_attention_kwargs(lengths, num_keys),
+    }
+
+
+def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`.
+
+    `num_keys` is the number of keys of each sequence, by default its length.
+    """
+    # With a cache, which is the default, transformers silently does not separate sequences by their positions.
+    kwargs: dict[str, Any] = {"use_cache": False}
+    for name, counts in (("q", lengths), ("k", num_keys or lengths)):
+        kwargs[f"cu_seq_lens_{name}"] = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        kwargs[f"max_length_{name}"] = max(counts)
+    return kwargs

@@ -1,0 +1,121 @@
+"""Tokenizing pairs: the prompt, which both answers share, then the chosen answer, then the rejected answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.examples import PreferencePair
+from odc_mpi.data.readers.records import InvalidRecordError
+
+
+class _Answer(NamedTuple):
+    """Tokens of an answer, uint32 [length], and its loss mask, bool [length]."""
+
+    tokens: npt.NDArray[np.uint32]
+    loss_mask: npt.NDArray[np.bool_]
+
+    def truncate(self, length: int | None = None) -> "_Answer":
+        """Return the first `length` tokens, without those after the last loss token, which no loss depends on."""
+        loss = np.flatnonzero(self.loss_mask[:length])
+        end = loss[-1] + 1 if len(loss) else 0
+        return _Answer(self.tokens[:end], self.loss_mask[:end])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPair(Encoded):
+    """A tokenized pair: the tokens of the prompt, the chosen answer and the rejected answer, concatenated."""
+
+    pair: PairCounts
+
+    @property
+    @override
+    def length(self) -> int:
+        """Number of tokens of the prompt and the longer answer."""
+        return self.pair.num_prompt_tokens + max(len(answer.tokens) for answer in self._answers())
+
+    @property
+    @override
+    def has_loss(self) -> bool:
+        """True if both answers have loss, and differ."""
+        chosen, rejected = self._answers()
+        return (
+            bool(chosen.loss_mask.any() and rejected.loss_mask.any())
+            and chosen.tokens.tolist() != rejected.tokens.tolist()
+        )
+
+    @override
+    def truncate(self, length: int | None) -> "EncodedPair":
+        """Truncate the prompt with each answer to `length` tokens."""
+        num_prompt = self.pair.num_prompt_tokens
+        rest = None if length is None else max(0, length - num_prompt)
+        return replace(self, **_row(self.tokens[:num_prompt], *(answer.truncate(rest) for answer in self._answers())))
+
+    def _answers(self) -> Iterator[_Answer]:
+        begin, middle = self.pair.num_prompt_tokens, sum(self.pair[:2])
+        for part in (slice(begin, middle), slice(middle, None)):
+            yield _Answer(self.tokens[part], self.loss_mask[part])
+
+
+def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
+    """Tokenize pairs, and return an `EncodedPair` for each, in a list of its own.
+
+    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair is the tokens with which both
+    sequences begin, up to the first loss token of either; for texts without a prompt, up to the first difference. Each
+    answer keeps at least one token.
+
+    Raises:
+        UserError: See `encode`.
+        InvalidRecordError: See `encode`; or the template needs a sequence for each turn, the sequences begin with
+            different tokens, or the answers are equal.
+    """
+    sides = encode(tokenizer, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
+    return [
+        [_join(pair.location, chosen, rejected)]
+        for pair, chosen, rejected in zip(pairs, sides[::2], sides[1::2], strict=True)
+    ]
+
+
+def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
+    """Return the pair of a chosen and a rejected sequence that each contain the prompt."""
+    if any(len(parts) > 1 for parts in sides):
+        raise InvalidRecordError(
+            f"{location}: expected one assistant message after the messages that chosen and rejected share, got "
+            "several turns, of which this chat template renders only the last as it is trained: shorten them, or "
+            "replace the template with --chat-template FILE"
+        )
+    (first,), (second,) = sides
+    chosen, rejected = (_Answer(each.tokens, each.loss_mask).truncate() for each in (first, second))
+    if np.array_equal(chosen.tokens, rejected.tokens):
+        raise InvalidRecordError(f"{location}: expected two different answers, got the same tokens for both")
+    # Texts without a prompt have loss from their beginning.
+    num_prompt = min(
+        len(tokens) - 1 if first.is_plain_text else int(loss_mask.argmax()) for tokens, loss_mask in (chosen, rejected)
+    )
+    differing = np.flatnonzero(chosen.tokens[:num_prompt] != rejected.tokens[:num_prompt])
+    num_prompt = int(differing[0]) if len(differing) else num_prompt
+    if not num_prompt:
+        raise InvalidRecordError(
+            f"{location}: expected a prompt, got chosen and rejected that begin with different tokens: add the field "
+            "'prompt'"
+        )
+    answers = (_Answer(tokens[num_prompt:], loss_mask[num_prompt:]) for tokens, loss_mask in (chosen, rejected))
+    return EncodedPair(
+        **_row(chosen.tokens[:num_prompt], *answers),
+        has_own_special=first.has_own_special or second.has_own_special,
+        omitted=first.omitted or second.omitted,
+    )
+
+
+def _row(prompt: npt.NDArray[np.uint32], chosen: _Answer, rejected: _Answer) -> dict[str, Any]:
+    """Return the tokens of a pair, their loss mask and the numbers of tokens, as fields of `EncodedPair`."""
+    return {
+        "tokens": np.concatenate([prompt, chosen.tokens, rejected.tokens]),
+        "loss_mask": np.concatenate([np.zeros(len(prompt), np.bool_), chosen.loss_mask, rejected.loss_mask]),
+        "pair": PairCounts(len(prompt), len(chosen.tokens), int(chosen.loss_mask.sum())),
+    }

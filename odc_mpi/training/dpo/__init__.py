@@ -1,0 +1,1 @@
+"""Preference optimization (`run.objective: dpo`): settings, reference log-probabilities and evaluation."""

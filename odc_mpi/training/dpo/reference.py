@@ -1,0 +1,146 @@
+"""Log-probabilities of the answers under the reference model, computed once before the first step.
+
+The reference is the model before the first step: new adapters have no effect yet. No second model is in memory, since
+the log-probabilities of all pairs that the run needs are computed before the first update. Ranks claim microbatches one
+at a time. The results are written to `reference_logps.npz` in the run directory after every `BLOCK` pairs, with digests
+of the data and of the model. A run that is started again continues there, with any number of ranks.
+"""
+
+import json
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.errors import AllRanksUserError, warn
+from odc_mpi.files import atomic_write
+from odc_mpi.runtime.world import World
+from odc_mpi.training.evaluation import ForwardPass
+
+FILE = "reference_logps.npz"
+#: Number of pairs after which the results are written. It does not depend on the number of ranks, nor does packing.
+BLOCK = 4096
+#: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
+ComputeLogps = Callable[[Microbatch], torch.Tensor]
+#: Function that returns the indices of the pairs that a run needs after a number of completed steps, int64 `[n]`.
+NeededPairs = Callable[[int], npt.NDArray[np.int64]]
+
+
+class ReferenceLogps:
+    """Log-probabilities of answers under the reference model, by index of the pair in its data set.
+
+    Args:
+        compute: Function that computes log-probabilities under the current model.
+        passes: Forward pass of each data set, and function that returns the pairs that are needed.
+        directories: Run directory, where the file is written, and others in which to look for it.
+        compute_digest: Function that returns a digest of the current parameters and buffers. Collective.
+        check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
+
+    Attributes:
+        weights_digest: Digest of the model before the first step, computed by `prepare` or restored from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        compute: ComputeLogps,
+        passes: Sequence[tuple[ForwardPass, NeededPairs]],
+        directories: Sequence[Path],
+        compute_digest: Callable[[], str],
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._world, self._compute = world, compute
+        self._passes, self._directories = passes, directories
+        self._compute_digest, self._check_stop = compute_digest, check_stop
+        self.weights_digest: str | None = None
+        sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
+        self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
+
+    @property
+    def training(self) -> torch.Tensor:
+        """Values of the data set for training, float64 `[pairs, 2]`; the columns are chosen and rejected answers."""
+        return self._values[0]
+
+    @property
+    def evaluation(self) -> torch.Tensor:
+        """Values of the held-out data set, float64 `[pairs, 2]`. Only if there is one."""
+        return self._values[1]
+
+    def prepare(self, completed_steps: int) -> None:
+        """Load the stored values; before the first step, compute and write those that are missing. Collective.
+
+        Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
+        """
+        if self.weights_digest is None:
+            self.weights_digest = self._compute_digest()
+        self._load()
+        missing = []
+        for (_, find_needed), values in zip(self._passes, self._values, strict=True):
+            needed = find_needed(completed_steps)
+            missing.append(needed[values[needed, 0].isnan().numpy()])
+        num_missing = sum(map(len, missing))
+        if not num_missing:
+            return
+        if completed_steps:
+            raise AllRanksUserError(
+                f"run.dir: {self._directories[-1] / FILE} is missing, or lacks log-probabilities of {num_missing:,} "
+                "pairs, which cannot be computed after training has begun: restore it, set run.steps, data.eval_path "
+                "and data.eval_sequences as before, or set run.resume to never to start over"
+            )
+        began = time.perf_counter()
+        for (forward_pass, _), values, indices in zip(self._passes, self._values, missing, strict=True):
+            self._compute_missing(forward_pass, values, indices)
+        if self._world.rank == 0:
+            elapsed_s = time.perf_counter() - began
+            print(f"reference log-probabilities of {num_missing:,} pairs computed in {elapsed_s:.1f} s", flush=True)
+
+    def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
+        for begin in range(0, len(missing), BLOCK):
+            self._check_stop()
+            self._world.set_status(f"computing reference log-probabilities, pair {begin:,} of {len(missing):,}")
+            for indices, logps in forward_pass.run(forward_pass.plan(missing[begin : begin + BLOCK]), self._score):
+                values[indices] = logps
+            self._world.run_on_all(self._write if self._world.rank == 0 else lambda: None)
+
+    def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
+
+    def _identity(self) -> Mapping[str, Any]:
+        """Return the digests of the data sets and of the parameters, on which the values depend."""
+        return {"data": [each.dataset.digest() for each, _ in self._passes], "weights": self.weights_digest}
+
+    def _load(self) -> None:
+        """Set the values that rank 0 finds in a file of the same model and data. Collective."""
+        if self._world.rank == 0:
+            for directory in self._directories:
+                self._read(directory / FILE)
+        for values in self._values:
+            self._world.broadcast(values)
+
+    def _read(self, path: Path) -> None:
+        try:
+            with np.load(path, allow_pickle=False) as file:  # a zip file, whose checksums are verified
+                stored = json.loads(file["identity"].tobytes())
+                arrays = [torch.from_numpy(file[f"logps_{i}"]) for i in range(len(self._values))]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            warn(f"WARNING: {path} is damaged and not used: {error}")
+            return
+        if stored != self._identity():
+            return
+        for values, array in zip(self._values, arrays, strict=True):
+            if array.dtype == values.dtype and array.shape == values.shape:
+                values[:] = torch.where(values.isnan(), array, values)
+
+    def _write(self) -> None:
+        arrays = {f"logps_{i}": values.numpy() for i, values in enumerate(self._values)}
+        identity = np.frombuffer(json.dumps(self._identity()).encode(), dtype=np.uint8)
+        with atomic_write(self._directories[0] / FILE) as new, new.open("wb") as file:
+            np.savez(file, identity=identity, **arrays)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""Section `dpo` of the settings. They have the names and defaults of `DPOConfig` of TRL."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args
+
+from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
+from odc_mpi.training.setting_types import NON_EMPTY_NAMES, POSITIVE, Check
+
+#: Losses of a pair; see `training.objectives.pair_losses`.
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
+_BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
+#: Settings with the only value that objectives on pairs support, and the reason.
+_REQUIRED = {
+    "data.context_parallel": ("off", "a pair cannot be split over ranks"),
+    "lora.dropout": (0, "dropout would change the log-probabilities that are compared"),
+}
+
+
+@dataclass(frozen=True)
+class DPOConfig:
+    """Settings of direct preference optimization."""
+
+    beta: Annotated[float, "scale of the log-ratios to the reference model", POSITIVE] = 0.1
+    loss_type: Annotated[LossType | list[str], "loss, or several; docs/preferences.md", NON_EMPTY_NAMES] = "sigmoid"
+    loss_weights: Annotated[list[float] | None, "weight of each loss; null: 1.0 each"] = None
+    label_smoothing: Annotated[float, "sigmoid and robust: probability of swapped answers", _BELOW_HALF] = 0.0
+
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """Names and weights of the losses."""
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+
+
+def check_dpo(values: Mapping[str, Any], source: str) -> None:
+    """Raise `UserError` if the user's settings of DPO, given in `source`, are contradictory."""
+    objective = values.get("run.objective", "sft")
+    if objective != "dpo":
+        defaults = {f"dpo.{item.name}": item.default for item in fields(DPOConfig)}
+        changed = [key for key in values if key in defaults and values[key] != defaults[key]]
+        if changed:
+            raise UserError(f"{source}: {changed[0]} requires run.objective dpo: set that, or remove {changed[0]}")
+        return
+    types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
+    types, known = [types] if isinstance(types, str) else types, get_args(LossType)
+    for name in types:
+        if name not in known:
+            raise UserError(
+                f"{source}: dpo.loss_type: expected some of {', '.join(known)}, got {name}{did_you_mean(name, known)}"
+            )
+    if weights is not None and len(weights) != len(types):
+        raise UserError(
+            f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, got "
+            f"{len(weights)}"
+        )
+    for key, (supported, reason) in _REQUIRED.items():
+        value = values.get(key, supported)
+        if value != supported:
+            raise UserError(f"{source}: {key}: expected {supported} with run.objective dpo, got {value}: {reason}")

@@ -1,0 +1,132 @@
+"""The tokens of pairs are those that TRL's DPOTrainer trains on, except for white space after the end of a turn."""
+
+import copy
+import itertools
+import json
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from published_templates import PATHS, TEXT_TEMPLATES, with_published_template
+from tokenizers import processors
+
+from odc_mpi.data.encode import Encoded
+from odc_mpi.data.examples import parse_example
+from odc_mpi.data.pairs.encode import encode_pairs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (PATHS and find_spec("accelerate") and find_spec("datasets")), reason="no trl, accelerate"),
+]
+
+
+def prepare_with_trl(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> list[list[Any]]:
+    """The tokens of prompt and chosen answer, those of prompt and rejected answer, and the loss masks of both.
+
+    Pairs that truncation makes equal, which TRL keeps, are left out.
+    """
+    import datasets
+    from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
+
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
+    arguments: Any = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    dataset = datasets.Dataset.from_list(records)
+    prepared = DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, arguments, "train")
+    collate = DataCollatorForPreference(pad_token_id=0, max_length=max_length)
+    pairs = []
+    for example in prepared:
+        batch = collate.torch_call([example])
+        lengths = batch["attention_mask"].sum(1).tolist()
+        pairs.append(
+            [
+                row[:length].tolist()
+                for name in ("input_ids", "completion_mask")
+                for row, length in zip(batch[name], lengths, strict=True)
+            ]
+        )
+    return [pair for pair in pairs if pair[0] != pair[1]]
+
+
+def encode_records(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> list[list[Any]]:
+    """The same of our pairs."""
+    encoded = encode_pairs(tokenizer, [parse_example(record, "here") for record in records])  # type: ignore[misc]
+    return [sides(pair) for [each] in encoded if (pair := each.truncate(max_length)).has_loss]
+
+
+def sides(pair: Encoded) -> list[Any]:
+    assert pair.pair is not None
+    prompt, chosen = pair.pair.num_prompt_tokens, pair.pair.num_chosen_tokens
+    return [
+        array[:prompt].tolist() + array[part].tolist()
+        for array in (pair.tokens, pair.loss_mask)
+        for part in (slice(prompt, prompt + chosen), slice(prompt + chosen, None))
+    ]
+
+
+def assert_alike(tokenizer: Any, records: list[dict[str, Any]], max_length: int | None = None) -> None:
+    ours, theirs = encode_records(tokenizer, records, max_length), prepare_with_trl(tokenizer, records, max_length)
+    for pair, expected in zip(ours, theirs, strict=True):
+        for tokens, mask, all_tokens, all_mask in zip(pair[:2], pair[2:], expected[:2], expected[2:], strict=True):
+            assert tokens == all_tokens[: len(tokens)]
+            assert mask == list(map(bool, all_mask[: len(mask)]))
+            assert not tokenizer.decode(all_tokens[len(tokens) :]).strip()
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+#: The second begin alike, the third have context, the last a system message.
+CHATS: list[dict[str, Any]] = [
+    {"prompt": [say("user", "Is it?")], "chosen": "Yes, it is.", "rejected": "No."},
+    {"prompt": [say("user", "Is it?")], "chosen": "I think so.", "rejected": "I think not"},
+    {
+        "prompt": [say("user", "Is it?"), say("assistant", "What?"), say("user", "Blue.")],
+        "chosen": "Very.",
+        "rejected": "It is 🙂",
+    },
+    {"prompt": [say("system", "Be brief."), say("user", "Is it?")], "chosen": "Yes.", "rejected": "Not at all."},
+]
+CHATS = [record | {name: [say("assistant", record[name])] for name in ("chosen", "rejected")} for record in CHATS]
+#: Begins with a system message of its own, as that of SmolLM2.
+SMOLLM2 = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_conversations_with_published_templates(tokenizer: Any) -> None:
+    smollm2 = copy.deepcopy(tokenizer)
+    smollm2.chat_template = SMOLLM2
+    assert_alike(smollm2, CHATS)
+    for name in TEXT_TEMPLATES:
+        assert_alike(with_published_template(tokenizer, name), CHATS[:-1] if name == "gemma" else CHATS)
+    complete = [{name: record["prompt"] + record[name] for name in ("chosen", "rejected")} for record in CHATS]
+    call = {"type": "function", "function": {"name": "f", "description": "It.", "parameters": {"type": "object"}}}
+    for name in ("qwen3", "llama3_1"):
+        published = with_published_template(tokenizer, name)
+        assert_alike(published, complete)
+        assert_alike(published, [record | {"tools": json.dumps([call])} for record in CHATS])
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_texts(tokenizer: Any, adds_bos: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    if adds_bos:
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+        )
+    prompts, answers = ("def f(x):", "Is it?\n"), (" return x", "No", "No, it is not.", f"end{tokenizer.eos_token}")
+    records = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for prompt in prompts
+        for chosen, rejected in itertools.permutations(answers, 2)
+    ]
+    assert_alike(tokenizer, records)
+    for max_length in (5, 6, 8, 9):
+        assert_alike(tokenizer, records, max_length)
+    texts = ["Is it? Yes, it is.", "Is it? No, it is not.", "Is it? No, it is it.", "Is it!", "Is it? Yesterday"]
+    assert_alike(tokenizer, [{"chosen": a, "rejected": b} for a, b in itertools.permutations(texts, 2)])

@@ -1,0 +1,261 @@
+"""Preference data from files to a data set: tokens, masks, truncation, invalid and mixed records, and the report."""
+
+import copy
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odc_mpi.cli import main as cli
+from odc_mpi.data import prepare as module
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.dataset.verify import verify_dataset
+from odc_mpi.data.encode import Encoded
+from odc_mpi.data.examples import parse_example
+from odc_mpi.data.pairs.encode import encode_pairs
+from odc_mpi.data.prepare import PrepareOptions, eval_output_path
+from odc_mpi.data.prepare_report import PrepareReport
+from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.errors import UserError
+
+END = "<|endoftext|>"
+
+
+def prepare(source: Any, out: Path, **options: Any) -> PrepareReport:
+    return module.prepare([str(source)], out, PrepareOptions(**options))
+
+
+def write_lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def encode_record(tokenizer: Any, record: dict[str, Any]) -> Encoded:
+    [[pair]] = encode_pairs(tokenizer, [parse_example(record, "here")])  # type: ignore[list-item]
+    return pair
+
+
+def decode(tokenizer: Any, pair: Encoded) -> list[str]:
+    """The texts of the prompt and of both answers, with the loss tokens of the answers in brackets."""
+    assert pair.pair is not None
+    num_prompt, num_chosen, num_chosen_loss = pair.pair
+    assert not pair.loss_mask[:num_prompt].any()
+    assert pair.loss_mask[num_prompt : num_prompt + num_chosen].sum() == num_chosen_loss
+    texts = []
+    for part in np.split(np.arange(len(pair.tokens)), [num_prompt, num_prompt + num_chosen]):
+        runs = np.split(part, 1 + np.flatnonzero(np.diff(pair.loss_mask[part])))
+        forms = [f"[{tokenizer.decode(pair.tokens[run])}]" for run in runs]
+        texts.append(
+            "".join(form if pair.loss_mask[run[0]] else form[1:-1] for form, run in zip(forms, runs, strict=True))
+        )
+    return texts
+
+
+def test_the_parts_of_pairs_of_texts(tokenizer: Any) -> None:
+    record = {"prompt": "Sum:\n", "chosen": "is 4", "rejected": "is five"}
+    assert decode(tokenizer, encode_record(tokenizer, record)) == ["Sum:\n", f"[is 4{END}]", f"[is five{END}]"]
+    # Without a prompt it is what the tokens have in common, also if one text ends there.
+    texts = {"chosen": "\n\nHuman: Sum?\n\nAssistant: four", "rejected": "\n\nHuman: Sum?\n\nAssistant: four, no five"}
+    expected = ["\n\nHuman: Sum?\n\nAssistant: four", f"[{END}]", f"[, no five{END}]"]
+    assert decode(tokenizer, encode_record(tokenizer, texts)) == expected
+
+
+def test_the_parts_of_pairs_of_conversations(tokenizer: Any) -> None:
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    chosen, rejected = ([*turns, {"role": "assistant", "content": text}, turns[2]] for text in "de")
+    start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    prompt = f"{start}b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    # The user's last message, and the line break after the end of a turn, have no effect on the loss.
+    record = {"chosen": chosen, "rejected": rejected}
+    assert decode(tokenizer, encode_record(tokenizer, record)) == [prompt, "[d<|im_end|>]", "[e<|im_end|>]"]
+    record = {"prompt": "a", "chosen": [turns[1], *chosen[2:4]], "rejected": "e"}
+    between = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    answers = [f"[b<|im_end|>]{between}[d<|im_end|>]", "[e<|im_end|>]"]
+    assert decode(tokenizer, encode_record(tokenizer, record)) == [start, *answers]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "two different answers, got the same tokens for both"),
+        ({"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "b"}, "two different answers"),
+        ({"chosen": "a", "rejected": "b"}, "expected a prompt, got chosen and rejected that begin with different"),
+    ],
+)
+def test_unusable_pairs(tokenizer: Any, record: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRecordError, match=f"^here: .*{words}"):
+        encode_record(tokenizer, record)
+
+
+def test_a_template_that_changes_earlier_answers(tokenizer: Any) -> None:
+    """It serves for one turn after any context, but not for answers of several turns."""
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = (
+        "{% for m in messages %}{{ m.role[0] + ':' }}{% if loop.last and m.role == 'assistant' %}{{ '<t>' }}{% endif %}"
+        "{{ m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+    )
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    record = {"prompt": turns, "chosen": "d", "rejected": "e"}
+    assert decode(thinking, encode_record(thinking, record)) == ["u:a\na:b\nu:c\na:", "[<t>d\n]", "[<t>e\n]"]
+    record["chosen"] = [{"role": "assistant", "content": "d"}, turns[0], turns[1]]
+    with pytest.raises(InvalidRecordError, match=r"^here: .*got several turns, .*--chat-template FILE$"):
+        encode_record(thinking, record)
+
+
+def letters(num_prompt: int, num_chosen: int, num_rejected: int) -> dict[str, str]:
+    """A pair with that many tokens of prompt and answers, without their ends."""
+    characters = [chr(i) for i in range(1, 9)]
+    texts = [[characters[i % 8] for i in range(count)] for count in (num_prompt, num_chosen, num_rejected)]
+    texts[2] = [chr(8 + ord(each)) for each in texts[2]]
+    return {name: "".join(text) for name, text in zip(("prompt", "chosen", "rejected"), texts, strict=True)}
+
+
+def counts(path: Path) -> list[tuple[int, int, int]]:
+    """Tokens of the prompt and the answers, all of which have loss."""
+    with Dataset(path) as dataset:
+        assert dataset.pair_counts is not None
+        assert (dataset.pair_counts[:, 1] == dataset.pair_counts[:, 2]).all()
+        return [
+            (prompt, chosen, length - prompt - chosen)
+            for (prompt, chosen, _), length in zip(dataset.pair_counts.tolist(), dataset.lengths.tolist(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split"])
+def test_each_side_is_truncated(stdlib_report: PrepareReport, tmp_path: Path, overlong: str) -> None:
+    equal_there = {"prompt": "\x01\x02", "chosen": "\x03" * 9 + "a", "rejected": "\x03" * 9 + "b"}
+    sizes = [(3, 2, 4), (3, 4, 9), (3, 20, 20), (8, 1, 1), (7, 9, 1), (9, 1, 1)]
+    source = write_lines(tmp_path / "a.jsonl", *(letters(*each) for each in sizes), equal_there)
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong=overlong)
+    assert counts(report.path) == [(3, 3, 5), (3, 5, 5), (3, 5, 5), (7, 1, 1)]
+    assert (report.num_sequences, report.num_truncated, report.num_truncated_tokens) == (4, 3, 5 + 32 + 10)
+    assert (report.num_untrained_dropped, report.num_dropped, report.longest) == (3, 0, 13)
+    assert "\n3 dropped: the prompt leaves an answer no tokens within --max-length, or the" in report.describe()
+    assert "sequences" not in report.describe()
+
+
+def test_overlong_pairs_are_dropped(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *(letters(*each) for each in [(3, 4, 4), (3, 4, 5), (3, 9, 1)]))
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, max_length=8, overlong="drop")
+    assert counts(report.path) == [(3, 5, 5)]
+    assert (report.num_dropped, report.num_dropped_tokens) == (2, 3 + 5 + 6 + 3 + 10 + 2)
+
+
+def test_invalid_pairs_are_skipped_and_the_report_counts_pairs(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    equal = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    records = [letters(3, 4, 1), equal, letters(5, 1, 2), {"prompt": "a", "chosen": "", "rejected": "b"}]
+    source, out = write_lines(tmp_path / "a.jsonl", *records), tmp_path / "a.h5"
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .* --bad-lines skip$"):
+        prepare(source, out, tokenizer=stdlib_report.path)
+    report = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
+    assert (report.num_sequences, report.num_bad_lines, report.num_prompt_tokens) == (2, 2, 8)
+    assert report.describe().startswith(
+        f"{out}: 2 pairs, 20 tokens (12 loss tokens, 40% in prompts, which both answers share), longest 10\n"
+    )
+    assert "2 pairs, 20 tokens" in verify_dataset(out)
+    again = prepare(source, out, tokenizer=stdlib_report.path, bad_lines="skip")
+    assert "up to date" in again.describe() and "2 pairs" in again.describe()
+
+
+def read_all(path: Path) -> Iterator[list[Any]]:
+    with Dataset(path) as dataset:
+        assert dataset.pair_counts is not None
+        for i in range(len(dataset)):
+            yield [*(array.tolist() for array in dataset[i]), dataset.pair_counts[i].tolist()]
+
+
+def test_all_kinds_of_files_give_the_same_pairs(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    user = [{"role": "user", "content": "How many?"}]
+    chats = [
+        {"prompt": user, **{n: [{"role": "assistant", "content": f"{n} {i}"}] for n in ("chosen", "rejected")}}
+        for i in range(5)
+    ]
+    texts = [{name: f"How many? {name} {i}" for name in ("chosen", "rejected")} for i in range(5)]
+    for records in (chats, texts):
+        found = [
+            list(read_all(prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.path, force=True).path))
+            for source in written(records, tmp_path, pyarrow, datasets)
+        ]
+        assert len(found[0]) == 5 and found == [found[0]] * len(found)
+
+
+def written(records: list[dict[str, Any]], folder: Path, pyarrow: Any, datasets: Any) -> Iterator[Path]:
+    yield write_lines(folder / "a.jsonl", *records)
+    (folder / "a.json").write_text(json.dumps(records))
+    yield folder / "a.json"
+    table = datasets.Dataset.from_list(records)
+    pyarrow.write_table(table.data.table, folder / "a.parquet")
+    yield folder / "a.parquet"
+    table.save_to_disk(folder / f"saved{len(records[0])}")
+    yield folder / f"saved{len(records[0])}"
+    if isinstance(records[0]["chosen"], str):
+        with (folder / "a.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
+        yield folder / "a.csv"
+
+
+def test_pairs_of_several_processes_are_held_out_alike(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    records = [{"prompt": f"How many {i}?", "chosen": f"{i}.", "rejected": f"{i + 1}!" * 300} for i in range(900)]
+    source = write_lines(tmp_path / "a.jsonl", *records)
+    files = []
+    for num_proc in (1, 2):
+        out = tmp_path / str(num_proc) / "a.h5"
+        report = prepare(source, out, tokenizer=stdlib_report.path, num_proc=num_proc, eval_fraction=0.2)
+        files.append([out.read_bytes(), eval_output_path(out).read_bytes()])
+    assert files[0] == files[1]
+    assert report.num_sequences + report.num_eval_sequences == 900 and 100 < report.num_eval_sequences < 260
+    # Answers decide, too.
+    source = write_lines(tmp_path / "b.jsonl", *(letters(3, 2, i) for i in range(1, 100)))
+    report = prepare(source, tmp_path / "b.h5", tokenizer=stdlib_report.path, eval_fraction=0.5)
+    assert 20 < report.num_eval_sequences < 80
+
+
+def test_pairs_and_other_examples_are_not_mixed(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    pairs = write_lines(tmp_path / "pairs.jsonl", *[letters(3, 2, 1)] * 3)
+    texts = write_lines(tmp_path / "texts.jsonl", *[{"text": "a b"}] * 3)
+    both = write_lines(tmp_path / "both.jsonl", {"text": "a b"}, 3, letters(3, 2, 1), {"text": "c"})
+    expected = {
+        (
+            pairs,
+            texts,
+        ): "texts.jsonl, line 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is a",
+        (texts, pairs): "pairs.jsonl, line 1: got a pair of answers, but {}texts.jsonl, line 1 is an example without",
+        (both,): "both.jsonl, line 3: got a pair of answers, but {}both.jsonl, line 1 is an example without",
+        (
+            pairs,
+            "stdlib",
+        ): "stdlib, function 1: got an example without chosen and rejected, but {}pairs.jsonl, line 1 is",
+    }
+    for sources, words in expected.items():
+        options = PrepareOptions(tokenizer=stdlib_report.path, bad_lines="skip")
+        with pytest.raises(UserError) as caught:
+            module.prepare([str(each) for each in sources], tmp_path / "a.h5", options)
+        message = str(caught.value)
+        assert words.format(f"{tmp_path}/") in message and message.endswith("with --columns"), message
+    # Weights mix several sources of pairs.
+    more = write_lines(tmp_path / "more.jsonl", *[letters(3, 2, 5)] * 3)
+    mixed = module.prepare([f"{pairs}:1", f"{more}:1"], tmp_path / "a.h5", PrepareOptions(vocab_size=260))
+    assert f"{more}: 3 pairs (50.0%), " in mixed.describe()
+
+
+def test_show_separates_both_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "Is it?"}]
+    record = {"prompt": chat, "chosen": "Yes.\x1b", "rejected": "No, lalala lala."}
+    source = write_lines(tmp_path / "a.jsonl", *[record] * 5)
+    command = ["prepare", str(source), "--out", str(tmp_path / "a.h5"), "--vocab-size", "290", "--show", "1"]
+    assert cli.main(command) == 0
+    _, head, shown = capsys.readouterr().out.partition("\npair 0: ")
+    lines = shown.splitlines()
+    assert head and lines[1:4] == ["<|im_start|>user", "Is it?<|im_end|>", "<|im_start|>assistant"]
+    assert lines[4] == "" and lines[5].startswith("--- chosen: ") and lines[6] == "[[Yes.\\x1b<|im_end|>]]"
+    assert lines[7].startswith("--- rejected: ") and lines[8:] == ["[[No, lalala lala.<|im_end|>]]"]
+    assert len(load_tokenizer(tmp_path / "a.h5")("lala")["input_ids"]) == 1, "learnt from both answers"

@@ -1,0 +1,22 @@
+"""Data sets of pairs for tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from odc_mpi.data.dataset.format import PairCounts
+from odc_mpi.data.dataset.writer import DatasetWriter
+
+
+def write_pairs(path: Path, counts: Sequence[tuple[int, int, int]], vocab_size: int = 64, seed: int = 0) -> None:
+    """Write pairs of random tokens, given the numbers of tokens of prompt, chosen and rejected answer of each.
+
+    All tokens of the answers are loss tokens.
+    """
+    rng = np.random.default_rng(seed)
+    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="random") as writer:
+        for num_prompt, num_chosen, num_rejected in counts:
+            tokens = rng.integers(1, vocab_size, num_prompt + num_chosen + num_rejected).astype(np.uint32)
+            pair = PairCounts(num_prompt, num_chosen, num_chosen)
+            writer.append(tokens, np.arange(len(tokens)) >= num_prompt, pair)

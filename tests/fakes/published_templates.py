@@ -1,0 +1,34 @@
+"""Chat templates of published models, which the package trl contains, for any tokenizer."""
+
+import copy
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+#: Text that models add as special tokens to their tokenizers, in the source of their templates.
+SPECIAL = (
+    r"<[|\uff5c][^<>\s'\"]*?[|\uff5c]>|<\|?(?:channel|tool|tool_call|tool_response|turn)\|?>|</?think>|\[gMASK\]|<sop>"
+    r"|<(?:start|end)_of_turn>"
+)
+#: Templates of models that read images, whose content is not a string.
+VISION = {"idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+
+
+def template_paths() -> dict[str, Path]:
+    spec = find_spec("trl")  # not imported: it needs packages that are not installed
+    folder = Path(next(iter(spec.submodule_search_locations or ()))) / "chat_templates" if spec else Path()
+    return {path.stem: path for path in folder.glob("*.jinja")} if spec else {}
+
+
+PATHS = template_paths()
+TEXT_TEMPLATES = sorted(name for name in PATHS if not name.endswith("_training") and name not in VISION)
+
+
+def with_published_template(tokenizer: Any, name: str, special_of: str | None = None) -> Any:
+    """Return a copy of a tokenizer with a published template, and the special tokens of it."""
+    changed = copy.deepcopy(tokenizer)
+    special = set(re.findall(SPECIAL, PATHS[special_of or name].read_text())) - {changed.eos_token}
+    changed.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(special)})
+    changed.chat_template = PATHS[name].read_text()
+    return changed

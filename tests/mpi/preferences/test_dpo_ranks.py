@@ -1,0 +1,220 @@
+"""Preference optimization on all ranks is that of a plain loop, which computes each answer as a sequence of its own."""
+
+import copy
+import itertools
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch_reference
+from pair_files import write_pairs
+from small_training import assert_close, configure, on_first_rank, train_to_the_end
+from torch.nn.functional import logsigmoid
+
+from odc_mpi.checkpoint.commands import open_newest_checkpoint
+from odc_mpi.checkpoint.state import CheckpointWeights
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.loader import Loader
+from odc_mpi.errors import AllRanksUserError, StoppedError
+from odc_mpi.models import families
+from odc_mpi.training.dpo import reference as reference_module
+from odc_mpi.training.stop import StopRequest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+VOCAB, BETA = 61, 0.1
+
+
+@pytest.fixture(scope="module")
+def pairs_path(world, shared_dir):
+    """Forty pairs, and ten held-out ones, with prompts and answers of 1 to 15 tokens."""
+    path = shared_dir / "pairs.h5"
+    if world.rank == 0:
+        counts = np.random.default_rng(3).integers(1, 16, (50, 3)).tolist()
+        write_pairs(path, counts[:40], VOCAB)
+        write_pairs(path.with_suffix(".eval.h5"), counts[40:], VOCAB, seed=1)
+    world.gather_objects(None)
+    return path
+
+
+def settings(pairs_path, base, **changes):
+    return configure(
+        pairs_path,
+        **{
+            "run.objective": "dpo",
+            "data.eval_path": pairs_path.with_suffix(".eval.h5"),
+            "run.eval_on_start": True,
+            "run.dir": base,
+            "optim.warmup_steps": 0,
+            **changes,
+        },
+    )
+
+
+def answer_logps(module, dataset, index):
+    """The log-probabilities of both answers, `[2]`."""
+    tokens, _ = dataset[index]
+    num_prompt, num_chosen, _ = dataset.pair_counts[index]
+    end, sums = num_prompt + num_chosen, []
+    for answer in (tokens[num_prompt:end], tokens[end:]):
+        row = torch.tensor([*tokens[:num_prompt], *answer])
+        logps = module(input_ids=row[None, :-1], use_cache=False).logits[0].log_softmax(-1)
+        sums.append(logps.gather(1, row[1:, None])[num_prompt - 1 :].double().sum())
+    return torch.stack(sums)
+
+
+def plain_losses(config, dataset, module):
+    """Train the module, and return its losses."""
+    frozen = copy.deepcopy(module)
+
+    def compute_loss(module, dataset, indices):
+        losses = []
+        for index in indices:
+            with torch.no_grad():
+                reference = answer_logps(frozen, dataset, index)
+            ratios = answer_logps(module, dataset, index) - reference
+            losses.append(-logsigmoid(BETA * (ratios[0] - ratios[1])))
+        return torch.stack(losses).mean()
+
+    data = config.data
+    limits = {
+        "minibatch_sequences": data.minibatch_sequences,
+        "max_tokens_per_microbatch": data.max_tokens_per_microbatch,
+    }
+    minibatches = [each.indices for each in itertools.islice(Loader(dataset, **limits), config.run.steps)]
+    return torch_reference.train(module, dataset, minibatches, config.optim, compute_loss)
+
+
+@pytest.mark.parametrize(("balance", "packs"), [("lb_mini", True), ("dynamic", True), ("dynamic", False)])
+def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, monkeypatch, balance, packs):
+    if not packs:
+        monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
+    config = settings(pairs_path, base, **{"data.balance": balance})
+    lines, summary = train_to_the_end(config, world)
+
+    def compare():
+        start, *steps = lines
+        for line, prefix in ((start, "eval_"), (steps[0], "")):
+            assert line[f"{prefix}loss"] == pytest.approx(math.log(2), abs=1e-6)
+            assert line[f"{prefix}rewards/margins"] == pytest.approx(0, abs=1e-6)
+        assert start["eval_rewards/accuracies"] == 0.5
+        module = torch_reference.initial_model(config)
+        with Dataset(pairs_path) as dataset:
+            losses = plain_losses(config, dataset, module)
+        assert [line["loss"] for line in steps] == pytest.approx(losses, rel=1e-6)
+        with open_newest_checkpoint(base) as checkpoint:
+            weights = CheckpointWeights(checkpoint)
+            trained = {
+                name: weights.read(name, 0, tensor.numel()).view(tensor.shape)
+                for name, tensor in module.named_parameters()
+            }
+        assert_close(trained, dict(module.named_parameters()))
+        with Dataset(pairs_path.with_suffix(".eval.h5")) as held_out, torch.no_grad():
+            first = torch_reference.initial_model(config)
+            ratios = torch.stack(
+                [answer_logps(module, held_out, i) - answer_logps(first, held_out, i) for i in range(10)]
+            )
+        rewards = BETA * ratios
+        assert steps[-1]["eval_rewards/chosen"] == pytest.approx(rewards[:, 0].mean().item(), rel=1e-4)
+        assert steps[-1]["eval_rewards/accuracies"] == (rewards[:, 0] > rewards[:, 1]).double().mean().item()
+        margins = rewards[:, 0] - rewards[:, 1]
+        assert steps[-1]["eval_loss"] == pytest.approx(-logsigmoid(margins).mean().item(), rel=1e-5)
+        assert summary["eval_loss"] == steps[-1]["eval_loss"]
+
+    on_first_rank(world, compare)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+def test_exact_runs_have_the_bits_of_one_rank(world, pairs_path, base, balance):
+    alone = world.split("self")
+    changes = {"run.exact": True, "data.balance": balance, "run.steps": 3}
+    one, _ = train_to_the_end(settings(pairs_path, base / f"alone_{world.rank}", **changes), alone, world)
+    all_ranks, summary = train_to_the_end(settings(pairs_path, base / "all", **changes), world)
+    wanted = json.loads((base / "alone_0" / "summary.json").read_text())
+    assert summary["parameters_digest"] == wanted["parameters_digest"]
+    names = [name for name in one[-1] if name == "loss" or name.startswith(("eval_", "rewards/", "logps/"))]
+    assert len(names) > 10
+    for first, second in zip(one, all_ranks, strict=True):
+        assert {name: first.get(name) for name in names if name != "eval_s"} == {
+            name: second.get(name) for name in names if name != "eval_s"
+        }
+
+
+@pytest.mark.sizes(2)
+def test_a_stopped_reference_pass_continues_on_other_ranks(world, pairs_path, base, monkeypatch):
+    monkeypatch.setattr(reference_module, "BLOCK", 16)
+    computed = []
+    score = reference_module.ReferenceLogps._score
+
+    def count(self, microbatch):
+        computed.extend(microbatch.indices.tolist())
+        return score(self, microbatch)
+
+    monkeypatch.setattr(reference_module.ReferenceLogps, "_score", count)
+    config = settings(pairs_path, base)
+    with StopRequest() as stop:
+        write = reference_module.ReferenceLogps._write
+
+        def write_and_stop(self):
+            write(self)
+            stop.requested = True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_module.ReferenceLogps, "_write", write_and_stop)
+            with pytest.raises(StoppedError):
+                train_to_the_end(config, world, stop=stop)
+    first = sorted(itertools.chain(*world.gather_objects(computed)))
+    computed.clear()
+    lines, _ = train_to_the_end(config, world)
+    others = sorted(itertools.chain(*world.gather_objects(computed)))
+    with Dataset(pairs_path) as dataset:
+        loader = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64)
+        needed = loader.upcoming_indices(5).tolist()
+        assert sorted(itertools.chain(*(next(loader).indices for _ in range(5)))) == needed
+    # Of forty pairs the run needs thirty-five; ten are held out.
+    assert first == needed[:16] and others == sorted([*needed[16:], *range(10)])
+    assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.sizes(2)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path, base):
+    config = settings(pairs_path, base, **{"run.exact": True, "run.checkpoint_every": 2})
+    whole, _ = train_to_the_end(config, world)
+
+    def forget(*steps):
+        for step in steps:
+            shutil.rmtree(base / "checkpoints" / f"step_{step:08d}")
+
+    on_first_rank(world, lambda: forget(4, 5))
+    lines, _ = train_to_the_end(config, world)
+    assert lines[3:] and [line.get("loss") for line in lines] == [line.get("loss") for line in whole]
+    # Without the values of the model before training, nothing can continue.
+    on_first_rank(world, lambda: [forget(5), (base / reference_module.FILE).unlink()])
+    with pytest.raises(AllRanksUserError, match="cannot be computed after training has begun"):
+        train_to_the_end(config, world)
+
+
+@pytest.mark.sizes(2)
+def test_data_without_pairs_and_pairs_for_other_objectives_are_refused(world, pairs_path, dataset_path, base):
+    with pytest.raises(AllRanksUserError, match="has no pairs of a chosen and a rejected answer"):
+        train_to_the_end(settings(dataset_path, base), world)
+    with pytest.raises(AllRanksUserError, match=r"run\.objective is sft"):
+        train_to_the_end(settings(pairs_path, base, **{"run.objective": "sft"}), world)
+
+
+@pytest.mark.sizes(2)
+def test_the_reference_of_adapters_is_the_model_at_the_start(world, pairs_path, base):
+    """That is the base for new adapters; adapters that are trained further are part of it."""
+    pytest.importorskip("peft")
+    first, summary = train_to_the_end(settings(pairs_path, base / "first", **{"lora.r": 2}), world)
+    assert summary["num_trained_parameters"] < summary["num_parameters"] / 4
+    assert first[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    changes = {"lora.r": 2, "model.path": base / "first"}
+    second, _ = train_to_the_end(settings(pairs_path, base / "second", **changes), world)
+    assert second[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    # The log-probabilities are those of the trained adapters.
+    assert second[0]["eval_logps/chosen"] == pytest.approx(first[-1]["eval_logps/chosen"], rel=1e-6)
