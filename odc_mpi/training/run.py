@@ -60,7 +60,7 @@ from odc_mpi.training.objectives.sft import SFTObjective
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.reward.build import build_reward
 from odc_mpi.training.rl.build import build_grpo
-from odc_mpi.training.run_info import numel, samples_per_step, startup_lines, summary_fields
+from odc_mpi.training.run_info import numel, startup_lines, steps_per_epoch, summary_fields
 from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
@@ -143,7 +143,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
     if config.run.steps:
         return config
     epochs = config.run.num_train_epochs or 1.0
-    steps = math.ceil(epochs * math.ceil(len(dataset) / samples_per_step(config)))
+    steps = math.ceil(epochs * steps_per_epoch(config, len(dataset)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
@@ -293,12 +293,11 @@ def _build_evaluators(config: Config, world: World, inputs: Inputs, model: Shard
 
 
 def _build_throughput_metrics(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> ThroughputMetrics:
-    steps_per_epoch = math.ceil(len(inputs.dataset) / samples_per_step(config))
     flops = None
     # The FLOPs of generation are not counted, and peaks are those of bfloat16.
     if config.run.objective == "sft" and config.model.param_dtype == "bfloat16":
         flops = training_flops(inputs.model, numel(model, True) / numel(model))
-    return ThroughputMetrics(world.size, model.device, steps_per_epoch, flops)
+    return ThroughputMetrics(world.size, model.device, steps_per_epoch(config, len(inputs.dataset)), flops)
 
 
 def _build_tracker_callback(config: Config, world: World) -> TrackerCallback:

@@ -18,6 +18,11 @@ def samples_per_step(config: Config) -> int:
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
+def steps_per_epoch(config: Config, num_samples: int) -> int:
+    """Return the number of steps in one pass over the data. The last step of a pass has the remaining samples."""
+    return -(-num_samples // samples_per_step(config))
+
+
 def startup_lines(
     config: Config,
     world: World,
@@ -35,7 +40,7 @@ def startup_lines(
     if config.run.objective == "grpo":
         unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
     num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
-    num_epochs = config.run.steps * samples_per_step(config) / len(inputs.dataset)
+    num_epochs = config.run.steps / steps_per_epoch(config, len(inputs.dataset))
     num_trainable, num_parameters = numel(model, True), numel(model)
     trainable = f"{num_parameters:,} parameters"
     if num_trainable < num_parameters:

@@ -15,6 +15,7 @@ from small_run import MODEL, write_sequences
 from odc_mpi.cli import main as cli
 from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
 from odc_mpi.runtime import ranks
+from odc_mpi.training import resolved_settings
 
 QWEN2 = MODEL | {"num_hidden_layers": 1}
 
@@ -112,6 +113,7 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     output = capsys.readouterr().out
     assert "loss (first -> last)" in output and "starting from scratch" not in output
+    assert "3 sequences, 2 per step, 2 steps (1 epochs)" in output
     assert f"output  {tmp_path / 'run'}, saved after the last step" in output
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
@@ -126,6 +128,14 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert (earlier / "metrics.jsonl").exists()
     assert cli.main([*train, "--run.resume", str(tmp_path / "other"), "--run.steps", "4"]) == 0
     assert f"the files of the earlier run are moved to {earlier.with_name('earlier-2')}" in capsys.readouterr().out
+
+
+def test_bfloat16_is_warned_of_on_a_processor_without_it(config, monkeypatch, capsys):
+    monkeypatch.setattr(resolved_settings, "_lacks_bfloat16", lambda: True)
+    assert cli.main(["train", "--config", str(config), "--model.param_dtype", "bfloat16"]) == 0
+    assert "this processor has no instructions for it" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(config), "--run.resume", "never"]) == 0
+    assert "WARNING" not in capsys.readouterr().err
 
 
 def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):

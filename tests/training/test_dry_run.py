@@ -48,7 +48,7 @@ def test_a_dry_run_prints_memory_and_steps_and_writes_nothing(tmp_path, capsys, 
     before = files(tmp_path)
     assert cli.main(["train", "--config", str(path), "--dry-run", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"steps   8, 16.00 epochs\ntokens  about 880, ", out) and "of other ranks, in place" in out
+    assert re.search(r"steps   8, 8.00 epochs\ntokens  about 440, ", out) and "of other ranks, in place" in out
     assert re.search(r"\n  total +[\d,]+ MiB\n", out) and "first microbatch: not decoded: " in out
     assert files(tmp_path) == before
     assert cli.main(["train", "--config", str(path), "--dry-run", "--run.num_train_epochs", "4"]) == 0

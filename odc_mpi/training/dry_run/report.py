@@ -15,7 +15,7 @@ from odc_mpi.training.exact.required_settings import apply_exact_settings
 from odc_mpi.training.inputs import Inputs, open_inputs
 from odc_mpi.training.resolved_settings import resolve_settings
 from odc_mpi.training.run import resolve_steps
-from odc_mpi.training.run_info import samples_per_step
+from odc_mpi.training.run_info import samples_per_step, steps_per_epoch
 from odc_mpi.training.settings import Config
 
 #: Number of minibatches whose plans are searched for the largest microbatch.
@@ -71,17 +71,17 @@ def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int]
 
 def _describe_size(config: Config, inputs: Inputs, num_ranks: int) -> list[str]:
     num, per_step, steps = len(inputs.dataset), samples_per_step(config), config.run.steps
+    epochs = steps / steps_per_epoch(config, num)
     kind = {"grpo": "prompts", "dpo": "pairs", "reward": "pairs"}.get(config.run.objective, "sequences")
     lines = [
         f"ranks   {num_ranks}",
         f"model   {type(inputs.model.module).__name__}, {_numel(inputs):,} parameters, {config.model.param_dtype}",
         f"data    {config.data.path}: {num:,} {kind}, {per_step} per step",
-        f"steps   {steps:,}, {steps * per_step / num:.2f} epochs",
+        f"steps   {steps:,}, {epochs:.2f} epochs",
     ]
     if isinstance(inputs.dataset, Dataset):
         mean, trained = inputs.dataset.lengths.mean(), inputs.dataset.num_trained_tokens.mean()
-        tokens = steps * per_step
-        lines.append(f"tokens  about {tokens * mean:,.0f}, of which {tokens * trained:,.0f} with loss")
+        lines.append(f"tokens  about {epochs * num * mean:,.0f}, of which {epochs * num * trained:,.0f} with loss")
     return [*lines, f"output  {config.run.dir} (not written)"]
 
 
