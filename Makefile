@@ -204,7 +204,7 @@ $(SMOLLM2): | $(READY)
 # On 1, 2 and 3 ranks, and a killed run. MARKS="not slow": two steps with adapters and of the full model on two ranks.
 test-models: $(SMOLLM2)
 	OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $(if $(MARKS),2,3) $(BIN)/python -m pytest --color=no \
-	    --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/real
+	    --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/real/test_smollm2.py
 	$(if $(MARKS),,timeout $(LIMIT_S) $(BIN)/python -m pytest tests/real/test_smollm2_killed.py)
 
 # In stages of at most eight minutes each, on 1, 2 and 4 ranks that share the available GPUs; after a failing stage the
