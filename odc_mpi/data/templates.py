@@ -1,9 +1,10 @@
 """Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
 
 A template renders all messages into one text. An answer is found by comparing two renderings: the messages before it
-with the generation prompt, which is the text that the model continues at inference, and the messages up to the answer.
-The loss begins where the two texts differ. If a template marks the answers with `{% generation %}`, the marks are used
-instead. This module works with characters only; `encode` converts them to tokens.
+with the generation prompt, together the text that the model continues at inference, and the messages up to and
+including it. The loss begins where the two texts differ. If a template marks the answers with `{% generation %}`, the
+marks are the loss, and the comparison only selects the marks of single answers. This module works with characters only;
+`encode` converts them to tokens.
 """
 
 import functools
@@ -52,14 +53,14 @@ class _Answer:
 class ChatRenderer:
     """Renderer of conversations with the chat template of a tokenizer.
 
-    All methods raise a UserError if the tokenizer has no chat template, and an InvalidRecordError if the template
+    Rendering raises a UserError if the tokenizer has no chat template, and an InvalidRecordError if the template
     rejects the messages.
 
     Args:
         tokenizer: Fast tokenizer of transformers.
         split_turns: "never" for one example per conversation. "always" for one example per answer to train on, each
-            ending with that answer. "auto" for one example if appending later messages never changes the text rendered
-            before them, and otherwise one example per answer.
+            ending with that answer. "auto" for one example if appending later messages does not change the text before
+            them, except for special tokens after an end of turn, and otherwise one example per answer.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:

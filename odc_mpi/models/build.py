@@ -38,7 +38,7 @@ _COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
 
 @dataclass
 class MetaModel:
-    """Causal model with parameters on the meta device, and the source of its weights.
+    """Language model or reward model with parameters on the meta device, and the source of its weights.
 
     Attributes:
         module: Model. Its buffers are in host memory.
@@ -49,7 +49,7 @@ class MetaModel:
         attention_dim: Number of attention heads, multiplied by their dimension.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the weights of the base model, or None for a model without adapters.
-        checkpoint: Adapter checkpoint whose adapters training continues, or None.
+        checkpoint: Checkpoint with the adapters that are trained further, or None.
         packing: How the model trains: packed, or one sequence per microbatch.
     """
 
@@ -71,7 +71,8 @@ def from_config(
     """Build a model with random weights, which depend on the seed but not on the number of ranks.
 
     Raises:
-        UserError: `settings` has an unknown `model_type` or key, or the model cannot be trained.
+        UserError: `settings` (`model.config`) has no `model_type`, transformers does not accept them, they are of a
+            multimodal model, or the model cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
@@ -113,12 +114,14 @@ def from_directory(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build the model in a Hugging Face directory, with its weights. Of a multimodal model, build the text model.
+    """Build the model in a Hugging Face directory, with a source of its weights; of a multimodal one, the text model.
 
-    `overrides` are settings of transformers that replace those of config.json (`model.config`).
+    If the files lack the head of `task`, it gets new weights that depend on `seed`. `overrides` are settings of
+    transformers that replace those of config.json (`model.config`).
 
     Raises:
-        UserError: A file or parameter is missing or cannot be used, or a shape differs from the configuration.
+        UserError: A file or another parameter is missing or cannot be used, a shape differs from the configuration, or
+            the model cannot be trained.
     """
     if not is_model_directory(path):
         raise UserError(

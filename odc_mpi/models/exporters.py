@@ -47,8 +47,8 @@ class AdapterExporter(Exporter):
         path = Path(cached_model_path(self._base or ""))
         if self._base and is_model_directory(path) and is_composite(path):
             raise UserError(
-                f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft does not "
-                "find their layers in it: export the merged text model with --merge"
+                f"{checkpoint.directory} has adapters of the text model of {path}, which is multimodal: peft would not "
+                "find their layers, so export the merged text model with --merge"
             )
         self._names = {peft_name(name): name for name in _trained(checkpoint)}
 

@@ -1,9 +1,10 @@
 """Decision how a model family trains: packed, with one sequence per microbatch, or not at all.
 
-A model trains packed if nothing but its attention mixes tokens, and each layer of it calls `packed_attention`. This is
-checked with the types of its layers, its modules, and a trial on the meta device. All other causal models train one
-sequence per microbatch, with their own attention. A model is refused if it is not causal, or if its loss is not that of
-transformers for causal models, for example because the labels are not shifted. docs/models.md lists the families.
+A model trains packed if only its attention mixes tokens, each of its layers calls `packed_attention`, and it takes the
+positions of tokens as input. This is checked with the types of its layers, its modules, and a trial on the meta device.
+All other causal models train one sequence per microbatch, with their own attention. A model is refused if it is not
+causal, if its loss is not that of transformers for causal models, for example because the labels are not shifted, or if
+it changes its weights in the forward. docs/models.md lists the families.
 """
 
 import inspect
@@ -30,11 +31,12 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """Decision how a model trains.
+    """How a model trains.
 
     Attributes:
         unpacked_reason: Reason why the model trains one sequence per microbatch, or None if it trains packed.
-        soft_caps: True if attention scores have soft caps, so that they are computed explicitly.
+        soft_caps: True if the model trains packed and its attention scores have soft caps, so that they are computed
+            explicitly.
     """
 
     unpacked_reason: str | None = None
@@ -60,11 +62,14 @@ def build_for_training(
     setting: str,
     attn_implementation: str,
 ) -> transformers.PreTrainedModel:
-    """Build a model on the meta device, with packed attention if it supports that, else with its own attention.
+    """Build a model on the meta device, with packed attention if it supports that, and with its own otherwise.
+
+    With its own attention it accepts one sequence at a time. `packing_of` returns the decision.
 
     Args:
         build: Function that builds the model with an attention implementation of transformers; None is the default one.
-        setting: Setting that the model is from, for error messages.
+            The cause of its `UserError` must be the exception of transformers.
+        setting: Name of the setting that gives the model, for error messages.
         attn_implementation: One of `attention.IMPLEMENTATIONS`.
 
     Raises:
@@ -170,12 +175,12 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
         raise UserError(f"{setting}: {name} is not causal, because use_bidirectional_attention is {value}")
     if getattr(module.config, "rescale_every", 0):
         raise UserError(
-            f"{setting}: {name} changes its weights in evaluations, which shards do not allow: set "
+            f"{setting}: {name} changes its weights in evaluations, which is not possible while they are sharded: set "
             "model.config.rescale_every to 0"
         )
     if getattr(module.config, "z_loss_coefficient", 0):
         raise UserError(
-            f"{setting}: {name} adds a z-loss, which odc_mpi does not train: set model.config.z_loss_coefficient to 0"
+            f"{setting}: {name} adds a z-loss, which is not supported: set model.config.z_loss_coefficient to 0"
         )
     if task_of(name) is CAUSAL_LM and "self.loss_function(" not in inspect.getsource(
         inspect.unwrap(type(module).forward)

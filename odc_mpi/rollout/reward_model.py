@@ -21,9 +21,10 @@ _SETTING = "rl.reward_funcs"
 
 
 class RewardModel:
-    """Reward function that scores completions with the model in a Hugging Face directory, by its own tokenizer.
+    """Reward function that scores completions with the reward model in a Hugging Face directory, and its tokenizer.
 
-    Raises `UserError` if the directory has no tokenizer, or not all weights of such a model in safetensors files.
+    Raises `UserError` if the directory has no tokenizer, does not load, lacks weights in safetensors files, has more
+    than one output, or no padding token.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class RewardModel:
             )
         except Exception as error:  # transformers raises exceptions of many kinds
             raise UserError(
-                f"{_SETTING}: expected the directory of a reward model, {path} does not load: {one_line_message(error)}"
+                f"{_SETTING}: expected a reward model, but {path} does not load: {one_line_message(error)}"
             ) from error
         if missing := sorted(report["missing_keys"]):
             raise UserError(
@@ -48,7 +49,7 @@ class RewardModel:
             )
         if model.config.num_labels != 1:
             raise UserError(
-                f"{_SETTING}: expected a reward model, with one output, {path} has {model.config.num_labels} labels"
+                f"{_SETTING}: expected a reward model with one label, got {path} with {model.config.num_labels}"
             )
         text = model.config.get_text_config()
         candidates = (text.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
@@ -76,7 +77,10 @@ class RewardModel:
         return rewards
 
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
-        """Tokenize a prompt with its completion, as data is prepared: texts and lists of messages."""
+        """Tokenize a prompt with its completion. Texts are tokenized as data is prepared.
+
+        Lists of messages are rendered without tools, and end with the end-of-turn token if the model was trained so.
+        """
         if isinstance(prompt, str):
             [[encoded]] = encode(self._tokenizer, [PromptCompletion("", prompt, completion)])
             return encoded.tokens.tolist()

@@ -150,7 +150,7 @@ def test_losses(world, folder, kind, ranks):
     on_first_rank(world, compare)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=SLOW), "lora"])
 def test_a_dry_run_estimates_the_peak_within_a_fifth(world, folder, kind):
     """Of a run in one process, beside the ranks of this one, which wait."""
 

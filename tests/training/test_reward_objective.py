@@ -115,8 +115,8 @@ def test_rewards_of_all_families_are_those_of_transformers(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("mamba2", "a family with a sequence classifier in transformers"),
-        ("bert", "classifier is a linear layer, score"),
+        ("mamba2", "a sequence classifier of transformers, which has none for mamba2"),
+        ("bert", "requires a causal model with a linear layer score"),
     ],
 )
 def test_families_without_such_a_classifier_are_refused(kind, problem):

@@ -49,11 +49,11 @@ class WindowGradientStore(GradientStore, ShardStorage):
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows of the owners, which take no part.
+    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners take no part.
 
-    A window has the shards of all arrays, one after another. MPICH serializes all MPI_Accumulate operations on a window
-    within a node, even to different owners. With MPICH there are therefore several windows, and each rank has its
-    shards in one of them. Two ranks that push 16 MB concurrently then take half the time.
+    The shards of a rank, of all trainable arrays one after another, are in one window. Within a node, MPICH serializes
+    all MPI_Accumulate operations on a window, even to different owners. With MPICH the ranks are therefore spread over
+    up to `MAX_WINDOWS` windows. Two ranks that push 16 MB concurrently then take half the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:

@@ -1,9 +1,9 @@
 """Parameters in an MPI window, which has the shards of all arrays, one after another.
 
-A fetch returns a view if all ranks are on one node and map each other's shards. Otherwise it copies the shards that
-this rank maps, issues an MPI_Get for each other shard, and flushes the window. These steps are the same for fetches of
-arrays of equal size, and are determined once (`FetchPlan`). A flush completes all fetches in flight: usually one, since
-a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
+A fetch returns a view if all ranks are on one node and map each other's shards. Otherwise it starts MPI_Gets of the
+shards that this rank does not map, copies the others meanwhile, and flushes the window. These steps are the same for
+fetches of arrays of equal size, and are determined once (`FetchPlan`). A flush completes all fetches in flight: usually
+one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ class FetchPlan(NamedTuple):
 
     Attributes:
         owners: Ranks that are accessed with MPI_Get.
-        gets: Messages of these Gets, relative to the start of the array in the window.
+        gets: Messages of these Gets. Offsets in the window are relative to the start of the array's shard, offsets in
+            the buffer to the start of the array.
         mapped: Owner, start and stop in the array of each shard that this rank maps.
     """
 
@@ -47,9 +48,9 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameters in a window of `kind`. Fetches go to host memory.
+    """Parameters in a window of `kind`.
 
-    They do not copy if all ranks are on one node and map each other's shards.
+    A fetch returns host memory: a view if all ranks are on one node and map each other's shards, otherwise a copy.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:

@@ -17,9 +17,9 @@ class RewardScores:
         self._head = getattr(module, str(REWARD.new_head))
 
     def __call__(self, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
-        """Run the model and return the scores at `positions` in the flattened batch, int64 `[K]`.
+        """Run the model and return the scores, `[K]`, in the type of the model. One-sided if the model is sharded.
 
-        Communicates like the forward of the model. The result is `[K]`, in the type of the model.
+        `positions`, int64 `[K]`, are indices in the flattened batch.
         """
         score, scores = self._head.forward, []
 

@@ -1,7 +1,7 @@
-"""Tasks of models: predict the next token, or the reward of an answer. Transformers has a class for each of both.
+"""Tasks of models: predicting the next token, or the reward of an answer. Transformers has a class per family for each.
 
-A reward model is a causal model with a linear layer `score` in place of the language model head, as in the
-sequence classifiers of transformers. Their output is the score of the last token that is not padding.
+A reward model is a causal model with a linear layer `score` in place of the language model head, as in the sequence
+classifiers of transformers. The output of a classifier is the score of the last token that is not padding.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,22 @@ from torch import nn
 
 from odc_mpi.errors import UserError
 
-#: Entry of config.json, if the answers on which a reward model was trained end with their end-of-turn token.
+#: Entry of config.json of reward models that odc_mpi trained: their chats ended with the end-of-turn token, without the
+#: white space that templates append.
 ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prediction of a model, with the classes of transformers that make it.
+    """What a model predicts, and the classes of transformers and peft for it.
 
     Attributes:
         description: Words for error messages.
-        suffix: End of the names of the classes.
+        suffix: End of the class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Class of transformers that builds a model from a configuration.
         peft_type: Name of the task in peft.
-        new_head: Name of the head, if models of other tasks have no weights for it. It is trained in full.
+        new_head: Name of a head for which models of other tasks have no weights, or None. With adapters, it is trained
+            in full.
     """
 
     description: str
@@ -35,25 +37,25 @@ class Task:
     new_head: str | None = None
 
     def configure(self, config: Any, setting: str) -> None:
-        """Set the entries of a configuration on which the head depends.
+        """Set the number of outputs of a reward model.
 
-        Raises `UserError`, which names `setting`, if transformers has no such model of the family.
+        Raises `UserError`, which names `setting`, if transformers has no sequence classifier of the family.
         """
         if self is REWARD:
             if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
                 raise UserError(
-                    f"{setting}: expected a family with a sequence classifier in transformers, which run.objective "
-                    f"reward trains, got {config.model_type}, which has none"
+                    f"{setting}: run.objective reward trains a sequence classifier of transformers, which has none for "
+                    f"{config.model_type}: choose another model"
                 )
             config.num_labels = 1
 
     def check(self, module: nn.Module, setting: str) -> None:
-        """Raise `UserError`, which names `setting`, unless the head of a model is a linear layer with one output."""
+        """Raise `UserError`, which names `setting`, if a new head is not a linear layer with one output."""
         head = self.new_head and getattr(module, self.new_head, None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(
-                f"{setting}: expected a causal model whose classifier is a linear layer, {self.new_head}, of each "
-                f"token, got {type(module).__name__}: run.objective reward does not support it"
+                f"{setting}: run.objective reward requires a causal model with a linear layer {self.new_head} that "
+                f"scores each token, got {type(module).__name__}"
             )
 
 
@@ -73,7 +75,7 @@ def task_of(class_name: str) -> Task:
 
 
 def set_padding(config: Any, padding: int) -> None:
-    """Set the padding token of a reward model, which transformers skips to find the last token of an answer.
+    """Set the padding token of a reward model. Transformers scores the last token that is not this one.
 
     Also record that answers end with their end-of-turn token, without the white space that templates append.
     """

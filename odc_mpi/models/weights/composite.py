@@ -63,7 +63,7 @@ def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     """Return the multimodal model of a configuration, or None for a configuration of a language model.
 
     Raises:
-        UserError: transformers has no causal language model for the text part.
+        UserError: AutoModelForCausalLM has no class for the text part, or AutoModelForMultimodalLM none for the model.
     """
     inner = config.get_text_config()
     if inner is config:

@@ -15,7 +15,9 @@ _MAX_SUMMAND = 2.0**16
 
 
 class PairObjective(Objective):
-    """Objective that sums the loss and statistics of the pairs of a minibatch, exactly on any number of ranks.
+    """Objective that sums the loss and statistics of the pairs of a minibatch.
+
+    The sums do not depend on the order of the microbatches, nor on their distribution over ranks.
 
     Attributes:
         summed_names: Names of the sums, beginning with `loss`.

@@ -285,5 +285,5 @@ print(world.gather_objects(world.rank))
 def test_a_forked_child_that_fails_is_no_rank():
     done = finish(start(2, "-c", FORKS))
     assert done.code == 0, done.err
-    assert sorted(done.out.split("\n")) == ["", "[0, 1]", "[0, 1]", "child 1"]
+    assert done.out.count("[0, 1]") == 2 and done.out.count("child 1") == 1
     assert done.err.count("RuntimeError: in the child") == 1 and "odc_mpi:" not in done.err
