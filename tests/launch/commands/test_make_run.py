@@ -33,7 +33,12 @@ def make(tmp_path, *variables, **changes):
     for name in ("Makefile", "constraints.txt", "jobs"):
         (tmp_path / name).symlink_to(ROOT / name)
     words = ["make", "run", f"VENV={sys.prefix}", "READY=", f"MPIEXEC={MPIEXEC}", *variables]
-    env = environment(**changes)
+    # Not as a part of the make that runs the tests.
+    env = {
+        name: value
+        for name, value in environment(**changes).items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=360, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
