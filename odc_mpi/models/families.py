@@ -31,7 +31,7 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model trains.
+    """Way in which a model trains.
 
     Attributes:
         unpacked_reason: Reason why the model trains one sequence per microbatch, or None if it trains packed.

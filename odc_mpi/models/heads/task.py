@@ -19,7 +19,7 @@ ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 @dataclass(frozen=True)
 class Task:
-    """What a model predicts, and the classes of transformers and peft for it.
+    """Prediction task of a model, and the classes of transformers and peft for it.
 
     Attributes:
         description: Words for error messages.
