@@ -41,7 +41,7 @@ def _preference_panels(lines: Lines) -> list[Panel]:
         panels.append(Panel(heading, _curves(lines, curves), form))
     answers = {"logps/chosen": ("chosen", Style(BLUE), ""), "logps/rejected": ("rejected", Style(RED), "")}
     panels.append(Panel("log-probability of an answer", _curves(lines, answers)))
-    return panels
+    return [panel for panel in panels if panel.curves]
 
 
 def rewards_figure(lines: Lines) -> Figure:
