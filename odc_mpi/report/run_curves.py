@@ -23,7 +23,8 @@ def loss_figure(lines: Lines) -> Figure:
     title = f"The loss {change(loss.y)} in {len(loss.x):,} steps" if _known(loss.y) else "No step has a loss"
     if len(curves) > 1:
         title += f", on held-out data it {change(curves[1].y)}"
-    if accuracy := _curves(lines, {"eval_rewards/accuracies": ("", _HELD_OUT, "o")}):
+    accuracies = ("eval_rewards/accuracies", "eval_accuracy")
+    if accuracy := _curves(lines, dict.fromkeys(accuracies, ("", _HELD_OUT, "o"))):
         title += f", its accuracy {change(accuracy[0].y, '.0%')}"
     preferences = _preference_panels(lines)
     heading = f"loss, mean over {'pairs' if preferences else 'trained tokens'}"
@@ -33,11 +34,13 @@ def loss_figure(lines: Lines) -> Figure:
 def _preference_panels(lines: Lines) -> list[Panel]:
     """Return panels of preferences: share of pairs in order, margins of rewards, and log-probabilities of answers."""
     panels = []
-    for heading, key, form in (
-        ("pairs whose chosen answer has the higher reward", "rewards/accuracies", ".0%"),
-        ("reward of the chosen minus the rejected answer", "rewards/margins", ""),
+    for heading, names, form in (
+        ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),
+        ("reward of the chosen minus the rejected answer", ("rewards/margins", "margin"), ""),
     ):
-        curves = {key: ("training", Style(BLUE), ""), f"eval_{key}": ("held-out", _HELD_OUT, "o")}
+        curves: dict[str, tuple[str, Style, str]] = {}
+        for key in names:  # of DPO, and of reward models
+            curves |= {key: ("training", Style(BLUE), ""), f"eval_{key}": ("held-out", _HELD_OUT, "o")}
         panels.append(Panel(heading, _curves(lines, curves), form))
     answers = {"logps/chosen": ("chosen", Style(BLUE), ""), "logps/rejected": ("rejected", Style(RED), "")}
     panels.append(Panel("log-probability of an answer", _curves(lines, answers)))
