@@ -58,7 +58,7 @@ def test_chats_end_as_those_that_trained_the_model(tmp_path, ends):
     ("changes", "problem"),
     [
         ({"auto_class": transformers.AutoModelForCausalLM}, "stores no weights for score.weight"),
-        ({"num_labels": 3}, "has 3 labels"),
+        ({"num_labels": 3}, "a reward model with one label, got .* with 3"),
         ({"max_position_embeddings": 4}, "at most 4 tokens"),
     ],
 )
