@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.microbatch import Microbatch, packed_inputs
+from odc_mpi.data.microbatch import Microbatch, flash_attention_kwargs
 
 
 class PromptGroup(NamedTuple):
@@ -32,10 +32,9 @@ class PromptGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMicrobatch(Microbatch):
-    """A microbatch of completions. `inputs` contains no labels. The loss tokens are those of the completions.
+    """A microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
-    The first sequence of a prompt group is the prompt with a completion; the others are completions that share the
-    prompt (see `packed_inputs`).
+    The loss tokens are those of the completions.
 
     Attributes:
         sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
@@ -53,8 +52,7 @@ def pack_microbatches(
 ) -> Iterator[RolloutMicrobatch]:
     """Pack the completions of prompt groups into microbatches of at most `max_tokens`, without excluded completions.
 
-    The completions of a group share their prompt in each microbatch. `with_all` includes completions with an advantage
-    of 0. Without `packs`, each microbatch has one completion.
+    `with_all` includes completions with an advantage of 0. Without `packs`, each microbatch has one completion.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0
@@ -62,11 +60,10 @@ def pack_microbatches(
         for i, completion in enumerate(group.completions):
             if group.excluded[i] or not (with_all or group.advantages[i]):
                 continue
-            shares = bool(chosen) and chosen[-1][0] is group
-            length = len(completion) + (0 if shares else len(group.prompt))
+            length = len(group.prompt) + len(completion)
             if chosen and (not packs or num_tokens + length > max_tokens):
                 yield _pack_microbatch(chosen)
-                chosen, num_tokens, length = [], 0, len(group.prompt) + len(completion)
+                chosen, num_tokens = [], 0
             chosen.append((group, i))
             num_tokens += length
     if chosen:
@@ -74,27 +71,23 @@ def pack_microbatches(
 
 
 def _pack_microbatch(chosen: Sequence[tuple[PromptGroup, int]]) -> RolloutMicrobatch:
-    tokens: list[int] = []
-    lengths, shared_prompts, logit_positions, before = [], [], [], None
-    for group, i in chosen:
-        completion, shares = group.completions[i], group is before
-        begin, before = len(tokens), group
-        if not shares:
-            tokens += group.prompt
-            end_of_prompt = len(tokens)
-        # The last token of the prompt predicts the first one of each completion.
-        logit_positions += [end_of_prompt - 1, *range(len(tokens), len(tokens) + len(completion) - 1)]
-        tokens += completion
-        lengths.append(len(tokens) - begin)
-        shared_prompts.append(len(group.prompt) if shares else 0)
     completions = [group.completions[i] for group, i in chosen]
     num_targets = [len(completion) for completion in completions]
+    lengths = [len(group.prompt) + count for (group, _), count in zip(chosen, num_targets, strict=True)]
+    ends = np.cumsum(lengths)
+    # The logits at a position predict the next token.
+    logit_positions = [np.arange(end - count - 1, end - 1) for end, count in zip(ends, num_targets, strict=True)]
+    inputs = {
+        "input_ids": torch.tensor([[token for group, i in chosen for token in (*group.prompt, *group.completions[i])]]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        **flash_attention_kwargs(lengths),
+    }
     return RolloutMicrobatch(
-        packed_inputs(np.array(tokens), lengths, shared_prompts),
+        inputs,
         sum(num_targets),
-        len(tokens),
+        sum(lengths),
         np.array(sorted({group.prompt_index for group, _ in chosen})),
-        torch.tensor(logit_positions),
+        torch.from_numpy(np.concatenate(logit_positions)),
         torch.tensor([token for completion in completions for token in completion]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), num_targets)),
         logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),

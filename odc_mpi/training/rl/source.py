@@ -290,7 +290,7 @@ class RolloutSource(MinibatchSource):
         for _, owner, content in self._queue.claim(state.published):
             groups.append(pickle.loads(content))
             self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
-            num_tokens += len(groups[-1].prompt) + sum(map(len, groups[-1].completions))
+            num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
                 break
         return groups
