@@ -123,6 +123,14 @@ def held_out_pass(
 class HeldOutEvaluator(PeriodicEvaluator):
     """Base class of evaluators of sequences with these indices of a data set, which it closes at the end."""
 
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
+    summary: ClassVar[Mapping[str, SummaryField]] = {
+        "eval_loss_start": SummaryField("eval_loss", "start"),
+        "eval_loss": SummaryField("eval_loss", "last"),
+        "eval_loss_best": SummaryField("eval_loss", "min"),
+        "eval_s": SummaryField("eval_s", "sum"),
+    }
+
     def __init__(
         self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]
     ) -> None:
@@ -142,6 +150,15 @@ class PairEvaluator(HeldOutEvaluator):
     """
 
     reductions: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]]
+
+    def __init_subclass__(cls, accuracy: str) -> None:
+        """Add the metric with the share of pairs in order, `accuracy`, to the progress line and the summary."""
+        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, lambda line: f"{line[accuracy]:.1%}"))
+        cls.summary = {
+            **cls.summary,
+            "eval_accuracy_start": SummaryField(accuracy, "start"),
+            "eval_accuracy": SummaryField(accuracy, "last"),
+        }
 
     @abstractmethod
     def score(self, microbatch: Microbatch) -> torch.Tensor:
@@ -166,14 +183,7 @@ class PairEvaluator(HeldOutEvaluator):
 class LossEvaluator(HeldOutEvaluator):
     """Computes the mean loss of held-out sequences."""
 
-    columns: ClassVar = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
-    summary: ClassVar = {
-        "eval_loss_start": SummaryField("eval_loss", "start"),
-        "eval_loss": SummaryField("eval_loss", "last"),
-        "eval_perplexity": SummaryField("eval_perplexity", "last"),
-        "eval_loss_best": SummaryField("eval_loss", "min"),
-        "eval_s": SummaryField("eval_s", "sum"),
-    }
+    summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
 
     def __init__(
         self, run: RunConfig, model: ShardedModel, forward_pass: ForwardPass, indices: npt.NDArray[np.int64]

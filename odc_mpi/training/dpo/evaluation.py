@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.dpo.reference import ReferenceLogps
 from odc_mpi.training.dpo.settings import DPOConfig
@@ -18,21 +17,8 @@ from odc_mpi.training.objectives.pair_losses import STATISTICS, PairLogps, pair_
 from odc_mpi.training.settings import RunConfig
 
 
-class PreferenceEvaluator(PairEvaluator):
+class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
     """Computes the loss, rewards and accuracy of the held-out pairs with these indices, int64 `[n]`."""
-
-    columns: ClassVar = (
-        ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),
-        ProgressColumn("eval acc", 8, lambda line: f"{line['eval_rewards/accuracies']:.1%}"),
-    )
-    summary: ClassVar = {
-        "eval_loss_start": SummaryField("eval_loss", "start"),
-        "eval_loss": SummaryField("eval_loss", "last"),
-        "eval_loss_best": SummaryField("eval_loss", "min"),
-        "eval_accuracy_start": SummaryField("eval_rewards/accuracies", "start"),
-        "eval_accuracy": SummaryField("eval_rewards/accuracies", "last"),
-        "eval_s": SummaryField("eval_s", "sum"),
-    }
 
     reductions: ClassVar = dict.fromkeys(("loss", *STATISTICS), fmean)
 

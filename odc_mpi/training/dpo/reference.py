@@ -6,12 +6,10 @@ at a time. The results are written to `reference_logps.npz` in the run directory
 of the data and of the model. A run that is started again continues there, with any number of ranks.
 """
 
-import json
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -111,9 +109,12 @@ class ReferenceLogps:
     def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
 
-    def _identity(self) -> Mapping[str, Any]:
-        """Return the digests of the data sets and of the parameters, on which the values depend."""
-        return {"data": [each.dataset.digest() for each, _ in self._passes], "weights": self.weights_digest}
+    def _by_digest(self) -> dict[str, torch.Tensor]:
+        """Return the values by the digest of the model and of their data set, on which they depend."""
+        return {
+            f"{self.weights_digest}_{forward_pass.dataset.digest()}": values
+            for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
+        }
 
     def _load(self) -> None:
         """Set the values that rank 0 finds in a file of the same model and data. Collective."""
@@ -126,21 +127,16 @@ class ReferenceLogps:
     def _read(self, path: Path) -> None:
         try:
             with np.load(path, allow_pickle=False) as file:  # a zip file, whose checksums are verified
-                stored = json.loads(file["identity"].tobytes())
-                arrays = [torch.from_numpy(file[f"logps_{i}"]) for i in range(len(self._values))]
+                for digest, values in self._by_digest().items():
+                    if digest in file:
+                        stored = torch.from_numpy(file[digest])
+                        values[:] = torch.where(values.isnan(), stored, values)
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, RuntimeError, TypeError, EOFError, zipfile.BadZipFile) as error:
             warn(f"WARNING: {path} is damaged and not used: {error}")
-            return
-        if stored != self._identity():
-            return
-        for values, array in zip(self._values, arrays, strict=True):
-            if array.dtype == values.dtype and array.shape == values.shape:
-                values[:] = torch.where(values.isnan(), array, values)
 
     def _write(self) -> None:
-        arrays = {f"logps_{i}": values.numpy() for i, values in enumerate(self._values)}
-        identity = np.frombuffer(json.dumps(self._identity()).encode(), dtype=np.uint8)
         with atomic_write(self._directories[0] / FILE) as new, new.open("wb") as file:
-            np.savez(file, identity=identity, **arrays)  # type: ignore[arg-type]
+            arrays = {digest: values.numpy() for digest, values in self._by_digest().items()}
+            np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import torch
 
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
@@ -25,21 +24,9 @@ from odc_mpi.training.reward.settings import RewardConfig
 from odc_mpi.training.settings import Config, RunConfig
 
 
-class RewardModelEvaluator(PairEvaluator):
+class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
     """Computes the loss, rewards and accuracy of held-out pairs."""
 
-    columns: ClassVar = (
-        ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),
-        ProgressColumn("eval acc", 8, lambda line: f"{line['eval_accuracy']:.1%}"),
-    )
-    summary: ClassVar = {
-        "eval_loss_start": SummaryField("eval_loss", "start"),
-        "eval_loss": SummaryField("eval_loss", "last"),
-        "eval_loss_best": SummaryField("eval_loss", "min"),
-        "eval_accuracy_start": SummaryField("eval_accuracy", "start"),
-        "eval_accuracy": SummaryField("eval_accuracy", "last"),
-        "eval_s": SummaryField("eval_s", "sum"),
-    }
     reductions: ClassVar = dict.fromkeys(("loss", *STATISTICS), fmean) | {"min_reward": min, "max_reward": max}
 
     def __init__(
