@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import descendants, is_python
+
 ROOT = Path(__file__).parents[2]
 _BESIDE = Path(sys.executable).with_name("mpiexec")
 MPIEXEC = str(_BESIDE) if _BESIDE.exists() else shutil.which("mpiexec")
@@ -99,6 +101,17 @@ def finish(process, timeout_s=90):
         out, err = process.communicate(timeout=20)
         raise AssertionError(f"did not end within {timeout_s} s\n{out}\n{err}") from None
     return Finished(process.returncode, out, err, time.monotonic() - began)
+
+
+def kill_a_rank_when(process, condition, timeout_s=90):
+    """Kill a rank of a launched `odc-mpi train` as soon as the condition holds; the launcher ends the others."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.01)
+    ranks = [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
+    os.kill(ranks[-1], signal.SIGKILL)
+    return finish(process)
 
 
 def script(folder, text):

@@ -80,3 +80,10 @@ class Directory:
         while len(self.steps(run)) < number:
             assert time.monotonic() < deadline, f"{run}: {len(self.steps(run))} steps in {timeout_s} s"
             time.sleep(0.05)
+
+    def wait_for_checkpoint(self, run, timeout_s=LIMIT_S):
+        """Wait until a run has published a checkpoint."""
+        deadline = time.monotonic() + timeout_s
+        while not any((self.path / run).glob("checkpoints/step_*")):
+            assert time.monotonic() < deadline, f"{run}: no checkpoint in {timeout_s} s, {len(self.steps(run))} steps"
+            time.sleep(0.05)

@@ -91,7 +91,7 @@ def send_stop_twice(place, job, run):
 
 def kill_a_rank(place, job):
     """Return the seconds that the job lived after that; it is queued again."""
-    place.wait_for_steps(25, "lost")
+    place.wait_for_checkpoint("lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
     assert place.cluster.run("kill", "-KILL", process).code == 0
     began = time.monotonic()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 from mpi_launch import MPIEXEC, ROOT, environment
 from small_run import MODEL
@@ -24,6 +25,7 @@ def model(tmp_path):
     directory.mkdir()
     write_files(tokenizer_files(data), directory)
     config = transformers.AutoConfig.for_model(**MODEL | {"vocab_size": 2048, "max_position_embeddings": 2048})
+    torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 
@@ -56,7 +58,8 @@ def test_make_run_describes_functions_before_and_after_training(model, tmp_path)
     run = tmp_path / "runs" / "docstrings" / "tiny"
     before, after = out.split("== Training")
     for part in (before.partition("== Descriptions")[2], after.partition("== The three descriptions")[2]):
-        assert re.findall(r"\[(\d) of 3\]\n.", part) == ["1", "2", "3"]
+        # What a model of random weights answers does not matter: its first token may end the answer.
+        assert re.findall(r"\[(\d) of 3\]\n", part) == ["1", "2", "3"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 24 and summary["eval_loss"] < summary["eval_loss_start"]
     assert (run.with_name("tiny.adapters") / "adapter_config.json").exists() and (run / "report.html").exists()

@@ -1,19 +1,16 @@
 """Post-training from start to end, by the commands in docs: a base, chats, adapters, a kill, an export."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import time
 
 import pytest
 import torch
 from doc_blocks import blocks
-from mpi_launch import ROOT, finish, start_shell
-from processes import descendants, is_python
+from mpi_launch import ROOT, finish, kill_a_rank_when, start_shell
 from transformers import AutoModelForCausalLM
 
+from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.data.dataset.reader import Dataset
 
 pytestmark = [
@@ -51,17 +48,6 @@ class Shell:
         return done.out
 
 
-def kill_a_rank(process, metrics, step):
-    """Kill a rank once the run has written a step; the launcher ends the others."""
-    end = time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.02)
-    ranks = [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
-    os.kill(ranks[-1], signal.SIGKILL)
-    return finish(process)
-
-
 def scalars(run):
     """The series of a run, by TensorBoard's own reader."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -94,10 +80,11 @@ def test_the_page_runs_as_written(tmp_path):
     for command in (prepare_base, train_base, export_base, prepare):
         shell.run(command)
 
-    killed = kill_a_rank(shell.start(train), runs / "lora" / "metrics.jsonl", EVERY + 5)
+    # Checkpoints are published while the training continues: on a slow disk the second is the last at the kill.
+    killed = kill_a_rank_when(shell.start(train), (runs / "lora" / "checkpoints" / step_name(EVERY)).exists)
     assert killed.code not in (0, 2)
     out = shell.run(train_on)
-    assert re.search(rf"resuming from step {EVERY}: .* saved on 2 ranks", out), out
+    assert re.search(rf"resuming from step ({EVERY}|{2 * EVERY}): .* saved on 2 ranks", out), out
     summary = json.loads((runs / "lora" / "summary.json").read_text())
     points, steps = scalars(runs / "lora"), summary["steps"]
     assert [step for step, _ in points["train/loss"]] == list(range(1, steps + 1))

@@ -1,16 +1,12 @@
 """Training on preferences by commands: a rank killed before and during training, another number of ranks, an export."""
 
 import json
-import os
 import re
-import signal
-import time
 
 import pytest
 import yaml
-from mpi_launch import finish, odc_mpi, start
+from mpi_launch import finish, kill_a_rank_when, odc_mpi, start
 from pair_files import write_pairs
-from processes import descendants, is_python
 from small_run import write_config
 from transformers import AutoModelForCausalLM
 
@@ -20,17 +16,6 @@ from odc_mpi.training.dpo.reference import BLOCK, FILE
 NUM_PAIRS = 3 * BLOCK + 5
 #: More than a run takes until it is killed.
 NUM_STEPS = 120
-
-
-def kill_a_rank_when(process, condition):
-    """Kill a rank as soon as the condition holds."""
-    end = time.monotonic() + 90
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.01)
-    ranks = [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
-    os.kill(ranks[-1], signal.SIGKILL)
-    return finish(process)
 
 
 @pytest.fixture
