@@ -15,7 +15,7 @@ from typing import Any
 
 from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
-from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn
+from odc_mpi.data.readers.blocks import Block, RepeatFn
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
@@ -107,7 +107,7 @@ class DataSource:
             for begin in range(0, len(samples), _BLOCK_SAMPLES):
                 numbers, values = zip(*samples[begin : begin + _BLOCK_SAMPLES], strict=True)
                 records = [{"prompt": each.prompt, "completion": each.completion} for each in values]
-                yield RecordBlock(STDLIB, "function", list(numbers), records)
+                yield Block(STDLIB, "function", list(numbers), records)
         for file in self.files:
             read_file = parquet.read_rows if _is_parquet(file) else text_files.read_records
             yield from read_file(file, num_repeats, on_bytes_read)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.blocks import RecordBlock, RepeatFn, without_nulls
+from odc_mpi.data.readers.blocks import Block, RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 _BATCH_ROWS = 256
@@ -65,7 +65,7 @@ def load(name: str, split: str | None) -> Any:
 
 def read_rows(
     name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
-) -> Iterator[RecordBlock]:
+) -> Iterator[Block]:
     """Yield the rows of a data set in blocks, without columns of images, sound and other media.
 
     Args:
@@ -91,5 +91,5 @@ def read_rows(
         rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         indices = [index for index in range(len(rows)) for _ in range(num_repeats())]
         if indices:
-            yield RecordBlock(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
+            yield Block(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
         on_bytes_read(num_bytes * len(rows) // len(dataset))
