@@ -17,8 +17,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
-from odc_mpi.data.plan.unpacked import one_sequence_per_microbatch
+from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
