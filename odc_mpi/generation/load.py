@@ -12,10 +12,34 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import read_generation_config
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
+from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads.task import REWARD, task_of
 from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Options of `odc-mpi generate`. One of `prompt`, `prompts` and `chat` is not None.
+
+    `source` is a Hugging Face or peft directory, a checkpoint, or a run, of which `step` selects a checkpoint: by
+    default the newest, or with "best" the one with the lowest evaluation loss. `tokenizer` is a directory or a data
+    set, by default that of the model. Without a file `out` the completions are printed. The others are arguments of
+    `load_model` and `shard_model`.
+    """
+
+    source: Path
+    step: str | None
+    tokenizer: Path | None
+    sampling: SamplingParams
+    device: str
+    prompt: str | None = None
+    prompts: Path | None = None
+    chat: list[str] | None = None
+    out: Path | None = None
+    attn_implementation: str | None = None
+    base: Path | None = None
 
 
 @dataclass
@@ -33,23 +57,13 @@ class GenerationModel:
     dtype: torch.dtype | None
 
 
-def load_generation_model(
-    path: Path,
-    step: str | None,
-    tokenizer: Path | None,
-    rank: int,
-    size: int,
-    attn_implementation: str | None = None,
-    base: Path | None = None,
-) -> GenerationModel:
-    """Load the model that `odc-mpi generate` uses, from a Hugging Face or peft directory, a checkpoint, or a run.
-
-    `step` selects a checkpoint of a run, by default the newest, or with "best" the one with the lowest evaluation loss.
-    `tokenizer` is a directory or a data set, by default that of the model. The others are arguments of `load_model`.
+def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
+    """Load the model that `odc-mpi generate` uses. For `rank` and `size`, see `load_model`.
 
     Raises `UserError` if the model, the checkpoint or the tokenizer is missing or damaged.
     """
-    dtype = None
+    path, step, base = arguments.source, arguments.step, arguments.base
+    attn_implementation, tokenizer, dtype = arguments.attn_implementation, arguments.tokenizer, None
     if is_peft_directory(path) or is_model_directory(path):
         if step is not None:
             raise UserError(f"--step requires a run, got {path}, a Hugging Face directory: omit --step")

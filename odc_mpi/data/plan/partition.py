@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 #: If there are fewer changed bins than other bins by this factor, each is inserted. Otherwise all are sorted.
 FEW = 16
-#: Maximum number of pairs of items for which all differences are computed in one matrix.
-FEW_PAIRS = 4096
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
 # tuples they sort by decreasing cost. The index is unique to the bin, so the contents are never compared.
@@ -105,12 +103,10 @@ def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: f
 
     For each high item, only the low items next to the target value are examined: all pairs would need quadratic memory.
     """
-    if len(high) * len(low) <= FEW_PAIRS:
-        return divmod(int(np.abs(high[:, None] - low - gap / 2).argmin()), len(low))
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
-    # The first of equal items, as above.
+    # The first of equal items.
     below = np.searchsorted(rising, rising[np.maximum(above - 1, 0)])
     partners = order[np.stack([below, np.minimum(above, len(low) - 1)])]
     misses = np.abs(high - low[partners] - gap / 2)

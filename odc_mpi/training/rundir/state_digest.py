@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.checkpoint.digest import blocks, compute_digest
-from odc_mpi.checkpoint.manifest import TensorRecord
+from odc_mpi.checkpoint.manifest import TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.shard_file import stored_type
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.runtime.world import World

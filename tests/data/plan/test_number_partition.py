@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from length_fixtures import COST, lognormal_lengths
 
-from odc_mpi.data.plan import partition as partition_module
 from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, first_fit, partition, partition_evenly
 
 
@@ -88,10 +87,8 @@ def test_even_parts_of_equal_costs_follow_the_index() -> None:
     assert sorted(map(len, partition_evenly([1.0] * 5, 2))) == [2, 3]
 
 
-@pytest.mark.parametrize("few_pairs", [0, partition_module.FEW_PAIRS])
 @pytest.mark.parametrize("integers", [True, False])
-def test_the_exchange_is_the_best_of_all_pairs(monkeypatch: pytest.MonkeyPatch, integers: bool, few_pairs: int) -> None:
-    monkeypatch.setattr(partition_module, "FEW_PAIRS", few_pairs)
+def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
     rng = np.random.default_rng(integers)
     for _ in range(300):
         num_high, num_low = rng.integers(1, 12, 2)
