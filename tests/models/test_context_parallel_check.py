@@ -54,8 +54,3 @@ def test_a_window_that_holds_the_longest_sequence_is_none():
 def test_models_without_context_parallelism(settings, words):
     with pytest.raises(ContextParallelUnsupportedError, match=words):
         compute_shape(settings)
-
-
-def test_computed_scores_are_not_joined():
-    with pytest.raises(ContextParallelUnsupportedError, match="attn_implementation eager"):
-        compute_shape({"model_type": "llama", **SIZES}, attention="eager")

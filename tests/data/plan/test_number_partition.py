@@ -82,11 +82,6 @@ def test_even_parts_of_many_are_even() -> None:
     assert makespan(parts, costs) <= 1.001 * sum(costs) / 8
 
 
-def test_even_parts_of_equal_costs_follow_the_index() -> None:
-    assert partition_evenly([1.0] * 4, 2) == partition_evenly([2.0] * 4, 2)
-    assert sorted(map(len, partition_evenly([1.0] * 5, 2))) == [2, 3]
-
-
 @pytest.mark.parametrize("integers", [True, False])
 def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
     rng = np.random.default_rng(integers)
@@ -123,11 +118,6 @@ def test_even_fit_keeps_both_caps() -> None:
         assert sorted(i for own in bins for i in own) == list(range(60))
         assert all(sizes[own].sum() <= 120 for own in bins)
         assert all(costs[own].sum() <= most for own in bins if len(own) > 1)
-
-
-def test_even_fit_fills_the_cheapest_bin() -> None:
-    assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 10, 8.0) == [[0, 3], [1, 2]]
-    assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 7, 8.0) == [[0], [1], [2, 3]]
 
 
 def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:
