@@ -89,12 +89,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts of a file.
-
-        Args:
-            path: File of prompts; see `read_prompts`.
-            tokenizer: Fast tokenizer of transformers.
-            setting: Name of the setting or option that specifies the file, for error messages.
+        """Read and tokenize all prompts of a file. For `path` and `setting`, see `read_prompts`.
 
         Raises:
             UserError: The file, a prompt or a column is invalid, or the tokenizer has no chat template for messages.

@@ -72,11 +72,7 @@ class ChatRenderer:
         return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
-        """Render messages for the assistant to continue.
-
-        Args:
-            for_generation: True to append the generation prompt, which is the beginning of an assistant turn.
-        """
+        """Render messages, with the generation prompt, the beginning of an assistant turn, if `for_generation`."""
         return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0]
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:

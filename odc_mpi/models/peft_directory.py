@@ -63,14 +63,10 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does.
+    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does. See `base_model_path`.
 
     Base parameters have the type that `stored_dtype` returns, and adapters are float32. The base model is not verified,
     since peft does not store digests.
-
-    Args:
-        path: Peft directory.
-        base: Directory of the base model. None: the directory in adapter_config.json.
 
     Raises:
         UserError: A file is missing or damaged, or the adapters are not plain LoRA or do not fit the base model.

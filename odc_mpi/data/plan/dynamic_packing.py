@@ -7,7 +7,7 @@ Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992).
 the tail are tried. Since costs are estimates, the packing used is the one that ends earliest, with equal ranks and with
 ranks whose speeds differ.
 
-This module does not use MPI. Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
+Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
 every process computes the same packing.
 """
 
@@ -50,7 +50,6 @@ def pack_pool(
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        size: Number of ranks.
         available_at: Time at which each rank begins to claim, in units of cost, float64 [size], for each value of
             `SPREADS`; None for 0.
     """
@@ -78,7 +77,6 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        size: Number of ranks.
         spread: Spread of speeds. Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
         available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
     """

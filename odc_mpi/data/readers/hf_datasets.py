@@ -68,13 +68,8 @@ def read_rows(
 ) -> Iterator[Block]:
     """Yield the rows of a data set in blocks, without columns of images, sound and other media.
 
-    Args:
-        name: Name of the source.
-        dataset: The `datasets.Dataset`.
-        num_bytes: Size of its files, of which `on_bytes_read` receives approximate parts.
-
-    Raises:
-        UserError: The rows cannot be read.
+    `num_bytes` is the size of its files, of which `on_bytes_read` receives approximate parts. Raises a UserError if the
+    rows cannot be read.
     """
     # Features of media have this attribute, and would be decoded; so do `Json` columns, whose text is to be decoded.
     columns = [
