@@ -1,19 +1,13 @@
 """The check of models for context parallelism, on the meta device, and the sizes of what attention transfers."""
 
 import pytest
+import tiny_qwen2
 
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_config
 from odc_mpi.models.context_parallel_check import AttentionShape, attention_shape
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = tiny_qwen2.SIZES | {"num_hidden_layers": 3}
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 

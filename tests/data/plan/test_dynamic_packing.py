@@ -4,14 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from length_fixtures import lognormal_lengths
 
 from odc_mpi.data.plan.balance import lb_mini
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import makespan, pack_pool
-
-
-def lognormal(rng, count, longest=4096):
-    return np.clip(rng.lognormal(6.0, 1.0, count), 8, longest).astype(np.int64)
 
 
 def compute_work(microbatches, lengths, cost):
@@ -44,7 +41,7 @@ def test_a_constant_is_paid_seldom_and_equal_ranks_still_end_together(size):
     cost = CostModel(1.0, 1e-4, 200.0)
     ends = {"dynamic": 0.0, "lb_mini": 0.0, "single": 0.0}
     for seed in range(20):
-        lengths = lognormal(np.random.default_rng(seed), 8 * size)
+        lengths = lognormal_lengths(np.random.default_rng(seed), 8 * size)
         costs = cost.sequence(lengths)
         ends["dynamic"] += makespan(compute_work(pack_pool(lengths, costs, 4096, 200.0, size), lengths, cost), size)
         fixed = lb_mini(lengths, size, 4096, cost).microbatches
@@ -58,7 +55,7 @@ def test_ranks_of_unlike_speed_end_together_with_a_constant_too():
     cost, size, spread = CostModel(1.0, 1e-4, 50.0), 8, 0.3
     dynamic = fixed = 0.0
     for seed in range(20):
-        lengths = lognormal(np.random.default_rng(seed), 8 * size)
+        lengths = lognormal_lengths(np.random.default_rng(seed), 8 * size)
         dynamic += makespan(
             compute_work(pack_pool(lengths, cost.sequence(lengths), 4096, 50.0, size), lengths, cost), size, spread
         )
