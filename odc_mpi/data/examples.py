@@ -1,8 +1,7 @@
 """Training examples, parsed from the records (lines or rows) of a source.
 
 Records may have any of the forms that are common in published data sets (see `parse_example`). Error messages contain
-the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`). This module
-neither tokenizes nor reads files.
+the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`).
 """
 
 import itertools
@@ -309,12 +308,7 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
 def _tools(tools: Any, location: str) -> list[Any] | None:
     """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRecordError(
-                f"{location}: expected 'tools' to be a list or JSON text of one, got {error}"
-            ) from error
+        tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -348,14 +342,18 @@ def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
 
 def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
     """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
-    try:
-        calls = json.loads(message["content"])
-    except (ValueError, RecursionError) as error:
-        raise InvalidRecordError(f"{location}: expected JSON text in a 'function_call', got {error}") from error
+    calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
     return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _from_json(text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"{expected}, got {error}") from error
 
 
 def _content(message: dict[str, Any], location: str) -> str:

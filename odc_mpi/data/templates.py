@@ -253,11 +253,11 @@ def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan
 
 
 def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) -> str | None:
-    """Return how the spans of an example differ from the messages with these indices, or None if they contain these.
+    """Return words for an error message about the first message that the spans of an example do not fit, or None.
 
-    The content and the names of the called functions must be in the spans, in order. The beginning of the content may
-    be before a span: it is then a part of the generation prompt, such as "<think>". The content of a user message may
-    not be only in spans.
+    The content and the called functions of the messages with these indices must be in the spans, in order. The
+    beginning of the content may be before a span: it is then a part of the generation prompt, such as "<think>". The
+    content of a message of the user must not be only in spans.
     """
     text, spans, position = example.text, list(example.spans), 0
     is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
@@ -266,7 +266,8 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
         own = example.spans[number : number + 1] if is_one_each else spans
-        if end is None or not _contains_all(_called_names(chat.messages[i]), text, own):
+        trained = "".join(text[begin:stop] for begin, stop in own)
+        if end is None or not all(name in trained for name in _called_names(chat.messages[i])):
             return f"drops a part of message {i + 1}, an answer to train on"
         position = end
     bounds = [0, *itertools.chain(*example.spans), len(text)]
@@ -276,11 +277,6 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
         if message["role"] == "user" and content not in context and content in text:
             return f"has message {i + 1}, of the user, in an answer"
     return None
-
-
-def _contains_all(names: list[str], text: str, spans: list[CharSpan]) -> bool:
-    trained = "".join(text[begin:end] for begin, end in spans) if names else ""
-    return all(name in trained for name in names)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:

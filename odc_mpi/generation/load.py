@@ -86,7 +86,10 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
             base = Path(config["model"]["path"])
     if task_of(type(meta_model.module).__name__) is REWARD:
         raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
-    return GenerationModel(name, meta_model, loaded_tokenizer, _stop_tokens(loaded_tokenizer, base), dtype)
+    eos_tokens = read_generation_config(base).get("eos_token_id")
+    ends = [loaded_tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
+    stop = tuple(dict.fromkeys(token for token in ends if isinstance(token, int)))
+    return GenerationModel(name, meta_model, loaded_tokenizer, stop, dtype)
 
 
 def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
@@ -115,10 +118,3 @@ def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
     if int(step) not in steps:
         raise UserError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
     return Checkpoint(steps[int(step)])
-
-
-def _stop_tokens(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of a generation_config.json."""
-    eos_tokens = read_generation_config(directory).get("eos_token_id")
-    tokens = [tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
-    return tuple(dict.fromkeys(token for token in tokens if isinstance(token, int)))
