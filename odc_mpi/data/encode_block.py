@@ -205,7 +205,7 @@ def encode_blocks(
     worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, and yield the results in the order of the blocks.
+    """Tokenize blocks in worker processes, and yield the results, with the index of the source, in the same order.
 
     The worker processes end when the generator ends or is closed.
 
@@ -214,9 +214,6 @@ def encode_blocks(
         worker_arguments: Directory or data set that contains the tokenizer, or contents of its files by name; chat
             template that replaces that of the tokenizer, if any; rules for sequences.
         num_proc: Number of worker processes.
-
-    Yields:
-        The index of the source, and the tokenized block.
 
     Raises:
         UserError: `encode_block` raised it in a worker process, or a worker process ended early.

@@ -131,8 +131,7 @@ class Columns:
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
         """Return a record with the fields' own names, and only with the required fields of an accepted format.
 
-        Raises:
-            InvalidRecordError: A required field of each accepted format is missing.
+        Raises an InvalidRecordError if a required field of each accepted format is missing.
         """
         if not self.names:
             return record
@@ -163,10 +162,8 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
     lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
     optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and `system`,
-    unless the first message is a system message. `columns` renames the fields.
-
-    Raises:
-        InvalidRecordError: The record has none of these forms, or a field has an invalid value.
+    unless the first message is a system message. `columns` renames the fields. Raises an InvalidRecordError for a
+    record of another form, and for invalid values.
     """
     record = (columns or Columns()).rename(record, location)
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
@@ -193,10 +190,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
     The prompt is the field `messages`, or the field `prompt`, a text or a list of messages. Assistant messages at the
     end are removed, because the model generates them. Conversations also use the fields `system` and `tools`. All other
-    fields are ignored.
-
-    Raises:
-        InvalidRecordError: The record has no prompt, or a field has an invalid value.
+    fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
     """
     for name in ("messages", "prompt"):
         if (name == "messages" and name in record) or isinstance(record.get(name), list):

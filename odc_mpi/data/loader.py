@@ -131,8 +131,7 @@ class ShuffledSampler:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at the position of a `state_dict` that was created with the same seed and data set.
 
-        Raises:
-            UserError: The position is not in the data set.
+        Raises a UserError if the position is not in the data set.
         """
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):

@@ -140,9 +140,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises:
-            UserError: The block has an invalid record, and invalid records are not skipped; or pairs of answers are
-                mixed with other examples.
+        Raises a UserError for an invalid record, unless these are skipped, and for pairs mixed with other examples.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))

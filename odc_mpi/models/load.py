@@ -139,8 +139,7 @@ def saved_task(checkpoint: Checkpoint) -> Task:
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
     """Load the tokenizer of the run that saved a checkpoint.
 
-    Raises:
-        UserError: Its files no longer exist. The message names the setting or option `remedy`.
+    Raises a UserError, which names the setting or option `remedy`, if its files no longer exist.
     """
     config = checkpoint.manifest.metadata["config"]
     files = read_tokenizer_files(config, base)

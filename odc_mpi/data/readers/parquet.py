@@ -19,9 +19,7 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
     """Yield the rows of a file in blocks, in the order of the file.
 
     `DataSource.read` explains the other arguments. The number of bytes that `on_bytes_read` receives is approximate.
-
-    Raises:
-        UserError: The file or a value cannot be read, or pyarrow is missing.
+    Raises a UserError if the file or a value cannot be read, or pyarrow is missing.
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0

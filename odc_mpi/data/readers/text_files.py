@@ -46,10 +46,8 @@ def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int
     """Yield the records of a file in blocks, in the order of the file.
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, otherwise JSON
-    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments.
-
-    Raises:
-        UserError: The file cannot be read or decompressed, or the package zstandard is missing.
+    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments. Raises a
+    UserError if the file cannot be read or decompressed, or the package zstandard is missing.
     """
     format_, items = _open(path, on_bytes_read)
     for numbers, values in split_into_blocks(items, num_repeats):
@@ -168,9 +166,7 @@ class _JsonArray:
     def next_element(self) -> tuple[Any, int]:
         """Return the next element and its number of characters.
 
-        Raises:
-            StopIteration: The array or the file has ended.
-            ValueError: The text is invalid.
+        Raises StopIteration at the end of the array or the file, and ValueError for invalid text.
         """
         following = self._peek()
         if following == "]":
