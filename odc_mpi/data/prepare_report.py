@@ -67,21 +67,19 @@ class PrepareReport(FilterCounts):
         tokens = f"{self.num_tokens:,} tokens ({self.num_trained_tokens:,} loss tokens"
         if self.num_prompt_tokens:
             tokens += f", {self.num_prompt_tokens / self.num_tokens:.0%} in prompts, which both answers share"
-        lines = [
-            f"{self.path}: {self.num_sequences:,} {self._unit}, {tokens}), longest {self.longest:,}",
-            f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
-        ]
+        lines = []
         if self.elapsed_s is None:
-            lines.insert(0, f"{self.path}: up to date (same sources, options and versions)")
-        else:
+            lines.append(f"{self.path}: up to date (same sources, options and versions)")
+        lines.append(f"{self.path}: {self.num_sequences:,} {self._unit}, {tokens}), longest {self.longest:,}")
+        if self.eval_path is not None:
+            held_out = f"{self.num_eval_sequences:,} {self._unit}, {self.num_eval_trained_tokens:,} loss tokens"
+            lines.append(f"{self.eval_path}: held out {held_out}")
+        lines.append(f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}")
+        if self.elapsed_s is not None:
             processes = f"{self.num_proc} processes" if self.num_proc > 1 else "one process"
             rate = self.num_tokens / max(self.elapsed_s, 1e-3)
             lines.append(f"tokenized in {self.elapsed_s:.1f} s by {processes}: {rate:,.0f} tokens/s")
-        lines += self.folders
-        if self.eval_path is not None:
-            held_out = f"{self.num_eval_sequences:,} {self._unit}, {self.num_eval_trained_tokens:,} loss tokens"
-            lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out {held_out}")
-        lines += self._describe_shares()
+        lines += [*self.folders, *self._describe_shares()]
         for count, description in (
             (self.num_split, "texts split into sequences of --max-length"),
             (self.num_truncated, f"truncated to --max-length ({self.num_truncated_tokens:,} tokens lost)"),

@@ -106,17 +106,8 @@ def test_the_index_shows_full_tensors(saved, writers, dtype):
         assert set(names) == tensors | {f"model/{name}" for name in buffers}
 
 
-def test_missing_values_show_as_nan(tmp_path):
-    save(tmp_path, 3)
-    (tmp_path / STEP / shard_name(2, 1)).unlink()
-    with h5py.File(tmp_path / STEP / "index.h5") as file:
-        assert any(np.isnan(item[()]).any() for item in file["model"].values())
-    with pytest.raises(UserError, match=r"rank_00001\.h5 is missing"):
-        load(tmp_path / STEP, 1)
-
-
-def test_the_current_directory_does_not_stand_in_for_what_is_missing(tmp_path, monkeypatch):
-    """HDF5 looks there, too, for files that an index names."""
+def test_missing_values_show_as_nan(tmp_path, monkeypatch):
+    """Files of the current directory, where HDF5 looks, too, do not stand in for those that an index names."""
     save(tmp_path, 2, step=2)
     save(tmp_path, 2, step=3)
     missing = tmp_path / STEP / shard_name(2, 1)
@@ -125,6 +116,8 @@ def test_the_current_directory_does_not_stand_in_for_what_is_missing(tmp_path, m
     assert list(tmp_path.glob("step_00000003/*rank_00001.h5"))
     with h5py.File(tmp_path / STEP / "index.h5") as file:
         assert any(np.isnan(item[()]).any() for item in file["model"].values())
+    with pytest.raises(UserError, match=r"rank_00001\.h5 is missing"):
+        load(tmp_path / STEP, 1)
 
 
 def test_each_rank_reads_what_it_owns(tmp_path, monkeypatch):

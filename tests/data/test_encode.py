@@ -187,11 +187,6 @@ def test_tools_reach_the_template(tokenizer: Any) -> None:
         assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
 
 
-def test_context_is_not_trained(tokenizer: Any) -> None:
-    [[encoded]] = encode(tokenizer, [Conversation("", CHAT[:5], context=frozenset(range(4)))])
-    assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]
-
-
 def test_bos_and_eos_are_not_added_to_texts_that_have_them() -> None:
     found = number_words(end=60)
     found.add_special_tokens({"bos_token": "59"})

@@ -21,7 +21,8 @@ from small_training import configure, on_first_rank, train_to_the_end
 from odc_mpi.cli.main import main
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.generation.generate import SamplingParams
-from odc_mpi.generation.run import GenerateArguments, generate_all
+from odc_mpi.generation.load import GenerateArguments
+from odc_mpi.generation.run import generate_all
 from odc_mpi.runtime.world import World
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.inputs import open_inputs

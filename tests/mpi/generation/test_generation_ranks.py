@@ -14,7 +14,8 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
-from odc_mpi.generation.run import GenerateArguments, generate_all
+from odc_mpi.generation.load import GenerateArguments
+from odc_mpi.generation.run import generate_all
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.exporters import FullModelExporter
 from odc_mpi.models.load import load_model
