@@ -25,8 +25,7 @@ import numpy.typing as npt
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import Columns, Example, PreferencePair, parse_example
 from odc_mpi.data.pairs.encode import encode_pairs
-from odc_mpi.data.readers.blocks import Block
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.readers.records import Block, InvalidRecordError
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError

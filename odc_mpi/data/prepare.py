@@ -29,8 +29,7 @@ from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block
 from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
 from odc_mpi.data.outputs import check_outputs, write_error
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
-from odc_mpi.data.readers.blocks import Block
-from odc_mpi.data.readers.records import InvalidRecordError, InvalidRecords
+from odc_mpi.data.readers.records import Block, InvalidRecordError, InvalidRecords
 from odc_mpi.data.sources import DataSource, find_sources, mix
 from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import (

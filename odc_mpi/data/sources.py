@@ -15,7 +15,7 @@ from typing import Any
 
 from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
-from odc_mpi.data.readers.blocks import Block, RepeatFn
+from odc_mpi.data.readers.records import Block, RepeatFn
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 

@@ -9,7 +9,7 @@ from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.tokenizer import TURN_END, train_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import CompletionOutput
-from odc_mpi.generation.prompts import output_record, read_examples, tokenize
+from odc_mpi.generation.run import output_record, read_examples, tokenize
 
 QUESTION = {"role": "user", "content": "one two"}
 ANSWER = {"role": "assistant", "content": "three"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.blocks import Block, RepeatFn, without_nulls
+from odc_mpi.data.readers.records import Block, RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 _BATCH_ROWS = 256

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.blocks import Block, RepeatFn, without_nulls
+from odc_mpi.data.readers.records import Block, RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from odc_mpi.data.readers.blocks import Block, RepeatFn, split_into_blocks
 from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
-from odc_mpi.data.readers.records import InvalidRecordError
+from odc_mpi.data.readers.records import Block, InvalidRecordError, RepeatFn, split_into_blocks
 from odc_mpi.errors import UserError
 
 #: Suffixes of JSON lines. Other files that are neither arrays nor tables are read as JSON lines, too.
