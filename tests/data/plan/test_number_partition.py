@@ -76,6 +76,12 @@ def test_even_parts_are_close_to_the_best_of_equal_numbers(size: int) -> None:
     assert np.mean(ratios) < 1.05
 
 
+def test_even_parts_of_many_are_even() -> None:
+    costs = COST.sequence(lognormal_lengths(np.random.default_rng(0), 256)).tolist()
+    parts = partition_evenly(costs, 8)
+    assert makespan(parts, costs) <= 1.001 * sum(costs) / 8
+
+
 @pytest.mark.parametrize("integers", [True, False])
 def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
     rng = np.random.default_rng(integers)
