@@ -19,10 +19,10 @@ Result
     eval_exact_match_start: held-out exact match before training; eval_exact_match: held-out exact match at the end;
     failed_rewards: rewards that failed; best_checkpoint: step of the best checkpoint
 Speed
-    elapsed_s: duration; tokens: tokens; tokens_per_s: tokens per second; idle_fraction: idle, waiting at step ends;
-    fetch_wait_s: waiting for parameters, per rank; accumulate_wait_s: waiting for pushes, per rank;
-    boundary_wait_s: waiting at step ends, per rank; generate_s: generating, per rank;
-    rollout_wait_s: waiting for completions, per rank;
+    elapsed_s: duration; start_s: start, by phase; tokens: tokens; tokens_per_s: tokens per second;
+    idle_fraction: idle, waiting at step ends; fetch_wait_s: waiting for parameters, per rank;
+    accumulate_wait_s: waiting for pushes, per rank; boundary_wait_s: waiting at step ends, per rank;
+    generate_s: generating, per rank; rollout_wait_s: waiting for completions, per rank;
     groups_claimed_from_other_ranks: prompt groups trained by another rank; eval_s: evaluating;
     checkpoint_pause_s: copying for checkpoints; checkpoint_wait_s: waiting for checkpoints
 Memory and traffic
@@ -62,6 +62,8 @@ def _parse(text: str) -> dict[str, dict[str, str]]:
 
 def _format_value(key: str, value: Any) -> str:
     """Format an entry of a summary with its unit, which the key determines."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
     if isinstance(value, bool | str) or not isinstance(value, int | float):
         return ", ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())
     if "bytes" in key:
