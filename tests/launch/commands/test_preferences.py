@@ -28,6 +28,7 @@ def pairs_config(tmp_path):
     return path
 
 
+@pytest.mark.timeout(400)
 def test_a_run_killed_before_and_during_training_resumes(pairs_config, tmp_path):
     run = tmp_path / "run"
 
