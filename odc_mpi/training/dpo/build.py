@@ -12,13 +12,16 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.dpo.evaluation import PreferenceEvaluator
 from odc_mpi.training.dpo.reference import NeededPairs, ReferenceLogps
-from odc_mpi.training.evaluation import ForwardPass, held_out_pass
+from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective
+from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
+
+
+class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
+    """Computes the loss, rewards and accuracy of held-out pairs."""
 
 
 def build_dpo(
@@ -53,10 +56,11 @@ def build_dpo(
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
     reference = ReferenceLogps(world, compute, passes, directories, weights_digest, check_stop)
-    callbacks: list[Callback] = [
-        PreferenceEvaluator(config.run, model, *each, answer_logps, config.dpo, reference) for each in held_out
-    ]
-    return DPOObjective(answer_logps, config.dpo, reference), callbacks
+    callbacks: list[Callback] = [reference]
+    for each in held_out:
+        scorer = PreferenceScorer(answer_logps, config.dpo, reference.evaluation)
+        callbacks.append(PreferenceEvaluator(config.run, model, *each, scorer))
+    return DPOObjective(PreferenceScorer(answer_logps, config.dpo, reference.training)), callbacks
 
 
 def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
