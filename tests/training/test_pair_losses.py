@@ -13,9 +13,9 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
-from odc_mpi.training.dpo.settings import DPOConfig
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
 from odc_mpi.training.objectives.pair_losses import PairLogps, pair_loss, pair_statistics
+from odc_mpi.training.pairs.settings import DPOConfig
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]

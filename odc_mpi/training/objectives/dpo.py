@@ -10,9 +10,9 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.training.dpo.settings import DPOConfig
 from odc_mpi.training.objectives.pair_losses import STATISTICS, PairLogps, pair_loss, pair_statistics
 from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
+from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):

@@ -11,7 +11,7 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select_last_tokens
 from odc_mpi.models.heads.scores import RewardScores
 from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
-from odc_mpi.training.reward.settings import RewardConfig
+from odc_mpi.training.pairs.settings import RewardConfig
 
 #: Names of the columns of `reward_statistics`. They are those of the metrics of TRL.
 STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")

@@ -1,4 +1,4 @@
-"""Function that builds the objective and the evaluation of a DPO run."""
+"""Functions that build the objective and the evaluation of a run on pairs of answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +12,20 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.dpo.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
+from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
 
 
 class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
+    """Computes the loss, rewards and accuracy of held-out pairs."""
+
+
+class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
     """Computes the loss, rewards and accuracy of held-out pairs."""
 
 
@@ -65,3 +70,16 @@ def build_dpo(
 
 def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
     return lambda completed_steps: indices
+
+
+def build_reward(
+    config: Config, world: World, model: ShardedModel, inputs: Inputs
+) -> tuple[RewardObjective, list[Callback]]:
+    """Build the objective and the evaluator of a run of a reward model. Collective.
+
+    Sets the model to evaluation mode, so that there is no dropout, as in TRL.
+    """
+    model.eval()
+    scorer = RewardScorer(AnswerRewards(model.module, inputs.model.packing.packs), config.reward)
+    held_out = held_out_pass(config, world, model, inputs)
+    return RewardObjective(scorer), [RewardModelEvaluator(config.run, model, *each, scorer) for each in held_out]
