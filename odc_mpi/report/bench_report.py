@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
+from odc_mpi.report import plots
 from odc_mpi.report.figures import BarColumn, bar_table, benchmark_report
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (
@@ -131,7 +133,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(Plot("gantt", "gantt", title, (charts, _STYLES)), caption)
+    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -197,7 +199,8 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     )
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
-    figures.append(Figure(Plot("curves", "loss", losses_title, ([[Panel("loss", [curve])]], "minibatch"))))
+    draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
+    figures.append(Figure(Plot("loss", losses_title, draw)))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
@@ -216,7 +219,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
-    speeds_plot = Plot("curves", "speeds", title, ([curves], "bytes of a unit", lambda x: format_size(round(x))))
+    draw = partial(plots.curves, [curves], "bytes of a unit", lambda x: format_size(round(x)))
     tables = [
         _table_over_sizes(f"{heading} ± half the interquartile range", sizes, titles)
         for heading, titles in panels.items()
@@ -227,7 +230,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    return benchmark_report(result, title, subtitle, [Figure(speeds_plot, caption, tables)])
+    return benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
@@ -64,13 +66,14 @@ def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterab
             }
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     plotted = [column for column in columns if column.in_plot]
-    parts = (
+    draw = partial(
+        plots.bars,
         {c.heading: panels[c.heading] for c in plotted},
         [c.number_format for c in plotted],
         [c.line for c in plotted],
     )
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(Plot("bars", name, title, parts), caption, [table])
+    return Figure(Plot(name, title, draw), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
