@@ -1,20 +1,23 @@
 """Reports on benchmarks, created from the JSON object that a benchmark prints with `--json`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
 from odc_mpi.report import plots
-from odc_mpi.report.figures import BarColumn, bar_table, benchmark_report
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (
     BLUE,
     GREEN,
     ORANGE,
+    PLAIN_STYLE,
     PURPLE,
     RED,
+    SKY,
+    Bar,
     Curve,
     GanttChart,
     GanttRow,
@@ -66,6 +69,46 @@ _LINES = (
     (Style(GREEN, "-."), "s"),
     (Style(RED, "--"), "^"),
 )
+#: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
+_BAR_STYLES = {
+    "collective": Style(ORANGE, "/"),
+    "floor": Style("none"),
+    # References that do not use this package for communication.
+    **dict.fromkeys(("ceiling", "fsdp2"), Style(SKY, "\\")),
+}
+
+
+@dataclass(frozen=True)
+class BarColumn:
+    """Values of one quantity for all variants: a panel of the plot, and a column of the table.
+
+    Attributes:
+        heading: Name of the quantity, with its unit.
+        figures: Values by variant: numbers, or mappings with `low`, `median` and `high`.
+        number_format: Format specification of the values.
+        line: Value at which the plot has a vertical line, or None.
+        references: Values of the same quantity from other sources, by source and variant.
+        in_plot: False to show the column only in the table.
+    """
+
+    heading: str
+    figures: Mapping[str, Any]
+    number_format: str
+    line: float | None = None
+    references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    in_plot: bool = True
+
+    def bars(self, names: Iterable[str]) -> list[Bar]:
+        """Return a bar for each variant in `names` that has a value."""
+        bars = []
+        for name in names:
+            if name in self.figures:
+                value, spread = self.figures[name], None
+                if isinstance(value, Mapping):
+                    value, spread = value["median"], (value["low"], value["high"])
+                references = {source: values[name] for source, values in self.references.items() if name in values}
+                bars.append(Bar(name, value, _BAR_STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, references))
+        return bars
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
@@ -99,7 +142,7 @@ def _schedule(result: Mapping[str, Any]) -> ReportPage:
     best = "on demand" if measured else "on demand, as simulated"
     title = f"{gain:.2f} times as fast {best}: {on_demand} compared with {baseline}"
     figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
-    return benchmark_report(result, title, subtitle, figures)
+    return _benchmark_report(result, title, subtitle, figures)
 
 
 def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
@@ -158,22 +201,18 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
-    caption = (
-        "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion that is "
-        f"generated last. Generation is {result['generation_fraction']:.0%} of the work."
-        if is_rl
-        else _floor(result)
-    )
-    return bar_table("speedups", title, columns, names, caption)
-
-
-def _floor(result: Mapping[str, Any]) -> str:
-    """Return a caption that explains the floor."""
-    fraction = result["longest_sequence_bound_fraction"]
-    return (
-        "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work distributed "
-        f"evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
-    )
+    if is_rl:
+        caption = (
+            "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion "
+            f"that is generated last. Generation is {result['generation_fraction']:.0%} of the work."
+        )
+    else:
+        fraction = result["longest_sequence_bound_fraction"]
+        caption = (
+            "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work "
+            f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
+        )
+    return _bar_table("speedups", title, columns, names, caption)
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
@@ -193,20 +232,18 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     )
     title = f"{best} trains {ratios[best] / ratios[fsdp]:.2f} times as fast as FSDP2 with its better plan ({fsdp})"
     caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
-    figures = [bar_table("speeds", title, columns, speeds, caption)]
+    figures = [_bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
-    losses_title = (
-        f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
-    )
+    heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
     draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
-    figures.append(Figure(Plot("loss", losses_title, draw)))
+    figures.append(Figure(Plot("loss", heading, draw)))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
-    return benchmark_report(result, title, subtitle, figures)
+    return _benchmark_report(result, title, subtitle, figures)
 
 
 def _transport(result: Mapping[str, Any]) -> ReportPage:
@@ -230,7 +267,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    return benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
+    return _benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
@@ -262,6 +299,46 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
         return format_seconds(entry["seconds"]["median"])
     digits = 0 if speed["median"] >= 100 else 1 if speed["median"] >= 10 else 2
     return f"{speed['median']:.{digits}f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
+
+
+def _bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
+    """Create a figure with a bar plot and a table that compare the variants in `names`."""
+    panels = {column.heading: column.bars(names) for column in columns}
+    cells: dict[str, dict[str, str]] = {}
+    for column in columns:
+        bars = panels[column.heading]
+        cells[column.heading] = {bar.label: _bar_text(bar, column.number_format) for bar in bars}
+        for source in dict.fromkeys(source for bar in bars for source in bar.references):
+            cells[source] = {
+                bar.label: format(bar.references[source], column.number_format)
+                for bar in bars
+                if source in bar.references
+            }
+    rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
+    plotted = [column for column in columns if column.in_plot]
+    draw = partial(
+        plots.bars,
+        {c.heading: panels[c.heading] for c in plotted},
+        [c.number_format for c in plotted],
+        [c.line for c in plotted],
+    )
+    table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
+    return Figure(Plot(name, title, draw), caption, [table])
+
+
+def _bar_text(bar: Bar, form: str) -> str:
+    quartiles = f" [{bar.spread[0]:{form}}, {bar.spread[1]:{form}}]" if bar.spread else ""
+    return f"{bar.value:{form}}{quartiles}"
+
+
+def _benchmark_report(
+    result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
+) -> ReportPage:
+    """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
+    if "load_average" in result:
+        subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
+    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
+    return ReportPage(title, subtitle, skipped, figures, [])
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {

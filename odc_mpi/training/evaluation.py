@@ -125,7 +125,7 @@ def held_out_pass(
 class HeldOutEvaluator(PeriodicEvaluator):
     """Base class of evaluators of sequences with these indices of a data set, which it closes at the end."""
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
         "eval_loss_start": SummaryField("eval_loss", "start"),
         "eval_loss": SummaryField("eval_loss", "last"),
@@ -149,7 +149,7 @@ class PairEvaluator(HeldOutEvaluator):
 
     def __init_subclass__(cls, accuracy: str) -> None:
         """Add the metric with the share of pairs in order, `accuracy`, to the progress line and the summary."""
-        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, lambda line: f"{line[accuracy]:.1%}"))
+        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,
             "eval_accuracy_start": SummaryField(accuracy, "start"),

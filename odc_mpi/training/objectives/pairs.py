@@ -66,8 +66,8 @@ class PairObjective(Objective):
         """Add the metrics `margin` and `accuracy` to the progress line."""
         cls.columns = (
             *Objective.columns,
-            ProgressColumn("margin", 8, lambda line: f"{line[margin]:.4f}"),
-            ProgressColumn("accuracy", 8, lambda line: f"{line[accuracy]:.1%}"),
+            ProgressColumn("margin", 8, f"{{{margin}:.4f}}"),
+            ProgressColumn("accuracy", 8, f"{{{accuracy}:.1%}}"),
         )
 
     def __init__(self, scorer: PairScorer) -> None:
