@@ -210,7 +210,8 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         fraction = result["longest_sequence_bound_fraction"]
         caption = (
             "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work "
-            f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
+            f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest "
+            "sequence."
         )
     return _bar_table("speedups", title, columns, names, caption)
 
