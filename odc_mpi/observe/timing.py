@@ -57,9 +57,9 @@ class StepTimeMetrics(Callback):
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
     columns: ClassVar = (
-        ProgressColumn("idle", 6, lambda line: f"{line['idle_fraction']:.1%}"),
-        ProgressColumn("micro", 5, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
-        ProgressColumn("slowest", 7, lambda line: f"rank {line['slowest_rank']}"),
+        ProgressColumn("idle", 6, "{idle_fraction:.1%}"),
+        ProgressColumn("micro", 5, "{microbatches_min}-{microbatches_max}"),
+        ProgressColumn("slowest", 7, "rank {slowest_rank}"),
     )
     summary: ClassVar = {
         "idle_fraction": SummaryField("idle_fraction", "mean"),

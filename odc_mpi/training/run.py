@@ -42,8 +42,7 @@ from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.throughput import ThroughputMetrics
 from odc_mpi.observe.timing import StartReport, StepTimeMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
-from odc_mpi.observe.tracker_callback import FINISH_S, TrackerCallback
-from odc_mpi.observe.trackers import require_tracker_packages
+from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
@@ -51,18 +50,17 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
-from odc_mpi.training.dpo.build import build_dpo
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.reward.build import build_reward
 from odc_mpi.training.rl.build import build_grpo
 from odc_mpi.training.run_info import numel, startup_lines, steps_per_epoch, summary_fields
-from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
+from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata, state_digest
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
     ResumePoint,
@@ -70,7 +68,6 @@ from odc_mpi.training.rundir.resume import (
     open_run,
     report_already_complete,
 )
-from odc_mpi.training.rundir.state_digest import state_digest
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
