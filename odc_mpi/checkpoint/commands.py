@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from odc_mpi.checkpoint.digest import blocks, compute_digest
 from odc_mpi.checkpoint.index import write_index
-from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, VersionError
+from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, VersionError, blocks, compute_digest
 from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write

@@ -4,13 +4,17 @@ A checkpoint is a directory such as `step_00000100`. It is complete if it has an
 last. For each file, the manifest contains a checksum of all bytes except those of tensors. These bytes include a table
 with the checksums of the blocks of the tensors. Every byte is therefore covered, although rank 0 does not read the
 files of other ranks.
+
+The digest of a checkpoint covers names, types, shapes and bits of parameters, buffers and optimizer state. It depends
+neither on the number of ranks nor on the configuration, the position in the data, or versions of software.
 """
 
+import hashlib
 import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,8 @@ STORED_AS = {
     "float8_e4m3fn": "<u1",
     "float8_e5m2": "<u1",
 }
+#: Maximum number of elements of a tensor that are read at once for its digest.
+BLOCK_NUMEL = 1 << 22
 #: Kinds of tensors: see `TensorRecord`.
 KINDS = ("trainable", "frozen", "buffer", "state")
 
@@ -188,3 +194,27 @@ def _check(manifest: Manifest) -> None:
 
 def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+#: Function that yields the elements of a tensor as arrays, in order and in the stored type. Arguments: the path
+#: and the record of the tensor.
+Read = Callable[[str, TensorRecord], Iterable[Any]]
+
+
+def compute_digest(manifest: Manifest, read: Read) -> str:
+    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits. `read` reads a tensor."""
+    digest = hashlib.sha256()
+    for name, record in sorted(manifest.tensors.items()):
+        digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())
+        for block in read(name, record):
+            digest.update(block.tobytes())
+    for name, values in sorted(manifest.scalars.items()):
+        for parameter, value in sorted(values.items()):
+            digest.update(f"{name} {parameter} {float(value).hex()}\n".encode())
+    return digest.hexdigest()
+
+
+def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Split a range of elements into blocks of at most `BLOCK_NUMEL`, and yield the start and stop of each block."""
+    for first in range(start, stop, BLOCK_NUMEL):
+        yield first, min(first + BLOCK_NUMEL, stop)

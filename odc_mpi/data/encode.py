@@ -98,7 +98,6 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
     Args:
-        tokenizer: Fast tokenizer of transformers.
         examples: Prompts without completion, and conversations, to which the generation prompt is appended. At least 1.
 
     Raises:

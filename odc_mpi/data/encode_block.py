@@ -48,7 +48,21 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of filtered sequences and of their tokens. `PrepareReport` explains the attributes."""
+    """Counts of filtered sequences and of their tokens.
+
+    Attributes:
+        num_truncated: Number of sequences that were truncated to the maximum length and written.
+        num_truncated_tokens: Number of tokens lost by truncation.
+        num_split: Number of plain texts that were split into several sequences.
+        num_dropped: Number of sequences dropped because they were longer than the maximum length.
+        num_dropped_tokens: Number of tokens of the dropped sequences.
+        num_untrained_dropped: Number of sequences dropped because they have no loss tokens (after truncation), or of
+            pairs because an answer has none, or both are equal.
+        num_own_special: Number of texts that contained the bos or eos token, which was not added again.
+        num_split_turns: Number of conversations that were written as one sequence per answer.
+        num_omitted: Number of conversations in which an answer does not begin at the end of the generation prompt.
+        omitted: Text at the end of the generation prompt of the first of them, which the answer does not contain.
+    """
 
     num_truncated: int = 0
     num_truncated_tokens: int = 0
@@ -191,7 +205,7 @@ def encode_blocks(
     worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, and yield the results in the order of the blocks.
+    """Tokenize blocks in worker processes, and yield the results, with the index of the source, in the same order.
 
     The worker processes end when the generator ends or is closed.
 
@@ -200,9 +214,6 @@ def encode_blocks(
         worker_arguments: Directory or data set that contains the tokenizer, or contents of its files by name; chat
             template that replaces that of the tokenizer, if any; rules for sequences.
         num_proc: Number of worker processes.
-
-    Yields:
-        The index of the source, and the tokenized block.
 
     Raises:
         UserError: `encode_block` raised it in a worker process, or a worker process ended early.

@@ -1,8 +1,7 @@
 """Training examples, parsed from the records (lines or rows) of a source.
 
 Records may have any of the forms that are common in published data sets (see `parse_example`). Error messages contain
-the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`). This module
-neither tokenizes nor reads files.
+the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`).
 """
 
 import itertools
@@ -132,8 +131,7 @@ class Columns:
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
         """Return a record with the fields' own names, and only with the required fields of an accepted format.
 
-        Raises:
-            InvalidRecordError: A required field of each accepted format is missing.
+        Raises an InvalidRecordError if a required field of each accepted format is missing.
         """
         if not self.names:
             return record
@@ -164,10 +162,8 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
     lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
     optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and `system`,
-    unless the first message is a system message. `columns` renames the fields.
-
-    Raises:
-        InvalidRecordError: The record has none of these forms, or a field has an invalid value.
+    unless the first message is a system message. `columns` renames the fields. Raises an InvalidRecordError for a
+    record of another form, and for invalid values.
     """
     record = (columns or Columns()).rename(record, location)
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
@@ -194,10 +190,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
     The prompt is the field `messages`, or the field `prompt`, a text or a list of messages. Assistant messages at the
     end are removed, because the model generates them. Conversations also use the fields `system` and `tools`. All other
-    fields are ignored.
-
-    Raises:
-        InvalidRecordError: The record has no prompt, or a field has an invalid value.
+    fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
     """
     for name in ("messages", "prompt"):
         if (name == "messages" and name in record) or isinstance(record.get(name), list):
@@ -309,12 +302,7 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
 def _tools(tools: Any, location: str) -> list[Any] | None:
     """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRecordError(
-                f"{location}: expected 'tools' to be a list or JSON text of one, got {error}"
-            ) from error
+        tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -348,14 +336,18 @@ def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
 
 def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
     """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
-    try:
-        calls = json.loads(message["content"])
-    except (ValueError, RecursionError) as error:
-        raise InvalidRecordError(f"{location}: expected JSON text in a 'function_call', got {error}") from error
+    calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
     return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _from_json(text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"{expected}, got {error}") from error
 
 
 def _content(message: dict[str, Any], location: str) -> str:

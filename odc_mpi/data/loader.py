@@ -17,8 +17,7 @@ from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
 from odc_mpi.data.plan.context_parallel import split_longest
 from odc_mpi.data.plan.cost import CostModel
-from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
-from odc_mpi.data.plan.unpacked import one_sequence_per_microbatch
+from odc_mpi.data.plan.rank_independent_packing import one_sequence_per_microbatch, rank_independent_packing
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
@@ -38,8 +37,6 @@ class Minibatch:
         num_tokens: Number of loss tokens of all ranks. The sum of all losses is divided by it.
         num_input_tokens: Number of tokens of all ranks.
         plan: Assignment of the sequences to microbatches and ranks. It refers to sequences by positions in `indices`.
-        rank: Rank whose microbatches iteration yields.
-        dataset: Data set from which the sequences are read.
     """
 
     data_epoch: int
@@ -134,8 +131,7 @@ class ShuffledSampler:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at the position of a `state_dict` that was created with the same seed and data set.
 
-        Raises:
-            UserError: The position is not in the data set.
+        Raises a UserError if the position is not in the data set.
         """
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
@@ -191,16 +187,13 @@ class Loader(ShuffledSampler):
         exact: bool = False,
         packs: bool = True,
     ) -> None:
-        """Create the loader, and check the settings against the data.
+        """Create the loader, and check the settings against the data. See also `ShuffledSampler`.
 
         Args:
-            dataset: Data set. The caller remains responsible for closing it.
             minibatch_sequences: Number of sequences in the minibatch of all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
-            seed: Seed of the random orders, at least 0, the same on every rank.
-            rank: Rank whose microbatches the minibatches yield.
-            size: Number of ranks.
+            rank: Rank, of `size`, whose microbatches the minibatches yield.
             cost: Initial value of the attribute `cost`.
             context_parallel: True to allow split sequences. Only with the balance `dynamic`, and without `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.

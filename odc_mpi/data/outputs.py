@@ -26,7 +26,9 @@ def check_outputs(
     """
     replaced = []
     for path in paths:
-        _check_folder(path, sources)
+        for source in sources:
+            if source.is_folder and is_supported(path) and path.parent.resolve() == Path(source.name).resolve():
+                raise _error("a file that is not a SOURCE", path, f"in the folder {source.name!r}")
         if not _is_regular_file(path):
             continue
         for file in [file for source in sources for file in source.files]:
@@ -61,13 +63,6 @@ def write_error(error: OSError, out: Path) -> UserError:
 
 def _error(expected: str, path: Path, found: str = "the same file") -> UserError:
     return UserError(f"expected {expected} as --out, got {str(path)!r} ({found}): change --out")
-
-
-def _check_folder(path: Path, sources: Sequence[DataSource]) -> None:
-    """Raise a UserError if the next call would read the file as a part of a source."""
-    for source in sources:
-        if source.is_folder and is_supported(path) and path.parent.resolve() == Path(source.name).resolve():
-            raise _error("a file that is not a SOURCE", path, f"in the folder {source.name!r}")
 
 
 def _is_regular_file(path: Path) -> bool:

@@ -126,7 +126,7 @@ def prepare(
             has been written.
     """
     try:
-        return _prepare(_plan(source_specs, out, options or PrepareOptions()), console)
+        return _prepare(_Plan(source_specs, out, options or PrepareOptions()), console)
     except OSError as error:
         raise write_error(error, out) from error
 
@@ -155,7 +155,6 @@ def eval_output_path(out: Path) -> Path:
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
-@dataclass(frozen=True)
 class _Plan:
     """Inputs and outputs of a call of `prepare`, checked before any source is read.
 
@@ -169,16 +168,19 @@ class _Plan:
         origin: Digest of the names of the sources.
     """
 
-    source_specs: Sequence[str]
-    sources: Sequence[DataSource]
-    options: PrepareOptions
-    output_paths: Sequence[Path]
-    replaced: Sequence[str]
-    tokenizer_path: Path
-    files: Mapping[str, bytes]
-    chat_template: str | None
-    request: str
-    origin: str
+    def __init__(self, source_specs: Sequence[str], out: Path, options: PrepareOptions) -> None:
+        options.check()
+        self.source_specs, self.options = source_specs, options
+        self.sources = find_sources(source_specs, options.split)
+        self.output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
+        self.origin = _digest(sorted({source.origin for source in self.sources}))
+        self.replaced = check_outputs(self.output_paths, self.sources, options.tokenizer, self.origin, options.force)
+        self.tokenizer_path = options.tokenizer or out
+        self.files = tokenizer_files(self.tokenizer_path) if options.tokenizer else {}
+        self.chat_template = None if options.chat_template is None else read_chat_template(options.chat_template)
+        if self.files and self.chat_template is not None:
+            self.files = replace_chat_template(self.files, self.chat_template)
+        self.request = _request_digest(self.sources, options, self.files, self.chat_template)
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
         return PrepareReport(
@@ -191,23 +193,6 @@ class _Plan:
             **counts,
             **run,
         )
-
-
-def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _Plan:
-    options.check()
-    sources = find_sources(source_specs, options.split)
-    output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
-    origin = _digest(sorted({source.origin for source in sources}))
-    replaced = check_outputs(output_paths, sources, options.tokenizer, origin, options.force)
-    tokenizer_path = options.tokenizer or out
-    files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
-    template = None if options.chat_template is None else read_chat_template(options.chat_template)
-    if files and template is not None:
-        files = replace_chat_template(files, template)
-    request = _request_digest(sources, options, files, template)
-    return _Plan(
-        source_specs, sources, options, output_paths, replaced, tokenizer_path, files, template, request, origin
-    )
 
 
 def _request_digest(

@@ -17,9 +17,9 @@ from odc_mpi.formatting import printable_text
 _MAX_SHARES = 50  # with more sources, the report omits their shares
 
 
-@dataclass(frozen=True)
-class PrepareReport:
-    """Counts of a prepared data set.
+@dataclass(kw_only=True)
+class PrepareReport(FilterCounts):
+    """Counts of a prepared data set, in addition to those of filtered sequences.
 
     Attributes:
         path: Path of the data set.
@@ -28,17 +28,6 @@ class PrepareReport:
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens of the prompts of pairs; 0 if the sequences are not pairs.
-        num_truncated: Number of sequences that were truncated to the maximum length and written.
-        num_truncated_tokens: Number of tokens lost by truncation.
-        num_split: Number of plain texts that were split into several sequences.
-        num_dropped: Number of sequences dropped because they were longer than the maximum length.
-        num_dropped_tokens: Number of tokens of the dropped sequences.
-        num_untrained_dropped: Number of sequences dropped because they have no loss tokens (after truncation), or of
-            pairs because an answer has none, or both are equal.
-        num_own_special: Number of texts that contained the bos or eos token, which was not added again.
-        num_split_turns: Number of conversations that were written as one sequence per answer.
-        num_omitted: Number of conversations in which an answer does not begin at the end of the generation prompt.
-        omitted: Text at the end of the generation prompt of the first of them, which the answer does not contain.
         num_bad_lines: Number of invalid lines that were skipped.
         bad_lines: Error messages of the first three invalid lines.
         longest: Number of tokens of the longest sequence.
@@ -56,16 +45,6 @@ class PrepareReport:
     num_sequences: int
     num_tokens: int
     num_trained_tokens: int
-    num_truncated: int
-    num_truncated_tokens: int
-    num_split: int
-    num_dropped: int
-    num_dropped_tokens: int
-    num_untrained_dropped: int
-    num_own_special: int
-    num_split_turns: int
-    num_omitted: int
-    omitted: str
     num_bad_lines: int
     bad_lines: Sequence[str]
     longest: int
@@ -82,9 +61,7 @@ class PrepareReport:
 
     def describe(self) -> str:
         """Return the report as lines of text."""
-        origin = f"from {self.tokenizer}"
-        if self.trained_on:
-            origin = f"trained on {self.trained_on}"
+        origin = f"trained on {self.trained_on}" if self.trained_on else f"from {self.tokenizer}"
         if self.chat_template or self.trained_on:
             origin += f", with {self.chat_template or 'a plain chat template (ChatML)'}"
         tokens = f"{self.num_tokens:,} tokens ({self.num_trained_tokens:,} loss tokens"
@@ -163,9 +140,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises:
-            UserError: The block has an invalid record, and invalid records are not skipped; or pairs of answers are
-                mixed with other examples.
+        Raises a UserError for an invalid record, unless these are skipped, and for pairs mixed with other examples.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))

@@ -89,15 +89,9 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts of a file.
+        """Read and tokenize all prompts of a file. For `path` and `setting`, see `read_prompts`.
 
-        Args:
-            path: File of prompts; see `read_prompts`.
-            tokenizer: Fast tokenizer of transformers.
-            setting: Name of the setting or option that specifies the file, for error messages.
-
-        Raises:
-            UserError: The file, a prompt or a column is invalid, or the tokenizer has no chat template for messages.
+        Raises a UserError if the file, a prompt or a column is invalid, or there is no chat template for messages.
         """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())

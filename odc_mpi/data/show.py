@@ -24,12 +24,8 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
 
     Loss tokens are printed in green, and between double brackets if the console has no colors.
 
-    Args:
-        path: Data set.
-        indices: Indices of the sequences. Those beyond the end of the data set are left out.
-
-    Raises:
-        UserError: The data set is damaged, or has no tokenizer.
+    Indices beyond the end of the data set are left out. Raises a UserError if the data set is damaged, or has no
+    tokenizer.
     """
     tokenizer = load_tokenizer(path)
     has_colors = console.color_system is not None and not console.no_color

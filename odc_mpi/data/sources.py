@@ -15,7 +15,7 @@ from typing import Any
 
 from odc_mpi.data.examples import Columns
 from odc_mpi.data.readers import compressed, hf_datasets, parquet, stdlib, text_files
-from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn
+from odc_mpi.data.readers.blocks import Block, RepeatFn
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
@@ -107,7 +107,7 @@ class DataSource:
             for begin in range(0, len(samples), _BLOCK_SAMPLES):
                 numbers, values = zip(*samples[begin : begin + _BLOCK_SAMPLES], strict=True)
                 records = [{"prompt": each.prompt, "completion": each.completion} for each in values]
-                yield RecordBlock(STDLIB, "function", list(numbers), records)
+                yield Block(STDLIB, "function", list(numbers), records)
         for file in self.files:
             read_file = parquet.read_rows if _is_parquet(file) else text_files.read_records
             yield from read_file(file, num_repeats, on_bytes_read)
@@ -226,11 +226,7 @@ class Mixture:
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the index of a source and a block of its examples, until all examples to use were yielded.
-
-        Args:
-            on_bytes_read: See `DataSource.read`.
-        """
+        """Yield the index of a source and a block of its examples, until all examples to use were yielded."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
@@ -251,7 +247,6 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
 
     Args:
         sources: Sources, all with a weight or all without a weight.
-        seed: Seed for the random selection of examples.
         strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses
             no example twice. The source with the fewest examples relative to its weight is used completely, the others
             in part. "all_exhausted" uses every example. The source with the most examples relative to its weight is

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from odc_mpi.data.examples import Conversation
 from odc_mpi.data.readers.records import InvalidRecordError
@@ -25,8 +25,7 @@ SplitTurns = Literal["auto", "always", "never"]
 _REPLACE = "replace the tokenizer's chat template with --chat-template FILE"
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Text of one training example.
 
     Attributes:
@@ -72,12 +71,8 @@ class ChatRenderer:
         return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
-        """Render messages for the assistant to continue.
-
-        Args:
-            for_generation: True to append the generation prompt, which is the beginning of an assistant turn.
-        """
-        return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0]
+        """Render messages, with the generation prompt, the beginning of an assistant turn, if `for_generation`."""
+        return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0].text
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:
         """Render the examples of a conversation, which together contain each trained answer exactly once.
@@ -90,8 +85,8 @@ class ChatRenderer:
         trained = [i for i in answers if chat.message_has_loss(i)]
         is_marked = self._is_marked(chat)
         if is_marked and trained == answers and self._split_turns != "always":
-            [marked] = self._render_marked(chat, [len(chat.messages)])
-            if _find_incomplete(chat, trained, marked) is None and _find_trained_prompt(chat, marked) is None:
+            [marked] = self._render(chat, [len(chat.messages)], with_marks=True)
+            if _find_problem(chat, trained, marked) is None:
                 return [marked]
         found, text = self._find_answers(chat, trained)
         if (shared := self._share(chat, text, found)) is not None:
@@ -103,19 +98,11 @@ class ChatRenderer:
             ]
             counts = [each.index + 1 for each in found]
         if is_marked:
-            pairs = zip(examples, self._render_marked(chat, counts), strict=True)
+            pairs = zip(examples, self._render(chat, counts, with_marks=True), strict=True)
             examples = [Rendered(each.text, _overlapping(marked.spans, each.spans)) for each, marked in pairs]
         for group, example in zip(groups, examples, strict=True):
-            if (incomplete := _find_incomplete(chat, group, example)) is not None:
-                raise InvalidRecordError(
-                    f"{chat.location}: the chat template drops a part of message {incomplete + 1}, an answer to train "
-                    f"on: {_REPLACE}"
-                )
-            if (trained_prompt := _find_trained_prompt(chat, example)) is not None:
-                raise InvalidRecordError(
-                    f"{chat.location}: the chat template has message {trained_prompt + 1}, of the user, in an answer: "
-                    f"{_REPLACE}"
-                )
+            if problem := _find_problem(chat, group, example):
+                raise InvalidRecordError(f"{chat.location}: the chat template {problem}: {_REPLACE}")
         return examples
 
     def end_of_turn(self, turn: str) -> int:
@@ -130,19 +117,19 @@ class ChatRenderer:
     def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
         """Find each trained answer in the messages up to it. Also return the text of all messages."""
         prompts = self._render(chat, trained, for_generation=True)
-        turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
+        turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}))
         found = []
-        for i, prompt, turn in zip(trained, prompts, turns, strict=False):
+        for i, (prompt, *_), (turn, *_) in zip(trained, prompts, turns, strict=False):
             begin = len(prompt) if turn.startswith(prompt) else self._num_common(prompt, turn)
             if begin < len(prompt):
-                [context] = self._render(chat, [i], for_generation=False)
-                if begin < self._num_common(prompt, context):
+                [context] = self._render(chat, [i])
+                if begin < self._num_common(prompt, context.text):
                     raise InvalidRecordError(
                         f"{chat.location}: the chat template changes earlier text when message {i + 1} is added, so "
                         f"this answer cannot be found: {_REPLACE}"
                     )
             found.append(_Answer(i, turn, begin, prompt[begin:]))
-        return found, turns[-1]
+        return found, turns[-1].text
 
     def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
         """Return one example of all answers, or None if each answer needs its own. `text` contains all messages.
@@ -198,19 +185,14 @@ class ChatRenderer:
             return _has_marks(self._tokenizer.get_chat_template(tools=chat.tools))
         return False
 
-    def _render_marked(self, chat: Conversation, counts: Sequence[int]) -> list[Rendered]:
-        """Render the first `count` messages for each count. The spans are the marks of the chat template."""
-        return self._render_with(_apply_marked, chat, counts)
-
-    def _render(self, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
-        """Render the first `count` messages for each count.
+    def _render(
+        self, chat: Conversation, counts: Sequence[int], *, for_generation: bool = False, with_marks: bool = False
+    ) -> list[Rendered]:
+        """Render the first `count` messages for each count. The spans are the marks of the chat template.
 
         All counts are rendered in one call, because each call also converts tools and special tokens, which takes as
         long as rendering.
         """
-        return self._render_with(functools.partial(_apply, for_generation=for_generation), chat, counts)
-
-    def _render_with(self, apply: Any, chat: Conversation, counts: Sequence[int]) -> list[Any]:
         if not counts:
             return []
         if not self._tokenizer.chat_template:
@@ -229,7 +211,8 @@ class ChatRenderer:
             try:
                 if 0 in counts:
                     raise ValueError("expected a message, got none")
-                return apply(self._tokenizer, [messages[:count] for count in counts], chat.tools)
+                conversations = [messages[:count] for count in counts]
+                return _apply(self._tokenizer, conversations, chat.tools, for_generation, with_marks)
             except Exception as error:  # templates raise what they like
                 first_error = first_error or error
         assert first_error is not None
@@ -238,28 +221,23 @@ class ChatRenderer:
         ) from first_error
 
 
-def _apply(tokenizer: Any, conversations: list[Any], tools: list[Any] | None, *, for_generation: bool) -> list[str]:
-    texts: list[str] = tokenizer.apply_chat_template(
-        conversations, tools, tokenize=False, add_generation_prompt=for_generation
-    )
-    for text in texts:
-        text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
-    return texts
-
-
-def _apply_marked(tokenizer: Any, conversations: list[Any], tools: list[Any] | None) -> list[Rendered]:
+def _apply(
+    tokenizer: Any, conversations: list[Any], tools: list[Any] | None, for_generation: bool, with_marks: bool
+) -> list[Rendered]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered: Any = render_jinja_template(
         conversations,
         tools,
         chat_template=tokenizer.get_chat_template(tools=tools),
-        return_assistant_tokens_mask=True,
+        return_assistant_tokens_mask=with_marks,
+        add_generation_prompt=for_generation,
         **tokenizer.special_tokens_map,
     )
     texts, marks = rendered
     for text in texts:
-        text.encode("utf-8")
+        text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
+    marks = marks or [[] for _ in texts]
     return [Rendered(text, [(begin, end) for begin, end in spans]) for text, spans in zip(texts, marks, strict=True)]
 
 
@@ -274,11 +252,12 @@ def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
 
 
-def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Rendered) -> int | None:
-    """Return the index of the first of these messages that the spans of an example do not contain completely, in order.
+def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) -> str | None:
+    """Return words for an error message about the first message that the spans of an example do not fit, or None.
 
-    The content and the names of the called functions must be in the spans. The beginning of the content may be before a
-    span: it is then a part of the generation prompt, such as "<think>".
+    The content and the called functions of the messages with these indices must be in the spans, in order. The
+    beginning of the content may be before a span: it is then a part of the generation prompt, such as "<think>". The
+    content of a message of the user must not be only in spans.
     """
     text, spans, position = example.text, list(example.spans), 0
     is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
@@ -287,26 +266,17 @@ def _find_incomplete(chat: Conversation, indices: Sequence[int], example: Render
         while spans and (end := _find_content(text, content, position, spans[0])) is None:
             spans.pop(0)
         own = example.spans[number : number + 1] if is_one_each else spans
-        if end is None or not _contains_all(_called_names(chat.messages[i]), text, own):
-            return i
+        trained = "".join(text[begin:stop] for begin, stop in own)
+        if end is None or not all(name in trained for name in _called_names(chat.messages[i])):
+            return f"drops a part of message {i + 1}, an answer to train on"
         position = end
-    return None
-
-
-def _find_trained_prompt(chat: Conversation, example: Rendered) -> int | None:
-    """Return the index of the first user message whose content is only in the spans of an example, or None."""
-    bounds = [0, *itertools.chain(*example.spans), len(example.text)]
-    context = "\0".join(example.text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+    bounds = [0, *itertools.chain(*example.spans), len(text)]
+    context = "\0".join(text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
     for i, message in enumerate(chat.messages):
         content = message["content"].strip()
-        if message["role"] == "user" and content not in context and content in example.text:
-            return i
+        if message["role"] == "user" and content not in context and content in text:
+            return f"has message {i + 1}, of the user, in an answer"
     return None
-
-
-def _contains_all(names: list[str], text: str, spans: list[CharSpan]) -> bool:
-    trained = "".join(text[begin:end] for begin, end in spans) if names else ""
-    return all(name in trained for name in names)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:

@@ -109,12 +109,8 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a fast tokenizer from the contents of its files by name.
 
-    Args:
-        location: Origin of the files, for error messages.
-        setting: Name of the setting or option that specifies the tokenizer, for error messages.
-
-    Raises:
-        UserError: The tokenizer does not load, or it has no fast implementation.
+    Raises a UserError, with the names of the origin of the files and of the setting that specifies it, if the tokenizer
+    does not load, or has no fast implementation.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))

@@ -7,8 +7,9 @@ from transformers import TextStreamer
 from odc_mpi.data.examples import Conversation
 from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.generation.generate import GenerateFn, generate
+from odc_mpi.generation.load import GenerateArguments
 from odc_mpi.generation.prompts import output_record, tokenize
-from odc_mpi.generation.run import GenerateArguments, load_on_all_ranks, resolve_paths, shard
+from odc_mpi.generation.run import load_on_all_ranks, resolve_paths, shard
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.runtime.world import World
 

@@ -12,10 +12,34 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import read_generation_config
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
+from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
 from odc_mpi.models.heads.task import REWARD, task_of
 from odc_mpi.models.load import load_checkpoint, load_model, load_run_tokenizer
 from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, stored_dtype
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Options of `odc-mpi generate`. One of `prompt`, `prompts` and `chat` is not None.
+
+    `source` is a Hugging Face or peft directory, a checkpoint, or a run, of which `step` selects a checkpoint: by
+    default the newest, or with "best" the one with the lowest evaluation loss. `tokenizer` is a directory or a data
+    set, by default that of the model. Without a file `out` the completions are printed. The others are arguments of
+    `load_model` and `shard_model`.
+    """
+
+    source: Path
+    step: str | None
+    tokenizer: Path | None
+    sampling: SamplingParams
+    device: str
+    prompt: str | None = None
+    prompts: Path | None = None
+    chat: list[str] | None = None
+    out: Path | None = None
+    attn_implementation: str | None = None
+    base: Path | None = None
 
 
 @dataclass
@@ -33,23 +57,13 @@ class GenerationModel:
     dtype: torch.dtype | None
 
 
-def load_generation_model(
-    path: Path,
-    step: str | None,
-    tokenizer: Path | None,
-    rank: int,
-    size: int,
-    attn_implementation: str | None = None,
-    base: Path | None = None,
-) -> GenerationModel:
-    """Load the model that `odc-mpi generate` uses, from a Hugging Face or peft directory, a checkpoint, or a run.
-
-    `step` selects a checkpoint of a run, by default the newest, or with "best" the one with the lowest evaluation loss.
-    `tokenizer` is a directory or a data set, by default that of the model. The others are arguments of `load_model`.
+def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
+    """Load the model that `odc-mpi generate` uses. For `rank` and `size`, see `load_model`.
 
     Raises `UserError` if the model, the checkpoint or the tokenizer is missing or damaged.
     """
-    dtype = None
+    path, step, base = arguments.source, arguments.step, arguments.base
+    attn_implementation, tokenizer, dtype = arguments.attn_implementation, arguments.tokenizer, None
     if is_peft_directory(path) or is_model_directory(path):
         if step is not None:
             raise UserError(f"--step requires a run, got {path}, a Hugging Face directory: omit --step")
@@ -72,7 +86,10 @@ def load_generation_model(
             base = Path(config["model"]["path"])
     if task_of(type(meta_model.module).__name__) is REWARD:
         raise UserError(f"expected a language model, got {name}, a reward model, which generates no text")
-    return GenerationModel(name, meta_model, loaded_tokenizer, _stop_tokens(loaded_tokenizer, base), dtype)
+    eos_tokens = read_generation_config(base).get("eos_token_id")
+    ends = [loaded_tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
+    stop = tuple(dict.fromkeys(token for token in ends if isinstance(token, int)))
+    return GenerationModel(name, meta_model, loaded_tokenizer, stop, dtype)
 
 
 def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
@@ -101,10 +118,3 @@ def _open_checkpoint(path: Path, step: str | None) -> Checkpoint:
     if int(step) not in steps:
         raise UserError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
     return Checkpoint(steps[int(step)])
-
-
-def _stop_tokens(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of a generation_config.json."""
-    eos_tokens = read_generation_config(directory).get("eos_token_id")
-    tokens = [tokenizer.eos_token_id, *(eos_tokens if isinstance(eos_tokens, list) else [eos_tokens])]
-    return tuple(dict.fromkeys(token for token in tokens if isinstance(token, int)))

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,33 +23,13 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.examples import Example, PromptCompletion
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
-from odc_mpi.generation.generate import CompletionOutput, GenerateFn, SamplingParams, generate, max_new_tokens_for
-from odc_mpi.generation.load import GenerationModel, load_generation_model
+from odc_mpi.generation.generate import CompletionOutput, GenerateFn, generate, max_new_tokens_for
+from odc_mpi.generation.load import GenerateArguments, GenerationModel, load_generation_model
 from odc_mpi.generation.prompts import Request, output_record, read_examples, tokenize
 from odc_mpi.hub import resolve_model_path
 from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-
-
-@dataclass(frozen=True)
-class GenerateArguments:
-    """Options of `odc-mpi generate`. One of `prompt`, `prompts` and `chat` is not None.
-
-    Without a file `out` the completions are printed. Paths and `step` are arguments of `load_generation_model`.
-    """
-
-    source: Path
-    step: str | None
-    tokenizer: Path | None
-    sampling: SamplingParams
-    device: str
-    prompt: str | None = None
-    prompts: Path | None = None
-    chat: list[str] | None = None
-    out: Path | None = None
-    attn_implementation: str | None = None
-    base: Path | None = None
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
@@ -90,12 +70,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
 
 def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
     """Load the model of the arguments, whose paths are those on this node. Collective."""
-    args, rank, size = arguments, world.rank, world.size
-    source = world.run_on_all(
-        lambda: load_generation_model(
-            args.source, args.step, args.tokenizer, rank, size, args.attn_implementation, args.base
-        )
-    )
+    source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
     return source
 

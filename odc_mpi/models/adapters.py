@@ -153,12 +153,11 @@ def _adapted_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def adapted_parameters(module: nn.Module) -> dict[str, AdaptedParameter]:
     """Return the adapters of a module by the names that the adapted parameters have in the base model."""
-    layers = [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
-    return {base_name(f"{name}.{_key(layer)}"): _describe(name, layer) for name, layer in layers}
-
-
-def _key(layer: Any) -> str:
-    return getattr(layer, "parameter_name", "weight")
+    return {
+        base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): _describe(name, layer)
+        for name, layer in module.named_modules()
+        if hasattr(layer, "lora_A")
+    }
 
 
 def _describe(name: str, layer: Any) -> AdaptedParameter:

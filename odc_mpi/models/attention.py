@@ -73,10 +73,8 @@ def packed_attention(
     """Compute causal attention within each packed sequence. Has the signature of attention functions of transformers.
 
     Args:
-        module: Attention layer.
         query: Queries, `[batch, heads, tokens, head_dim]`.
-        key: Keys, `[batch, key_value_heads, tokens, head_dim]`.
-        value: Values, shaped like `key`.
+        key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
         attention_mask: None, or the local pattern of `_local_pattern`, int64 `[2]`. Inputs have no padding.
         scaling: Factor on the scores. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.

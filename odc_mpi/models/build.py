@@ -88,10 +88,8 @@ def from_saved_config(
 ) -> MetaModel:
     """Build a model from the `full_configuration` in a checkpoint, whose weights replace the random ones.
 
-    `overrides` are as for `from_directory`.
-
-    Raises:
-        UserError: The installed version of transformers cannot use the configuration.
+    `overrides` are as for `from_directory`. Raises a UserError if the installed version of transformers cannot use the
+    configuration.
     """
     settings = {
         key: decode_floats(value) for key, value in content.items() if not key.startswith("_") and key != "model_type"

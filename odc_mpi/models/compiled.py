@@ -33,10 +33,8 @@ def compile_layers(module: nn.Module) -> None:
     """Compile the forward of each layer of a transformers model whose class is listed in `_no_split_modules`.
 
     Call it before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward take
-    a minute or more.
-
-    Raises:
-        UserError: The model has no such layers or has adapters of parameters, or no C++ compiler is installed.
+    a minute or more. Raises a UserError if the model has no such layers or has adapters of parameters, or no C++
+    compiler is installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]

@@ -23,8 +23,7 @@ def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[
     Settings that the configuration class derives from the changed ones are derived again.
 
     Args:
-        config: Configuration that transformers has made from `content`.
-        content: Content of config.json.
+        config: Configuration that transformers has made from `content`, the content of config.json.
         overrides: New values by setting. A nested mapping changes only the entries that it has.
 
     Raises:
@@ -86,12 +85,8 @@ def full_configuration(module: Any) -> dict[str, Any]:
 def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first setting that makes a model compute something different from the model of a checkpoint.
 
-    Args:
-        metadata: Metadata in the manifest of the checkpoint.
-        config: Configuration of the model, from `full_configuration`.
-
-    Returns:
-        Name of the setting, value in the checkpoint and value in `config`, or None if there is no difference.
+    `metadata` is that of the manifest, and `config` the `full_configuration` of the model. Returns the name of the
+    setting, its value in the checkpoint and in `config`, or None if there is no difference.
     """
     theirs, ours = _significant_settings(metadata["transformers_config"]), _significant_settings(config)
     keys = theirs.keys() | ours.keys()

@@ -48,7 +48,11 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
     training = module.training
     try:
         module.train()
-        module(**_inputs(), chunk=recorder)
+        # Three tokens. Without the mask of ones transformers searches the positions for sequences, and meta tensors
+        # have no values.
+        tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+        inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        module(**inputs, **flash_attention_kwargs([3]), chunk=recorder)
     except ContextParallelUnsupportedError:
         raise
     except Exception as error:  # for example a module that reads values, see `build`
@@ -83,14 +87,6 @@ class _AttentionRecorder(SequenceChunk):
                 f"expected one attention in each layer, in order, got layers {self._layers}"
             )
         return AttentionShape(len(self._layers), max(self._sizes))
-
-
-def _inputs() -> dict[str, Any]:
-    """Return the arguments of a model for a chunk of three tokens, as in `data.loader.read_chunk`."""
-    tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
-    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    return {**inputs, **flash_attention_kwargs([3])}
 
 
 def _rope_types(content: Any) -> Iterator[str]:

@@ -75,7 +75,6 @@ class PublishedExporter(Exporter, WeightSource):
     implement `read` for ranges of the module's tensors.
 
     Args:
-        module: Model on the meta device.
         shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur once.
         kept: Dtypes of the tensors that keep their dtype in the export, such as buffers, keyed by the same names.
     """

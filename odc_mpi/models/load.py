@@ -36,7 +36,6 @@ def load_model(
     Args:
         path: Hugging Face directory, peft directory, checkpoint, or run directory, whose newest checkpoint is used.
         rank: This rank. If a checkpoint has adapters, each of `size` ranks verifies a share of their base model.
-        size: Number of ranks that load the model.
         attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None: as in the run, or "sdpa".
         base: Hugging Face directory of the base model of adapters. None: the directory that was saved with them.
 
@@ -140,8 +139,7 @@ def saved_task(checkpoint: Checkpoint) -> Task:
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
     """Load the tokenizer of the run that saved a checkpoint.
 
-    Raises:
-        UserError: Its files no longer exist. The message names the setting or option `remedy`.
+    Raises a UserError, which names the setting or option `remedy`, if its files no longer exist.
     """
     config = checkpoint.manifest.metadata["config"]
     files = read_tokenizer_files(config, base)

@@ -42,8 +42,7 @@ def is_peft_directory(path: Path) -> bool:
 def base_model_path(path: Path, base: Path | None = None) -> Path:
     """Return the directory of the base model: `base` if given, otherwise the directory in adapter_config.json.
 
-    Raises:
-        UserError: adapter_config.json cannot be read or names no base model, or the directory has no model.
+    Raises a UserError if adapter_config.json cannot be read or names no base model, or the directory has no model.
     """
     config = {"base_model_name_or_path": base} if base else _read_config(path)
     name = config.get("base_model_name_or_path")
@@ -63,17 +62,11 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does.
+    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does. See `base_model_path`.
 
     Base parameters have the type that `stored_dtype` returns, and adapters are float32. The base model is not verified,
-    since peft does not store digests.
-
-    Args:
-        path: Peft directory.
-        base: Directory of the base model. None: the directory in adapter_config.json.
-
-    Raises:
-        UserError: A file is missing or damaged, or the adapters are not plain LoRA or do not fit the base model.
+    since peft does not store digests. Raises a UserError if a file is missing or damaged, or the adapters are not plain
+    LoRA or do not fit the base model.
     """
     base = base_model_path(path, base)
     config = _read_config(path)

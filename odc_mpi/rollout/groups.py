@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.microbatch import Microbatch, flash_attention_kwargs
+from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 
 class PromptGroup(NamedTuple):
@@ -77,13 +77,9 @@ def _pack_microbatch(chosen: Sequence[tuple[PromptGroup, int]]) -> RolloutMicrob
     ends = np.cumsum(lengths)
     # The logits at a position predict the next token.
     logit_positions = [np.arange(end - count - 1, end - 1) for end, count in zip(ends, num_targets, strict=True)]
-    inputs = {
-        "input_ids": torch.tensor([[token for group, i in chosen for token in (*group.prompt, *group.completions[i])]]),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        **flash_attention_kwargs(lengths),
-    }
+    tokens = [token for group, i in chosen for token in (*group.prompt, *group.completions[i])]
     return RolloutMicrobatch(
-        inputs,
+        packed_inputs(np.array(tokens), lengths),
         sum(num_targets),
         sum(lengths),
         np.array(sorted({group.prompt_index for group, _ in chosen})),

@@ -173,20 +173,6 @@ def test_files_that_rank_0_does_not_see(tmp_path):
     assert ranks.steps() == []
 
 
-def test_nothing_has_the_name_before_the_manifest_is_there(tmp_path, monkeypatch):
-    seen, write = [], publish.write_manifest
-
-    def look(path, content):
-        seen.append((path.parent.name, list(steps_in(tmp_path))))
-        write(path, content)
-
-    monkeypatch.setattr(publish, "write_manifest", look)
-    ranks = Ranks(tmp_path, 1)
-    ranks.save(1)
-    assert seen == [(".step_00000001.t", [])]
-    assert ranks.steps() == [1]
-
-
 def test_old_ones_go(tmp_path):
     ranks = Ranks(tmp_path, 1, keep=2)
     ranks.save(1, 2, 3, 4)

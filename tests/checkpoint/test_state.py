@@ -65,14 +65,6 @@ def test_masters_are_saved_not_what_is_fetched(saved):
     assert state["model/norm.weight"].dtype == torch.bfloat16, "frozen: no master"
 
 
-def test_training_goes_on_as_if_nothing_had_been(saved, tmp_path):
-    directory, *_ = saved(1, torch.float32)
-    again, _ = load(directory, 1, steps=2)
-    once_more, _ = load(directory, 1, steps=2)
-    assert_same(again, once_more)
-    assert int(again["optimizer/step/embedding.weight"]) == 4
-
-
 def test_a_parameter_that_was_never_used_has_no_state(tmp_path):
     state, _, warnings = save(tmp_path, 2, idle=True)
     assert not warnings

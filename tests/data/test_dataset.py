@@ -134,11 +134,6 @@ def test_out_of_range(write_dataset: Write, index: int) -> None:
         dataset[index]
 
 
-def test_iterates_as_a_sequence(write_dataset: Write) -> None:
-    with Dataset(write_dataset([4, 6, 2])) as dataset:
-        assert [len(tokens) for tokens, _ in dataset] == [4, 6, 2]
-
-
 def test_closes_twice_and_opens_many_times(write_dataset: Write) -> None:
     path = write_dataset([4, 6])
     path.chmod(0o444)

@@ -220,19 +220,6 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
 
 
-def test_user_errors_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", *pairs(10))
-    out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
-    assert "no such file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
-    assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
-    (tmp_path / "empty.jsonl").touch()
-    assert "SOURCE contains no examples" in refused(
-        str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
-    )
-    (tmp_path / "empty.jsonl").unlink()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 @pytest.mark.usefixtures("few_functions")
 def test_the_tokenizer_is_in_the_data_set(tmp_path: Path) -> None:
     first, second = tmp_path / "data.v1", tmp_path / "other.h5"
@@ -287,13 +274,6 @@ def test_an_interrupt_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         prepare("stdlib", tmp_path / "a.h5", vocab_size=300)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("few_functions")
-def test_uses_a_given_tokenizer_for_the_standard_library(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    report = prepare("stdlib", tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
-    assert (report.tokenizer, report.vocab_size) == (stdlib_report.tokenizer, 2048)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
 
 
 def test_shows_progress_only_on_a_console(

@@ -60,7 +60,7 @@ def refused(sources: list[str], out: str, **options: Any) -> str:
         ("/dev/null", None, "a device, FIFO or socket"),
         ("dangling", lambda: Path("dangling").symlink_to("nowhere"), "a link to a file that does not exist"),
         ("loop", lambda: Path("loop").symlink_to("loop"), "symbolic links"),
-        ("a.jsonl/x.h5", None, "Not a directory"),
+        ("a.jsonl/x.h5", None, "a file in a writable folder as --out, got 'a.jsonl/x.h5' (Not a directory)"),
         ("x" * 300, None, "too long"),
         ("a.jsonl", None, "that is not a SOURCE"),
         ("again", lambda: os.link("a.jsonl", "again"), "that is not a SOURCE"),

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tiny_qwen2 import SIZES
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -7,15 +8,6 @@ from odc_mpi.models import compiled
 from odc_mpi.models.adapters import add_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
-
-SETTINGS = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +36,8 @@ def backend(monkeypatch):
 
 
 def model(num_layers, **settings):
-    meta_model = models.from_config(
-        {"model_type": "llama", "num_hidden_layers": num_layers} | SETTINGS | settings, seed=3
-    )
+    settings = SIZES | {"model_type": "llama", "num_hidden_layers": num_layers} | settings
+    meta_model = models.from_config(settings, seed=3)
     state = {
         name: meta_model.weights.read(name, 0, p.numel()).view(p.shape)
         for name, p in meta_model.module.named_parameters()
@@ -59,7 +50,7 @@ def model(num_layers, **settings):
 
 def loss(module, lengths):
     generator = torch.Generator().manual_seed(sum(lengths))
-    tokens = torch.randint(0, SETTINGS["vocab_size"], (1, sum(lengths)), generator=generator)
+    tokens = torch.randint(0, SIZES["vocab_size"], (1, sum(lengths)), generator=generator)
     boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     logits = module(
         input_ids=tokens,
@@ -131,7 +122,7 @@ def test_a_model_without_layers(backend):
 
 def test_adapters_of_experts(backend):
     settings = {"r": 2, "lora_alpha": 2, "lora_dropout": 0, "target_modules": "all-linear", "modules_to_save": None}
-    mixtral = models.from_config(SETTINGS | {"model_type": "mixtral", "num_local_experts": 4}, 0)
+    mixtral = models.from_config(SIZES | {"model_type": "mixtral", "num_local_experts": 4}, 0)
     adapted = add_adapters(mixtral, settings, 0, torch.float32).module
     with pytest.raises(UserError, match="adapters of fused experts cannot be compiled: set it to false"):
         compiled.compile_layers(adapted)

@@ -1,19 +1,13 @@
 """The check of models for context parallelism, on the meta device, and the sizes of what attention transfers."""
 
 import pytest
+import tiny_qwen2
 
 from odc_mpi.models.attention import ContextParallelUnsupportedError
 from odc_mpi.models.build import from_config
 from odc_mpi.models.context_parallel_check import AttentionShape, attention_shape
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = tiny_qwen2.SIZES | {"num_hidden_layers": 3}
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 
@@ -54,8 +48,3 @@ def test_a_window_that_holds_the_longest_sequence_is_none():
 def test_models_without_context_parallelism(settings, words):
     with pytest.raises(ContextParallelUnsupportedError, match=words):
         compute_shape(settings)
-
-
-def test_computed_scores_are_not_joined():
-    with pytest.raises(ContextParallelUnsupportedError, match="attn_implementation eager"):
-        compute_shape({"model_type": "llama", **SIZES}, attention="eager")

@@ -78,10 +78,6 @@ def test_missing_functions_are_reported(places, words):
         load_reward_functions(places, None)
 
 
-def fails(completions):
-    raise KeyError("answer")
-
-
 def hangs(completions):
     while True:
         time.sleep(0.01)
@@ -99,43 +95,19 @@ def catches_all(completions):
     return [1.0] * 4
 
 
-def leaves(completions):
-    sys.exit("no model")
-
-
-def too_few(completions):
-    return [1.0]
-
-
-def not_a_number(completions):
-    return [1.0, math.nan, 3.0, "much"]
-
-
-def no_list(completions):
-    return 3
-
-
-def one_tensor(completions):
-    return torch.tensor(1.0)
-
-
-def by_completion(completions):
-    return dict.fromkeys(completions, 1.0)
-
-
 @pytest.mark.parametrize(
     ("function", "words", "num_failed"),
     [
-        (fails, "it raised KeyError: 'answer'", 4),
+        (lambda completions: {}["answer"], "it raised KeyError: 'answer'", 4),
         (hangs, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
         (tries_again, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
         (catches_all, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
-        (leaves, "it raised SystemExit: no model", 4),
-        (too_few, "expected 4 rewards, one for each completion, got 1", 4),
-        (not_a_number, "got nan for completion 1", 2),
-        (no_list, "expected a list of 4 numbers, got int", 4),
-        (one_tensor, "expected a list of 4 numbers, got Tensor", 4),
-        (by_completion, "expected a list of 4 numbers, got dict", 4),
+        (lambda completions: sys.exit("no model"), "it raised SystemExit: no model", 4),
+        (lambda completions: [1.0], "expected 4 rewards, one for each completion, got 1", 4),
+        (lambda completions: [1.0, math.nan, 3.0, "much"], "got nan for completion 1", 2),
+        (lambda completions: 3, "expected a list of 4 numbers, got int", 4),
+        (lambda completions: torch.tensor(1.0), "expected a list of 4 numbers, got Tensor", 4),
+        (lambda completions: dict.fromkeys(completions, 1.0), "expected a list of 4 numbers, got dict", 4),
     ],
 )
 def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed, capfd):

@@ -7,7 +7,7 @@ from odc_mpi.cli.model import generate
 from odc_mpi.cli.options import utf8
 
 if TYPE_CHECKING:
-    from odc_mpi.generation.run import GenerateArguments
+    from odc_mpi.generation.load import GenerateArguments
     from odc_mpi.runtime.world import World
 
 HELP = "talk to a run, a checkpoint or a Hugging Face model on the terminal"

@@ -11,7 +11,7 @@ from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
-    from odc_mpi.generation.run import GenerateArguments
+    from odc_mpi.generation.load import GenerateArguments
     from odc_mpi.runtime.world import World
 
 HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
@@ -80,7 +80,7 @@ def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, Wor
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with mpi_startup():
-            from odc_mpi.generation.run import GenerateArguments
+            from odc_mpi.generation.load import GenerateArguments
             from odc_mpi.runtime.world import World
 
         names = {field.name for field in fields(GenerateArguments)}

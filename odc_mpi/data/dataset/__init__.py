@@ -25,10 +25,5 @@ Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums 
 length and at most 4 KiB, because HDF5 stores others without checksums). A checksum of HDF5 covers what was stored.
 `checksums` and `content` also detect data that were exchanged, moved or never written.
 
-    format     names, types, digests and errors
-    writer     writes a data set
-    reader     opens a data set and reads sequences
-    verify     reads everything; finds out whether a file can be kept
-
-This package does not use MPI. Any number of ranks may have a file open for reading.
+Any number of ranks may have a file open for reading.
 """

@@ -156,12 +156,9 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set, by name.
+    """Return the contents of the tokenizer's files in a data set, by name. Raises an error if they are damaged.
 
     The result is empty if the data set contains no tokenizer, or if `path` is not a data set.
-
-    Raises:
-        DamagedDatasetError: The tokenizer in the data set is damaged.
     """
     if not is_dataset(path):
         return {}

@@ -18,8 +18,7 @@ _MAX_NUMBERS = 3
 def verify_dataset(path: Path) -> str:
     """Read everything in a data set, and return a line that describes it.
 
-    Raises:
-        UserError: The file is not a data set, or damaged. The message names the first damaged sequences.
+    Raises a UserError, which names the first damaged sequences, if the file is damaged or not a data set.
     """
     with Dataset(path) as dataset:
         damaged: dict[int, DamagedDatasetError] = {}

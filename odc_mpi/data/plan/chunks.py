@@ -44,10 +44,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
     as possible, beginning at the first token. The result has fewer chunks than `count` only if more chunks would not
     reduce the maximum cost.
 
-    Args:
-        length: Number of tokens of the sequence, at least 1.
-        count: Maximum number of chunks. `count * max_tokens` must be at least `length`.
-        max_tokens: Maximum number of tokens in a chunk.
+    `length` is the number of tokens of the sequence, from 1 to `count * max_tokens`; a chunk has at most `max_tokens`.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share.

@@ -7,15 +7,13 @@ Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992).
 the tail are tried. Since costs are estimates, the packing used is the one that ends earliest, with equal ranks and with
 ranks whose speeds differ.
 
-This module does not use MPI. Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
+Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
 every process computes the same packing.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,26 +50,24 @@ def pack_pool(
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        size: Number of ranks.
         available_at: Time at which each rank begins to claim, in units of cost, float64 [size], for each value of
             `SPREADS`; None for 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
-    best: tuple[Bins, npt.NDArray[np.intp]] | None = None
+    best: list[SequenceIndices] = []
     earliest = math.inf
+    each = costs.tolist()
     for bins in _PoolPacker(lengths, costs, max_tokens).candidates(size):
-        totals = bins.sums(costs)
-        order = np.lexsort((bins.firsts(), -totals))
-        work = constant + totals[order]
+        totals = _sums(each, bins)
+        order = sorted(range(len(bins)), key=lambda i: (-totals[i], min(bins[i])))
+        work = [constant + totals[i] for i in order]
         end = 0.0
         for spread, free in zip(SPREADS, starts, strict=True):
             if end < earliest:  # else this packing is already worse
                 end += makespan(work, size, spread, free)
         if end < earliest:
-            best, earliest = (bins, order), end
-    assert best is not None
-    microbatches = best[0].as_tuples()
-    return tuple(microbatches[i] for i in best[1])
+            best, earliest = [tuple(bins[i]) for i in order], end
+    return tuple(best)
 
 
 def makespan(
@@ -81,7 +77,6 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        size: Number of ranks.
         spread: Spread of speeds. Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
         available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
     """
@@ -101,43 +96,8 @@ def makespan(
     return float(free.max())
 
 
-class Bins:
-    """Bins of sequences, given by their positions in the minibatch.
-
-    Args:
-        members: Positions of the sequences, grouped by bin, int64 [n].
-        sizes: Number of sequences in each bin, at least 1, int64 [bins].
-    """
-
-    def __init__(self, members: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-        self._members, self._sizes = members, sizes
-        self._begins = np.cumsum(sizes) - sizes
-
-    @classmethod
-    def from_lists(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
-        """Create bins from lists of indices into `part`, an array of positions."""
-        members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
-        return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
-
-    def __add__(self, other: "Bins") -> "Bins":
-        return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
-
-    def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the sum of the values in each bin. `values` has one value per position. Sums are correctly rounded."""
-        sums = np.add.reduceat(values[self._members], self._begins)  # correctly rounded for one or two values
-        many = np.flatnonzero(self._sizes > 2)
-        flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
-        sums[many] = [math.fsum(flat[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        return sums
-
-    def firsts(self) -> npt.NDArray[np.int64]:
-        """Return the lowest position in each bin, int64 [bins]."""
-        return np.minimum.reduceat(self._members, self._begins)
-
-    def as_tuples(self) -> list[SequenceIndices]:
-        """Return a tuple of positions for each bin."""
-        members, begins = self._members.tolist(), self._begins.tolist()
-        return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
+def _sums(values: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
+    return [math.fsum([values[i] for i in indices]) for indices in bins]
 
 
 @dataclass(frozen=True)
@@ -148,33 +108,34 @@ class _PoolPacker:
     costs: npt.NDArray[np.float64]
     max_tokens: int
 
-    def candidates(self, size: int) -> Iterator[Bins]:
-        """Yield different packings for `size` ranks."""
-        rising = np.array(argsort_descending(self.costs))[::-1]
+    def candidates(self, size: int) -> Iterator[list[list[int]]]:
+        """Yield different packings for `size` ranks, as positions of the sequences in each bin."""
+        rising = argsort_descending(self.costs)[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
         for tail in TAIL_SHARES:
             num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
             small, large = rising[:num_small][::-1], rising[num_small:][::-1]
-            if not len(large):
+            if not large:
                 continue
             for per_rank in sorted({max(minimum, target) for target in PER_RANK}):
                 heads = self._pack_evenly(large, size * per_rank)
                 if not num_small:
                     yield heads
                     continue
-                max_cost = float(heads.sums(self.costs).max())
+                max_cost = max(_sums(self.costs.tolist(), heads))
                 for fraction in TAIL_RATIOS:
                     yield heads + self._pack(small, max_cost / fraction)
 
-    def _pack_evenly(self, part: npt.NDArray[np.int64], count: int) -> Bins:
+    def _pack_evenly(self, part: list[int], count: int) -> list[list[int]]:
         """Pack some sequences into about `count` bins of about equal cost, or more if `max_tokens` requires it."""
         costs = self.costs[part].tolist()
         if len(part) < min(MANY_PER_MICROBATCH * count, MANY):
-            bins = Bins.from_lists(part, [indices for indices in partition(costs, count) if indices])
-            if int(bins.sums(self.lengths).max()) <= self.max_tokens:
+            bins = [[part[i] for i in indices] for indices in partition(costs, count) if indices]
+            if max(_sums(self.lengths.tolist(), bins)) <= self.max_tokens:
                 return bins
         return self._pack(part, math.fsum(costs) / count)
 
-    def _pack(self, part: npt.NDArray[np.int64], max_cost: float) -> Bins:
-        return Bins.from_lists(part, even_fit(self.lengths[part], self.costs[part], self.max_tokens, max_cost))
+    def _pack(self, part: list[int], max_cost: float) -> list[list[int]]:
+        bins = even_fit(self.lengths[part], self.costs[part], self.max_tokens, max_cost)
+        return [[part[i] for i in indices] for indices in bins]

@@ -66,7 +66,6 @@ class FittedCostModel:
         self._observations: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
         self._new: list[tuple[float, float, float]] = []
         self._new_chunks: list[tuple[int, int, float]] = []  # begin, end, seconds
-        self._num_reported = self._num_reported_chunks = 0
         self._rows: ReportRows = np.zeros((0, ROW_LENGTH))
 
     @property
@@ -94,9 +93,8 @@ class FittedCostModel:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return a row with sums over this rank's observations since the last update, float64 [ROW_LENGTH]."""
+        """Return a row with sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
-        self._num_reported = len(self._new)
         if self._new:
             usual = self._usual()
             for tokens, squares, seconds in self._new:
@@ -109,22 +107,20 @@ class FittedCostModel:
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
-        self._num_reported_chunks = len(self._new_chunks)
         if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()
             for begin, end, seconds in self._new_chunks:
                 part = usual * replace(self._cost, chunk_factor=1.0).chunk(begin, end)
                 factor = (seconds - usual * self._cost.constant) / part if part > 0 else 1.0
                 row[10:] += [min(max(factor, 0.0), MAX_CHUNK_FACTOR), 1.0]
+        self._new.clear()
+        self._new_chunks.clear()
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
         """Fit the cost to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed sums of earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
-        del self._new[: self._num_reported]
-        del self._new_chunks[: self._num_reported_chunks]
-        self._num_reported = self._num_reported_chunks = 0
         if len(self._rows) != len(rows):
             self._rows = self._spread(len(rows))
         self._rows = self._rows * DECAY + rows

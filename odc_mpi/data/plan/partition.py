@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 #: If there are fewer changed bins than other bins by this factor, each is inserted. Otherwise all are sorted.
 FEW = 16
-#: Maximum number of pairs of items for which all differences are computed in one matrix.
-FEW_PAIRS = 4096
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
 # tuples they sort by decreasing cost. The index is unique to the bin, so the contents are never compared.
@@ -33,12 +31,8 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     two splits whose largest and smallest bins differ most, the largest bins of one with the smallest bins of the other,
     until one split is left. Empty bins are not stored, so the first joins are fast.
 
-    Args:
-        costs: Cost of each item, at least 0, [n].
-        size: Number of parts.
-
-    Returns:
-        The indices of the items in each part, sorted. The part with the largest cost comes first.
+    `costs` are at least 0. Returns the indices of the items in each part, sorted. The part with the largest cost comes
+    first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -105,12 +99,10 @@ def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: f
 
     For each high item, only the low items next to the target value are examined: all pairs would need quadratic memory.
     """
-    if len(high) * len(low) <= FEW_PAIRS:
-        return divmod(int(np.abs(high[:, None] - low - gap / 2).argmin()), len(low))
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
-    # The first of equal items, as above.
+    # The first of equal items.
     below = np.searchsorted(rising, rising[np.maximum(above - 1, 0)])
     partners = order[np.stack([below, np.minimum(above, len(low) - 1)])]
     misses = np.abs(high - low[partners] - gap / 2)
@@ -160,12 +152,8 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
     The number of bins is at most 11/9 times the minimum, plus 6/9 (Dósa 2007).
 
-    Args:
-        sizes: Size of each item, int64 [n], at most `capacity`.
-        capacity: Maximum total size of the items in a bin.
-
-    Returns:
-        The indices of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
+    `sizes` are those of the items, int64 [n], at most `capacity`, the maximum total size in a bin. Returns the indices
+    of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -197,9 +185,8 @@ def even_fit(
     The bins have about equal costs. The complexity is O(n log n).
 
     Args:
-        sizes: Size of each item, int64 [n], at most `capacity`.
+        sizes: Size of each item, int64 [n], at most `capacity`, the maximum total size of the items in a bin.
         costs: Cost of each item, float64 [n], at least 0.
-        capacity: Maximum total size of the items in a bin.
         max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
 
     Returns:

@@ -2,7 +2,8 @@
 
 The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
 So packing depends only on the sequences and on a cost that never changes. Complete microbatches are then assigned to
-ranks, for which the cost may change, such as a fitted cost. This module does not use MPI.
+ranks, for which the cost may change, such as a fitted cost. Microbatches of one sequence each, for models that cannot
+keep packed sequences apart, do not depend on the number of ranks either.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy as np
 from odc_mpi.data.plan.balance import BalanceStrategy, Costs, Lengths, Plan, check_fit, local_sort
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
-from odc_mpi.data.plan.partition import argsort_descending, partition
+from odc_mpi.data.plan.partition import argsort_descending, partition, partition_evenly
 from odc_mpi.errors import UserError
 
 #: Function that forms microbatches from lengths, the largest number of tokens and a cost.
@@ -61,6 +62,25 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
             "to lb_mini or dynamic, or run.exact to false"
         )
     return strategies[name]
+
+
+def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
+    """Return the variant of one of `BALANCE_STRATEGIES` whose microbatches have one sequence each, costliest first."""
+    return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
+
+
+def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    return tuple((i,) for i in range(len(lengths)))
+
+
+def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+    """Assign equal numbers of microbatches to the ranks. Some may be empty."""
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]
+    count = max(map(len, parts))
+    return Plan(tuple((*((i,) for i in part), *((),) * (count - len(part))) for part in parts))
 
 
 def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from odc_mpi.data.readers.records import InvalidRecordError, check_object
+from odc_mpi.data.readers.records import InvalidRecordError, check_object, parse_json
 
 #: Characters of text in a block: enough to keep a process busy, and few enough to keep the tokens' offsets in memory.
 _BLOCK_CHARS = 1 << 19
@@ -15,26 +15,15 @@ RepeatFn = Callable[[], int]
 T = TypeVar("T")
 
 
-class Block(Protocol):
-    """Consecutive records of one file or data set. Blocks are pickled to be sent to worker processes."""
-
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each record, its location for error messages and a function that returns the record.
-
-        The function raises an InvalidRecordError if the record cannot be parsed.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class RecordBlock:
-    """`Block` of parsed records.
+class Block:
+    """Consecutive records of one file or data set. Blocks are pickled to be sent to worker processes.
 
     Attributes:
-        name: Name of the source.
+        name: Path of the file, or name of the data set.
         unit: What the numbers count, such as "row".
         numbers: Number of each record, from 1.
-        values: The records, or an error for those that are invalid.
+        values: The records; lines of JSON, which are not parsed yet; or an error for each record that is invalid.
     """
 
     name: str
@@ -45,7 +34,7 @@ class RecordBlock:
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield, for each record, its location for error messages and a function that returns the record.
 
-        The function raises an InvalidRecordError if the value is not an object.
+        The function raises an InvalidRecordError if the record cannot be parsed, or is not an object.
         """
         for number, value in zip(self.numbers, self.values, strict=True):
             location = f"{self.name}, {self.unit} {number}"
@@ -53,6 +42,8 @@ class RecordBlock:
 
 
 def _to_record(value: Any, location: str) -> dict[str, Any]:
+    if isinstance(value, bytes):
+        return parse_json(value, location)
     if isinstance(value, InvalidRecordError):
         raise InvalidRecordError(f"{location}: {value}")
     return check_object(value, location)

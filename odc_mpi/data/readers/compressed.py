@@ -21,11 +21,7 @@ def bare_suffix(path: Path) -> str:
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream of the file's decompressed bytes, which has a method `peek`.
-
-    Raises:
-        UserError: The package zstandard is missing.
-    """
+    """Return a stream of the file's decompressed bytes, with a method `peek`. Raises a UserError without zstandard."""
     if path.suffix == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix == ".zst":

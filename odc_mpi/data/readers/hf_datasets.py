@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.blocks import RecordBlock, RepeatFn, without_nulls
+from odc_mpi.data.readers.blocks import Block, RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 _BATCH_ROWS = 256
@@ -65,16 +65,11 @@ def load(name: str, split: str | None) -> Any:
 
 def read_rows(
     name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
-) -> Iterator[RecordBlock]:
+) -> Iterator[Block]:
     """Yield the rows of a data set in blocks, without columns of images, sound and other media.
 
-    Args:
-        name: Name of the source.
-        dataset: The `datasets.Dataset`.
-        num_bytes: Size of its files, of which `on_bytes_read` receives approximate parts.
-
-    Raises:
-        UserError: The rows cannot be read.
+    `num_bytes` is the size of its files, of which `on_bytes_read` receives approximate parts. Raises a UserError if the
+    rows cannot be read.
     """
     # Features of media have this attribute, and would be decoded; so do `Json` columns, whose text is to be decoded.
     columns = [
@@ -91,5 +86,5 @@ def read_rows(
         rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         indices = [index for index in range(len(rows)) for _ in range(num_repeats())]
         if indices:
-            yield RecordBlock(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
+            yield Block(name, "row", [begin + index + 1 for index in indices], [rows[i] for i in indices])
         on_bytes_read(num_bytes * len(rows) // len(dataset))

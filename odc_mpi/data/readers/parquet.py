@@ -3,11 +3,10 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.readers.blocks import RepeatFn, without_nulls
+from odc_mpi.data.readers.blocks import Block, RepeatFn, without_nulls
 from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
@@ -16,44 +15,11 @@ _BATCH_ROWS = 256
 _BUFFER_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """Some rows of a file.
-
-    Attributes:
-        name: Path of the file.
-        numbers: Row number of each row, from 1.
-        batch: Rows in Arrow's streaming format.
-    """
-
-    name: str
-    numbers: list[int]
-    batch: bytes
-
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each row, its location for error messages and a function that returns the record.
-
-        Raises:
-            UserError: The rows contain a value that Python cannot represent, or pyarrow is missing.
-        """
-        pyarrow = _library(self.name)
-        try:
-            with pyarrow.ipc.open_stream(self.batch) as stream:
-                rows = [without_nulls(row) for batch in stream for row in batch.to_pylist()]
-        except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
-            location = f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}"
-            raise UserError(f"{location}: cannot be read ({one_line_message(error)}): change SOURCE") from error
-        for number, row in zip(self.numbers, rows, strict=True):
-            yield f"{self.name}, row {number}", lambda row=row: row  # type: ignore[misc]
-
-
-def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
+def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
     """Yield the rows of a file in blocks, in the order of the file.
 
     `DataSource.read` explains the other arguments. The number of bytes that `on_bytes_read` receives is approximate.
-
-    Raises:
-        UserError: The file cannot be read, or pyarrow is missing.
+    Raises a UserError if the file or a value cannot be read, or pyarrow is missing.
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
@@ -64,8 +30,13 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
             if indices:
                 # Without columns of times: they contain no text, and Python cannot represent nanoseconds.
                 no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
-                text = batch.take(indices).select(no_times)
-                yield RowBlock(str(path), [done + i + 1 for i in indices], _to_ipc_stream(pyarrow, text))
+                numbers = [done + i + 1 for i in indices]
+                try:
+                    rows = [without_nulls(row) for row in batch.take(indices).select(no_times).to_pylist()]
+                except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
+                    place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
+                    raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
+                yield Block(str(path), "row", numbers, rows)
             done += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
 
@@ -91,17 +62,9 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error
 
 
-def _to_ipc_stream(pyarrow: Any, batch: Any) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return bytes(sink.getvalue())
-
-
 def _library(name: str) -> Any:
     try:
         import pyarrow
-        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"reading {name!r} requires the package pyarrow: pip install 'odc_mpi[parquet]'") from error

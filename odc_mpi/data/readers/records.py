@@ -41,15 +41,7 @@ class InvalidRecords:
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record.
-
-    Args:
-        line: Line of the file.
-        location: File and line number, for error messages.
-
-    Raises:
-        InvalidRecordError: The line is not a JSON object in UTF-8.
-    """
+    """Decode a line into a record. Raises an InvalidRecordError if it is not a JSON object in UTF-8."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -73,11 +65,7 @@ def check_object(value: Any, location: str) -> dict[str, Any]:
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text of a required field.
-
-    Raises:
-        InvalidRecordError: The field is missing, not a string, or not Unicode text.
-    """
+    """Return the text of a required field. Raises an InvalidRecordError if it is missing or not Unicode text."""
     if field not in record:
         raise InvalidRecordError(f"{location}: expected the field {field!r}, got {field_names(record)}")
     text = record[field]

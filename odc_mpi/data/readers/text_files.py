@@ -7,14 +7,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from odc_mpi.data.readers.blocks import Block, RecordBlock, RepeatFn, split_into_blocks
+from odc_mpi.data.readers.blocks import Block, RepeatFn, split_into_blocks
 from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompression_errors
-from odc_mpi.data.readers.records import InvalidRecordError, parse_json
+from odc_mpi.data.readers.records import InvalidRecordError
 from odc_mpi.errors import UserError
 
 #: Suffixes of JSON lines. Other files that are neither arrays nor tables are read as JSON lines, too.
@@ -36,30 +35,6 @@ _SHOWN_CHARS = 30  # of invalid text
 _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bracket must not load the complete file
 
 
-@dataclass(frozen=True)
-class LineBlock:
-    """Some lines of a file that are not blank.
-
-    Attributes:
-        name: Path of the file.
-        numbers: Line number of each line, from 1.
-        lines: Content of each line.
-    """
-
-    name: str
-    numbers: list[int]
-    lines: list[bytes]
-
-    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each line, its location for error messages and a function that returns the record.
-
-        The function raises an InvalidRecordError if the line is not a JSON object.
-        """
-        for number, line in zip(self.numbers, self.lines, strict=True):
-            location = f"{self.name}, line {number}"
-            yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
-
-
 class _Format(NamedTuple):
     """A format: what its numbers count, and a function that yields number, value and size of each item of a stream."""
 
@@ -71,17 +46,12 @@ def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int
     """Yield the records of a file in blocks, in the order of the file.
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, otherwise JSON
-    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments.
-
-    Raises:
-        UserError: The file cannot be read or decompressed, or the package zstandard is missing.
+    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments. Raises a
+    UserError if the file cannot be read or decompressed, or the package zstandard is missing.
     """
     format_, items = _open(path, on_bytes_read)
     for numbers, values in split_into_blocks(items, num_repeats):
-        if format_ is _LINES:
-            yield LineBlock(str(path), numbers, values)
-        else:
-            yield RecordBlock(str(path), format_.unit, numbers, values)
+        yield Block(str(path), format_.unit, numbers, values)
 
 
 def count_records(path: Path) -> int:
@@ -196,9 +166,7 @@ class _JsonArray:
     def next_element(self) -> tuple[Any, int]:
         """Return the next element and its number of characters.
 
-        Raises:
-            StopIteration: The array or the file has ended.
-            ValueError: The text is invalid.
+        Raises StopIteration at the end of the array or the file, and ValueError for invalid text.
         """
         following = self._peek()
         if following == "]":

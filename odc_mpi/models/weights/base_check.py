@@ -2,8 +2,7 @@
 
 An adapter checkpoint does not contain the base model. It contains the origin of the base (a directory, or a
 configuration and a seed), and a SHA-256 digest of each part. A part is a block of 256 MiB of a safetensors file, or a
-randomly initialized parameter. The parts are distributed over the ranks. Each rank reads its share to compute the
-digests, and reads it again to verify them.
+randomly initialized parameter. The parts are distributed over the ranks.
 """
 
 from collections.abc import Mapping

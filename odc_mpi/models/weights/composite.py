@@ -62,8 +62,7 @@ def is_composite(path: Path) -> bool:
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     """Return the multimodal model of a configuration, or None for a configuration of a language model.
 
-    Raises:
-        UserError: AutoModelForCausalLM has no class for the text part, or AutoModelForMultimodalLM none for the model.
+    Raises a UserError if transformers has no class for the model, or none for the language model of its text part.
     """
     inner = config.get_text_config()
     if inner is config:

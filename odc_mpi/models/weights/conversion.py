@@ -28,7 +28,6 @@ def loaded_tensors(
     """Return, for each wanted name in a module, the regions of stored tensors from which its tensor is read.
 
     Args:
-        module: Model on the meta device.
         stored: Functions that return the descriptions of the tensors in the files, keyed by the names in the files.
             A function is called only if its tensor is used.
         wanted: Names of parameters and buffers in the module. Those that the files do not have are not in the result.
@@ -60,9 +59,7 @@ def published_tensors(
 ) -> dict[str, PlacedTensor]:
     """Return the tensors that `save_pretrained` writes as regions of a module's tensors, by their published names.
 
-    Args:
-        module: Model on the meta device.
-        shapes: Shapes of the module's parameters and persistent buffers, by name. Tied parameters occur once.
+    `shapes` are those of the module's parameters and persistent buffers, by name. Tied parameters occur once.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
     state: dict[str, Any] = {

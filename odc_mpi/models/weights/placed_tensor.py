@@ -15,74 +15,63 @@ from odc_mpi.checkpoint.index import Hyperslab, hyperslabs
 from odc_mpi.shard.local_shards import WeightSource
 
 
+class Dimension(NamedTuple):
+    """Dimension of a box: the distance of neighbors in the flattened stored tensor, the first index, and the extent."""
+
+    stride: int
+    position: int
+    size: int
+
+
 class Region(NamedTuple):
     """Box of a tensor, whose elements are stored in another tensor.
 
     Attributes:
         source: Name of the stored tensor.
         offset: Index of the first element of the box in the flattened stored tensor.
-        strides: Distance of neighbors in the flattened stored tensor, for each dimension of the box.
-        position: First index of the box in each dimension.
-        size: Extent of the box in each dimension.
+        dims: Dimensions of the box.
     """
 
     source: str
     offset: int
-    strides: tuple[int, ...]
-    position: tuple[int, ...]
-    size: tuple[int, ...]
+    dims: tuple[Dimension, ...]
 
     def clip(self, box: Hyperslab) -> "Region | None":
         """Return the part of this region in a box, with its position relative to the box, or None if it is empty."""
-        bounds = [
-            (max(low, start), min(high, start + extent))
-            for (low, high), start, extent in zip(box, self.position, self.size, strict=True)
-        ]
-        if any(low >= high for low, high in bounds):
-            return None
-        skipped = [low - start for (low, _), start in zip(bounds, self.position, strict=True)]
-        return self._replace(
-            offset=self.offset + sum(stride * n for stride, n in zip(self.strides, skipped, strict=True)),
-            position=tuple(low - first for (low, _), (first, _) in zip(bounds, box, strict=True)),
-            size=tuple(high - low for low, high in bounds),
-        )
+        offset, dims = self.offset, []
+        for (low, high), dim in zip(box, self.dims, strict=True):
+            first, last = max(low, dim.position), min(high, dim.position + dim.size)
+            if first >= last:
+                return None
+            offset += dim.stride * (first - dim.position)
+            dims.append(Dimension(dim.stride, first - low, last - first))
+        return Region(self.source, offset, tuple(dims))
 
     def move(self, dim: int, distance: int) -> "Region":
         """Return this region at another position in a dimension."""
-        position = list(self.position)
-        position[dim] += distance
-        return self._replace(position=tuple(position))
+        dims = list(self.dims)
+        dims[dim] = dims[dim]._replace(position=dims[dim].position + distance)
+        return self._replace(dims=tuple(dims))
 
     def insert(self, dim: int, index: int) -> "Region":
         """Return this region with a new dimension, in which it has one element, at `index`."""
-        return self._rearrange(lambda values, new: [*values[:dim], new, *values[dim:]], (0, index, 1))
+        return self._replace(dims=(*self.dims[:dim], Dimension(0, index, 1), *self.dims[dim:]))
 
     def drop(self, dim: int) -> "Region":
         """Return this region without a dimension, in which it has one element."""
-        return self._rearrange(lambda values, _: [*values[:dim], *values[dim + 1 :]])
+        return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
 
     def swap(self, dim0: int, dim1: int) -> "Region":
         """Return this region with two dimensions exchanged."""
-
-        def exchange(values: Sequence[int], _: int) -> list[int]:
-            swapped = list(values)
-            swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
-            return swapped
-
-        return self._rearrange(exchange)
+        dims = list(self.dims)
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return self._replace(dims=tuple(dims))
 
     def read(self, source: WeightSource) -> torch.Tensor:
         """Read the elements of this region, from the smallest range of the stored tensor that contains them."""
-        last = self.offset + sum(s * (n - 1) for s, n in zip(self.strides, self.size, strict=True))
+        last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
         stored = source.read(self.source, self.offset, last + 1)
-        return stored.as_strided(self.size, self.strides)
-
-    def _rearrange(
-        self, change: Callable[[Sequence[int], int], list[int]], new: tuple[int, int, int] = (0, 0, 0)
-    ) -> "Region":
-        fields = zip((self.strides, self.position, self.size), new, strict=True)
-        strides, position, size = (tuple(change(values, value)) for values, value in fields)
-        return self._replace(strides=strides, position=position, size=size)
+        return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])
 
 
 class PlacedTensor(torch.Tensor):
@@ -94,7 +83,8 @@ class PlacedTensor(torch.Tensor):
     def of(cls, name: str, shape: Sequence[int]) -> Self:
         """Return a tensor of which all elements are stored in the tensor `name` of the same shape."""
         placed = torch.empty(tuple(shape), device="meta").as_subclass(cls)
-        placed.regions = [Region(name, 0, placed.stride(), (0,) * len(shape), tuple(shape))]
+        dims = zip(placed.stride(), placed.shape, strict=True)
+        placed.regions = [Region(name, 0, tuple(Dimension(stride, 0, size) for stride, size in dims))]
         return placed
 
     @classmethod
@@ -116,7 +106,7 @@ class PlacedTensor(torch.Tensor):
         if start >= stop:
             return torch.empty(0)
         region = self.regions[0]
-        if region.size == self.shape and region.strides == self.stride():
+        if [(dim.stride, dim.size) for dim in region.dims] == list(zip(self.stride(), self.shape, strict=True)):
             return source.read(region.source, region.offset + start, region.offset + stop)
         parts = [self._read_box(source, box).reshape(-1) for _, _, box in hyperslabs(self.shape, start, stop)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -128,7 +118,7 @@ class PlacedTensor(torch.Tensor):
             return values[0]
         merged = torch.empty([high - low for low, high in box], dtype=values[0].dtype)
         for region, elements in zip(regions, values, strict=True):
-            merged[tuple(slice(p, p + n) for p, n in zip(region.position, region.size, strict=True))] = elements
+            merged[tuple(slice(dim.position, dim.position + dim.size) for dim in region.dims)] = elements
         return merged
 
 

@@ -33,8 +33,6 @@ class SafetensorsWeights(HashedWeights):
     """Parameters of a module in safetensors files, under the names of the module or under the published names.
 
     Args:
-        path: Hugging Face directory.
-        module: Model on the meta device.
         composite: Multimodal model whose weights the directory has, if `module` is its text model.
         new: Sources of parameters that the files may lack, by the beginning of their names.
 

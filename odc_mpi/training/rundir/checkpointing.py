@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi import __version__
-from odc_mpi.checkpoint.digest import blocks, compute_digest
-from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, TensorRecord, blocks, compute_digest
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import stored_type
 from odc_mpi.checkpoint.state import TrainingState

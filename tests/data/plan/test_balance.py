@@ -81,11 +81,6 @@ def test_packing_is_first_fit_decreasing() -> None:
     assert plan.microbatches == (((1, 3), (5, 2), (4, 0)),)
 
 
-def test_fewer_sequences_than_ranks() -> None:
-    plan = lb_mini(np.array([7, 3]), 5, 10, COST)
-    assert sorted(plan.microbatches, reverse=True) == [((1,),), ((0,),), (), (), ()]
-
-
 def shape(plan: Plan) -> list[list[int]]:
     return [list(map(len, microbatches)) for microbatches in plan.microbatches]
 
@@ -107,7 +102,7 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
 
 
 def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
-    plan = lb_micro(np.array([10] * 4 + [3] * 4), 2, 10, CostModel(0.0))
+    plan = lb_micro(np.array([1, 7, 7, 5, 7, 4, 9]), 2, 10, CostModel(0.0))
     assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
 
 
@@ -126,11 +121,6 @@ def test_lb_micro_is_even_in_each_turn() -> None:
     assert len(plan.microbatches[0]) == len(plan.microbatches[1])
     for one, other in zip(*plan.microbatches, strict=True):
         assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
-
-
-def test_lb_micro_pads_the_rank_that_has_one_sequence() -> None:
-    plan = lb_micro(np.array([9, 9, 9]), 2, 10, CostModel())
-    assert sorted(shape(plan)) == [[1, 0], [1, 1]]
 
 
 def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> None:
@@ -165,19 +155,6 @@ def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
     mean = float(COST.sequence(lengths).mean())
     counts = [len(dynamic(lengths, 8, 1 << 20, CostModel(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
     assert counts[0] > counts[1] > counts[2]
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_dynamic_ends_as_list_scheduling_must(size: int) -> None:
-    rng = np.random.default_rng(size)
-    for constant in (0.0, 100.0):
-        lengths = lognormal_lengths(rng, 40)
-        cost = CostModel(1.0, 1e-3, constant)
-        work = [cost.microbatch(lengths[list(pack)]) for pack in dynamic(lengths, size, 4096, cost).pool]
-        free = [0.0] * size
-        for one in work:
-            free[free.index(min(free))] += one
-        assert max(free) <= (2 - 1 / size) * max(max(work), sum(work) / size)
 
 
 @pytest.mark.parametrize("name", BALANCE_STRATEGIES)

@@ -10,10 +10,6 @@ def test_sequence_is_a_polynomial_of_the_length() -> None:
     assert cost.tolist() == [0.0, 2.5, 16.0]
 
 
-def test_default_counts_tokens() -> None:
-    assert CostModel().sequence(np.array([3, 70_000])).tolist() == [3.0, 70_000.0]
-
-
 def test_long_lengths_do_not_overflow() -> None:
     assert CostModel(0.0, 1.0).sequence(np.array([2**20], dtype=np.int32)).tolist() == [2.0**40]
 

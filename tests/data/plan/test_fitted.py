@@ -89,13 +89,6 @@ def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
     assert errors(ranks[0].cost, true).max() < 0.03
 
 
-def test_the_same_on_every_rank_to_the_last_bit() -> None:
-    ranks = [FittedCostModel(CostModel()) for _ in range(5)]
-    learn(ranks, slowness=[1.0, 2.0, 1.1, 0.7, 1.0])
-    assert {rank.cost for rank in ranks} == {ranks[0].cost}
-    assert {json.dumps(rank.state_dict()) for rank in ranks} == {json.dumps(ranks[0].state_dict())}
-
-
 def test_forgets_what_is_long_past() -> None:
     rank = FittedCostModel(CostModel())
     learn([rank], CostModel(1e-5, 1e-9), minibatches=100)

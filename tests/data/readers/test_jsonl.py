@@ -98,11 +98,6 @@ def test_byte_order_mark_and_windows_line_ends() -> None:
     ]
 
 
-def test_gzip() -> None:
-    content = gzip.compress(line({"text": "x"}) * 3)
-    assert len(read_bytes(content, "a.jsonl.gz")) == 3
-
-
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
