@@ -93,7 +93,7 @@ KEPT_IN = {
         "report.terminal",
     },
     "yaml": {"yaml_dialect"},
-    **{name: {"observe.trackers", "observe.tracker_callback"} for name in ("accelerate", "mlflow", "comet_ml")},
+    **{name: {"observe.trackers"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {

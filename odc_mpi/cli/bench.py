@@ -1,11 +1,12 @@
 """`odc-mpi bench`: the benchmarks.
 
-Outside mpiexec, a benchmark starts mpiexec and waits for it. Only the ranks import the benchmark modules.
+Outside mpiexec, a benchmark starts mpiexec and waits for it. Except for `start`, only the ranks import its module.
 """
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from odc_mpi.bench.measure import DEFAULT_SIZES, make_progress_printer, parse_sizes, print_result
 from odc_mpi.cli import mpiexec
 from odc_mpi.cli.options import add_scenario, build_scenario, positive_int, step_seconds
-from odc_mpi.errors import AllRanksUserError
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.simulate.options import LENGTHS, ScenarioOptions
@@ -150,6 +151,40 @@ def _run_train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _add_start(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: small models")
+    for name, default, text in (("ranks", "2,4,8,16", "ranks"), ("units", "8,50", "units of the small models")):
+        help_text = f"numbers of {text}; default: {default}"
+        parser.add_argument(f"--{name}", type=_counts, default=_counts(default), metavar="LIST", help=help_text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _counts(text: str) -> list[int]:
+    """Parse numbers such as 2,4,8, each at least 2."""
+    counts = [positive_int(word.strip()) for word in text.split(",")]
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")
+    return list(dict.fromkeys(counts))
+
+
+def _run_start(arguments: argparse.Namespace) -> int:
+    from odc_mpi.bench import start
+
+    if is_launched():
+        raise UserError("bench start starts mpiexec itself: run it without mpiexec and srun")
+
+    def train(ranks: int, words: Sequence[str]) -> int:
+        return mpiexec.run(ranks, ["train", *words], timeout_s=arguments.timeout_s, stdout=subprocess.DEVNULL)
+
+    try:
+        result = start.measure(train, arguments.config, arguments.ranks, arguments.units, make_progress_printer(rank=0))
+    except TimeoutError as error:
+        print_error(error)
+        return 1
+    print_result(result, arguments.json)
+    return 0
+
+
 BENCHMARKS = {
     "transport": Benchmark(
         "fetches and pushes against memcpy, MPI collectives and gloo", _add_transport, _run_transport
@@ -158,4 +193,5 @@ BENCHMARKS = {
         "windows, collectives and tickets, with sleeps in place of computation", _add_schedule, _run_schedule
     ),
     "train": Benchmark("training with windows against FSDP2 and collectives", _add_train, _run_train),
+    "start": Benchmark("the seconds until the first step by phase, ranks and units", _add_start, _run_start),
 }

@@ -28,11 +28,11 @@ MAX_RANKS = 64
 GRACE_S = 10.0
 
 
-def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
+def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard output and standard error. SIGINT or SIGTERM to this process ends the ranks. Returns the
-    exit code of mpiexec, or 128 plus the number of the signal that killed it.
+    The ranks inherit standard error, and standard output unless `stdout` is given, as for Popen. SIGINT or SIGTERM to
+    this process ends the ranks. Returns the exit code of mpiexec, or 128 plus the number of the signal that killed it.
 
     Raises:
         UserError: mpiexec is not installed, or there are too many ranks for one node.
@@ -50,6 +50,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
                 [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
                 env=_OPEN_MPI | os.environ,
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends mpiexec cleanly
             )
             stack.callback(_end, process)

@@ -50,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_USAGE + settings.help_text(arguments.help))
         return 0
     from odc_mpi.observe.rank_log import RankLog
+    from odc_mpi.runtime.start.start_times import StartTimes, process_start
     from odc_mpi.training.stop import StopRequest
+
+    start_times = StartTimes(process_start())
 
     # Before the imports: a scheduler may stop a run that has just started, and libraries warn when imported.
     with StopRequest() as stop, RankLog(launched_rank()) as log:
@@ -60,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
         if not isinstance(loaded, UserError):
             with gc_paused():
                 importlib.import_module("odc_mpi.models.build")
+        start_times.end("imports")
         with mpi_startup():
             from odc_mpi.runtime.world import World
 
         # With invalid settings the ranks start only to raise the error together.
         world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
+        start_times.end("mpi")
 
         def start() -> None:
             config = world.run_on_all(lambda: _unwrap(loaded))
@@ -75,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             from odc_mpi.training.run import train
 
             world.run_on_all(lambda: log.open(config.run.log_dir, world))
-            train(config, world, stop)
+            train(config, world, stop, start_times)
             return None
 
         return run_on_all_ranks(world, start)

@@ -6,7 +6,7 @@ over the ranks. This module does not communicate. Rank 0 writes the files.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -19,11 +19,20 @@ METRICS = "metrics.jsonl"
 
 
 class ProgressColumn(NamedTuple):
-    """A column of the progress line, `width` characters wide. `format_cell` returns its text for a step's metrics."""
+    """A column of the progress line, `width` characters wide. `template` has metrics in braces, as in `{loss:.4f}`."""
 
     title: str
     width: int
-    format_cell: Callable[[Mapping[str, Any]], str]
+    template: str
+
+    def format(self, metrics: Mapping[str, Any]) -> str:
+        """Return the text for the metrics of a step: empty if a metric is missing, and "-" if one is None."""
+        try:
+            return self.template.format_map(metrics)
+        except KeyError:
+            return ""
+        except TypeError:
+            return "-"
 
 
 class SummaryField(NamedTuple):

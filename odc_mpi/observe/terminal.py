@@ -31,7 +31,7 @@ from odc_mpi.observe.metrics import ProgressColumn
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
 #: Last column: the estimated time to the last step, from the mean duration of the steps since this start.
-_LEFT = ProgressColumn("left", 8, lambda line: format_duration(line["left"]))
+_LEFT = ProgressColumn("left", 8, "{left}")
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
@@ -61,14 +61,14 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             if not self._first_step:
                 self._began_s, self._first_step = now_s - metrics["step_s"], metrics["step"]
             step_s = (now_s - self._began_s) / (metrics["step"] - self._first_step + 1)
-            metrics = {**metrics, _LEFT.title: step_s * (self._total_steps - metrics["step"])}
-        cells = [_format_cell(column, metrics) for column in self._columns]
+            metrics = {**metrics, "left": format_duration(step_s * (self._total_steps - metrics["step"]))}
+        cells = [column.format(metrics) for column in self._columns]
         if metrics.get("skipped"):
             self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
             self._print(self._line(step, cells))
         if self._bar:
-            left = _format_cell(_LEFT, metrics)
+            left = _LEFT.format(metrics)
             self._bar.update(self._bar.task_ids[0], completed=metrics["step"], left=left, refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -102,14 +102,6 @@ _RESULTS = (
     ("eval accuracy (start -> final)", "eval_accuracy_start", "eval_accuracy", ".1%"),
     ("eval loss (start -> final)", "eval_loss_start", "eval_loss", ".4f"),
 )
-
-
-def _format_cell(column: ProgressColumn, metrics: Mapping[str, Any]) -> str:
-    """Return the text of a column, which is empty if the line lacks a metric of the column."""
-    try:
-        return column.format_cell(metrics)
-    except KeyError:
-        return ""
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:

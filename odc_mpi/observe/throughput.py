@@ -43,7 +43,7 @@ class ThroughputMetrics(Callback):
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
-    columns: ClassVar = (ProgressColumn("epoch", 5, lambda line: f"{line['epoch']:.2f}"),)
+    columns: ClassVar = (ProgressColumn("epoch", 5, "{epoch:.2f}"),)
 
     def __init__(self, num_ranks: int, device: torch.device, steps_per_epoch: int, flops: CostModel | None) -> None:
         self._num_ranks, self._device, self._steps_per_epoch = num_ranks, device, steps_per_epoch

@@ -7,9 +7,44 @@ from typing_extensions import override
 
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
 from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
+from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
+
+
+class StartReport(Callback):
+    """Adds the seconds of the phases of the start to the summary, of the slowest rank in each phase.
+
+    Must be the first callback, since the others' `on_train_begin` may evaluate the model.
+    """
+
+    def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
+        self._world, self._start_times, self._spans = world, start_times, spans
+        self._num_steps = 0
+
+    @override
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        self._start_times.end("other", **{kind: self._spans.seconds[kind] for kind in SHARDING})
+
+    @override
+    def on_step_begin(self, step: Step) -> None:
+        if not self._num_steps:
+            self._start_times.end("evaluation")
+
+    @override
+    def on_step_end(self, step: Step) -> None:
+        if not self._num_steps:
+            self._start_times.end("first_step")
+        self._num_steps += 1
+
+    @override
+    def on_train_end(self) -> dict[str, Any]:
+        """Return `start_s`. Collective."""
+        times_of_ranks = self._world.gather_objects(self._start_times.seconds)
+        phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
+        return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}
 
 
 class StepTimeMetrics(Callback):
@@ -22,9 +57,9 @@ class StepTimeMetrics(Callback):
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
     columns: ClassVar = (
-        ProgressColumn("idle", 6, lambda line: f"{line['idle_fraction']:.1%}"),
-        ProgressColumn("micro", 5, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
-        ProgressColumn("slowest", 7, lambda line: f"rank {line['slowest_rank']}"),
+        ProgressColumn("idle", 6, "{idle_fraction:.1%}"),
+        ProgressColumn("micro", 5, "{microbatches_min}-{microbatches_max}"),
+        ProgressColumn("slowest", 7, "rank {slowest_rank}"),
     )
     summary: ClassVar = {
         "idle_fraction": SummaryField("idle_fraction", "mean"),

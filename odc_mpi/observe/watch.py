@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.live import Live
 from rich.table import Table
@@ -23,41 +23,27 @@ from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_conso
 _BACKLOG, _POLL_S = 20, 1.0
 #: Heights of the bars that show the course of a value, their number, and the steps that determine the time left.
 _HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
-
-
-class _Value(NamedTuple):
-    """A value that is shown: its title, the width of its column, its metric and its format."""
-
-    title: str
-    width: int
-    key: str
-    form: str
-
-    def format(self, line: Mapping[str, Any]) -> str:
-        return "-" if line[self.key] is None else format(line[self.key], self.form)
-
-
+#: Values that are shown, by objective, and those of all objectives. Each has one metric.
+_LOSS = [ProgressColumn("loss", 8, "{loss:.4f}"), ProgressColumn("held-out", 8, "{eval_loss:.4f}")]
 _FIRST = {
-    "sft": [_Value("loss", 8, "loss", ".4f"), _Value("held-out", 8, "eval_loss", ".4f")],
+    "sft": _LOSS,
     "dpo": [
-        _Value("loss", 8, "loss", ".4f"),
-        _Value("held-out", 8, "eval_loss", ".4f"),
-        _Value("accuracy", 8, "rewards/accuracies", ".1%"),
-        _Value("held-out", 8, "eval_rewards/accuracies", ".1%"),
+        *_LOSS,
+        ProgressColumn("accuracy", 8, "{rewards/accuracies:.1%}"),
+        ProgressColumn("held-out", 8, "{eval_rewards/accuracies:.1%}"),
     ],
     "reward": [
-        _Value("loss", 8, "loss", ".4f"),
-        _Value("held-out", 8, "eval_loss", ".4f"),
-        _Value("accuracy", 8, "accuracy", ".1%"),
-        _Value("held-out", 8, "eval_accuracy", ".1%"),
+        *_LOSS,
+        ProgressColumn("accuracy", 8, "{accuracy:.1%}"),
+        ProgressColumn("held-out", 8, "{eval_accuracy:.1%}"),
     ],
     "grpo": [
-        _Value("reward", 8, "reward", ".4f"),
-        _Value("held-out", 8, "eval_reward", ".4f"),
-        _Value("length", 7, "completions/mean_length", ".1f"),
+        ProgressColumn("reward", 8, "{reward:.4f}"),
+        ProgressColumn("held-out", 8, "{eval_reward:.4f}"),
+        ProgressColumn("length", 7, "{completions/mean_length:.1f}"),
     ],
 }
-_LAST = [_Value("tokens/s", 9, "tokens_per_s", ",.0f"), _Value("idle", 6, "idle_fraction", ".1%")]
+_LAST = [ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"), ProgressColumn("idle", 6, "{idle_fraction:.1%}")]
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
@@ -85,8 +71,7 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
                 live.update(_block(lines, run["steps"], shown), refresh=True)
                 last = lines[-1]["step"]
     else:
-        columns = [ProgressColumn(value.title, value.width, value.format) for value in shown]
-        reporter = ProgressReporter(run["steps"], columns, console)
+        reporter = ProgressReporter(run["steps"], shown, console)
         for lines in _updates(run_dir, run["steps"], is_running):
             for line in lines if last >= 0 else lines[-_BACKLOG:]:
                 if line["step"] > last:
@@ -110,7 +95,7 @@ def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> I
             time.sleep(_POLL_S)
 
 
-def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[_Value]) -> Table:
+def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[ProgressColumn]) -> Table:
     """Return a row for the progress, and for each value a row of the latest, its course, its minimum and maximum."""
     table = Table.grid(padding=(0, 2))
     step, recent = lines[-1]["step"], [line for line in lines if line["step"]][-_RECENT:]
@@ -119,12 +104,13 @@ def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[_
     left_s = (times[-1] - times[0]).total_seconds() / (len(times) - 1) * (num_steps - step) if len(times) > 1 else None
     left = "" if left_s is None else f"{format_duration(left_s)} left"
     table.add_row("step", f"{step}/{num_steps}", "█" * done + "▁" * (_NUM_BARS - done), left)
-    for value in shown:
-        found = [line for line in lines if line.get(value.key) is not None]
+    for column in shown:
+        metric = column.template[1:].partition(":")[0]
+        found = [line for line in lines if line.get(metric) is not None]
         if found:
-            ends = [value.format(each(found, key=lambda line: line[value.key])) for each in (min, max)]
-            course = _bars([line[value.key] for line in found])
-            table.add_row(value.title, value.format(found[-1]), course, f"{ends[0]} to {ends[1]}")
+            ends = [column.format(each(found, key=lambda line: line[metric])) for each in (min, max)]
+            course = _bars([line[metric] for line in found])
+            table.add_row(column.title, column.format(found[-1]), course, f"{ends[0]} to {ends[1]}")
     return table
 
 

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 from odc_mpi.formatting import format_seconds, format_size
-from odc_mpi.report.figures import BarColumn, bar_table, benchmark_report
+from odc_mpi.report import plots
+from odc_mpi.report.bar_columns import BarColumn, bar_table
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import (
     BLUE,
@@ -97,7 +100,7 @@ def _schedule(result: Mapping[str, Any]) -> ReportPage:
     best = "on demand" if measured else "on demand, as simulated"
     title = f"{gain:.2f} times as fast {best}: {on_demand} compared with {baseline}"
     figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
-    return benchmark_report(result, title, subtitle, figures)
+    return _benchmark_report(result, title, subtitle, figures)
 
 
 def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
@@ -131,7 +134,7 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(Plot("gantt", "gantt", title, (charts, _STYLES)), caption)
+    return Figure(Plot("gantt", title, partial(plots.gantt, charts, _STYLES)), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -156,22 +159,19 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
-    caption = (
-        "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion that is "
-        f"generated last. Generation is {result['generation_fraction']:.0%} of the work."
-        if is_rl
-        else _floor(result)
-    )
+    if is_rl:
+        caption = (
+            "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion "
+            f"that is generated last. Generation is {result['generation_fraction']:.0%} of the work."
+        )
+    else:
+        fraction = result["longest_sequence_bound_fraction"]
+        caption = (
+            "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work "
+            f"distributed evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest "
+            "sequence."
+        )
     return bar_table("speedups", title, columns, names, caption)
-
-
-def _floor(result: Mapping[str, Any]) -> str:
-    """Return a caption that explains the floor."""
-    fraction = result["longest_sequence_bound_fraction"]
-    return (
-        "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work distributed "
-        f"evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
-    )
 
 
 def _train(result: Mapping[str, Any]) -> ReportPage:
@@ -193,17 +193,50 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     caption = "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks."
     figures = [bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
-    losses_title = (
-        f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
-    )
+    heading = f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
-    figures.append(Figure(Plot("curves", "loss", losses_title, ([[Panel("loss", [curve])]], "minibatch"))))
+    draw = partial(plots.curves, [[Panel("loss", [curve])]], "minibatch")
+    figures.append(Figure(Plot("loss", heading, draw)))
     subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
-    return benchmark_report(result, title, subtitle, figures)
+    return _benchmark_report(result, title, subtitle, figures)
+
+
+def _start(result: Mapping[str, Any]) -> ReportPage:
+    starts, predicted, cores = result["starts"], result["predicted_s"], result["cores"]
+    phases = [phase for phase in starts[0]["start_s"] if any(start["start_s"][phase] >= 0.005 for start in starts)]
+
+    def row(ranks: str, start: Mapping[str, Any], seconds: Mapping[str, float], memory: str) -> list[str]:
+        return [
+            ranks,
+            str(start["units"] or "-"),
+            *(f"{s:.2f}" if (s := seconds[phase]) < 100 else f"{s:.0f}" for phase in phases),
+            memory,
+        ]
+
+    rows = [row(str(start["ranks"]), start, start["start_s"], f"{start['host_bytes'] >> 20:,}") for start in starts]
+    last = starts[-1]
+    title = f"{last['ranks']} ranks on {cores} cores finish their first step after {last['start_s']['total']:.1f} s"
+    caption = "Seconds of each phase, on the slowest rank. The losses are the same for all numbers of ranks."
+    if predicted:
+        rows.append(row(f"{result['predicted_ranks']:,}*", last, predicted, "-"))
+        caption += " * predicted, not measured: a core for each rank, and no slower network."
+    of_units = [start for start in starts if start["units"] == last["units"]]
+    ranks = [start["ranks"] for start in of_units]
+    curves = [
+        Curve(phase.replace("_", " "), ranks, [start["start_s"][phase] for start in of_units], style, marker)
+        for phase, (style, marker) in zip(phases, cycle(_LINES), strict=False)
+    ]
+    heading = "seconds" + (f", {last['units']} units" if last["units"] else "")
+    plot = Plot("start", title, partial(plots.curves, [[Panel(heading, curves)]], "ranks"))
+    # Short, since a terminal has 100 columns.
+    headings = [phase.removeprefix("first_").removesuffix("s") for phase in phases]
+    table = Table("", ["ranks", "units", *headings, "MiB"], rows)
+    subtitle = [f"{cores} cores, {result['steps']} steps" + (f", {result['config']}" if result["config"] else "")]
+    return _benchmark_report(result, title, subtitle, [Figure(plot, caption, [table])])
 
 
 def _transport(result: Mapping[str, Any]) -> ReportPage:
@@ -216,7 +249,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
-    speeds_plot = Plot("curves", "speeds", title, ([curves], "bytes of a unit", lambda x: format_size(round(x))))
+    draw = partial(plots.curves, [curves], "bytes of a unit", lambda x: format_size(round(x)))
     tables = [
         _table_over_sizes(f"{heading} ± half the interquartile range", sizes, titles)
         for heading, titles in panels.items()
@@ -227,7 +260,7 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    return benchmark_report(result, title, subtitle, [Figure(speeds_plot, caption, tables)])
+    return _benchmark_report(result, title, subtitle, [Figure(Plot("speeds", title, draw), caption, tables)])
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
@@ -261,9 +294,20 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
     return f"{speed['median']:.{digits}f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
 
 
+def _benchmark_report(
+    result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
+) -> ReportPage:
+    """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
+    if "load_average" in result:
+        subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
+    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
+    return ReportPage(title, subtitle, skipped, figures, [])
+
+
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {
     "schedule": _schedule,
     "simulate": _schedule,
+    "start": _start,
     "train": _train,
     "transport": _transport,
 }

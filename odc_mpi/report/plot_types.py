@@ -1,8 +1,12 @@
 """Data types of plots, with colors and hatches. `report.plots` draws them."""
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from odc_mpi.report.svg import Drawing
 
 #: Text, lines and background. A page replaces them in dark mode.
 INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
@@ -28,24 +32,20 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot that is drawn by `svg`.
+    """Plot that is drawn by a function of `report.plots`.
 
     Attributes:
-        kind: Name of the function in `report.plots` that draws the plot.
         name: Name of the plot on the command line. It also determines the ids in the document.
-        parts: Positional arguments of the function.
+        draw: Function that draws the plot without its title.
     """
 
-    kind: str
     name: str
     title: str
-    parts: Sequence[Any]
+    draw: Callable[[], "Drawing"]
 
     def svg(self, *, standalone: bool = True) -> str:
         """Return an SVG document, with the title and a background if it is `standalone`."""
-        from odc_mpi.report import plots  # imported late: the module uses this one
-
-        return plots.draw(self.kind, self.name, self.title, self.parts, standalone=standalone)
+        return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
 
 
 @dataclass(frozen=True)

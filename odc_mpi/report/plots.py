@@ -4,7 +4,6 @@ Everything that differs by color also differs by hatching, by a marker or by a l
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +15,6 @@ from odc_mpi.report.svg import CHARACTER, LINE_HEIGHT, WIDTH, Axes, Drawing, for
 _ON_COLOR = "#fffffe"
 #: Space at the left of axes for labels, between panels, and maximum number of places with values in a panel.
 _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
-
-
-def draw(kind: str, name: str, title: str, parts: Sequence[Any], *, standalone: bool = True) -> str:
-    """Draw a plot as an SVG document. The arguments are the attributes of `Plot`.
-
-    Args:
-        standalone: True to draw the title and a background.
-    """
-    return KINDS[kind](*parts).document(name, textwrap.wrap(title, 118) if standalone else ())
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
@@ -237,8 +227,3 @@ def stack(
     axes.draw_x(lambda value: f"{value:g}", integers=True)
     drawing.text(WIDTH - 8, 262, xlabel, MUTED, text_anchor="end")
     return drawing
-
-
-KINDS: Mapping[str, Callable[..., Drawing]] = {
-    function.__name__: function for function in (gantt, bars, curves, histograms, stack)
-}

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from odc_mpi.report import plots
 from odc_mpi.report.page import Figure
 from odc_mpi.report.plot_types import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Curve, Panel, Plot, Style
 
@@ -102,7 +104,8 @@ def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Fig
     drawn = [[panel for panel in row if panel.curves] for row in rows]
     skipped = sum(bool(line.get("skipped")) for line in lines)
     caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
-    return Figure(Plot("curves", name, title, ([row for row in drawn if row], "step")), caption)
+    draw = partial(plots.curves, [row for row in drawn if row], "step")
+    return Figure(Plot(name, title, draw), caption)
 
 
 def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:

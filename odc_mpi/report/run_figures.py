@@ -3,11 +3,13 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from odc_mpi.report import plots
 from odc_mpi.report.page import Figure
 from odc_mpi.report.plot_types import (
     BLUE,
@@ -61,7 +63,9 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
     if left_out_s := sum(sum(local["left_out_s"].values()) for step in steps for local in step["ranks"]):
         caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
-    return Figure(Plot("gantt", "gantt", title, ([GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption)
+    return Figure(
+        Plot("gantt", title, partial(plots.gantt, [GanttChart("", rows, offsets[-1], marks)], _STYLES)), caption
+    )
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
@@ -123,7 +127,7 @@ def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     if at_once > 1:
         caption += f" Bars are means over {at_once} steps."
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
-    return Figure(Plot("stack", "time", title, (x, parts, styles, "step")), caption)
+    return Figure(Plot("time", title, partial(plots.stack, x, parts, styles, "step")), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
@@ -148,4 +152,5 @@ def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> l
         panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
     text = "; ".join(title)
-    return [Figure(Plot("histograms", "lengths", text[:1].upper() + text[1:], [panels]))] if panels else []
+    draw = partial(plots.histograms, panels)
+    return [Figure(Plot("lengths", text[:1].upper() + text[1:], draw))] if panels else []

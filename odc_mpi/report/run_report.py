@@ -1,5 +1,6 @@
 """Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,10 @@ from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
-from odc_mpi.formatting import format_duration, truncate_text
+from odc_mpi.formatting import format_duration, format_seconds, truncate_text
 from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_curves import loss_figure, rewards_figure
 from odc_mpi.report.run_figures import histograms, time_breakdown, timeline
-from odc_mpi.report.summary_groups import summary_groups
 
 #: Maximum magnitude of a number that can be drawn without overflow, with a margin. Excludes NaN.
 _MAX_DRAWN = 1e100
@@ -27,6 +27,39 @@ _OBJECTIVES = {
     "reward": "Training of a reward model",
     "grpo": "Training from rewards (GRPO)",
 }
+#: Groups of entries of summary.json, each followed by indented entries with their names.
+_SUMMARY = """
+Result
+    steps: steps; skipped_steps: skipped steps; loss_first: loss of the first step; loss_last: loss of the last step;
+    reward_first: mean reward of the first step; reward_last: mean reward of the last step;
+    eval_loss_start: held-out loss before training; eval_loss: held-out loss at the end;
+    eval_loss_best: lowest held-out loss; eval_perplexity: held-out perplexity at the end;
+    eval_accuracy_start: held-out accuracy before training; eval_accuracy: held-out accuracy at the end;
+    eval_reward_start: held-out reward before training; eval_reward: held-out reward at the end;
+    eval_exact_match_start: held-out exact match before training; eval_exact_match: held-out exact match at the end;
+    failed_rewards: rewards that failed; best_checkpoint: step of the best checkpoint
+Speed
+    elapsed_s: duration; start_s: start, by phase; tokens: tokens; tokens_per_s: tokens per second;
+    idle_fraction: idle, waiting at step ends; fetch_wait_s: waiting for parameters, per rank;
+    accumulate_wait_s: waiting for pushes, per rank; boundary_wait_s: waiting at step ends, per rank;
+    generate_s: generating, per rank; rollout_wait_s: waiting for completions, per rank;
+    groups_claimed_from_other_ranks: prompt groups trained by another rank; eval_s: evaluating;
+    checkpoint_pause_s: copying for checkpoints; checkpoint_wait_s: waiting for checkpoints
+Memory and traffic
+    peak_parameter_bytes: fetched parameters, peak per rank; peak_gradient_bytes: gradient buffers, peak per rank;
+    parameter_cache_bytes: cache of parameters, per rank; gradient_cache_bytes: cache of gradients, per rank;
+    bytes_fetched: fetched per step and rank; bytes_fetched_other_nodes: of these from other nodes;
+    bytes_pushed: pushed per step and rank; bytes_pushed_other_nodes: of these to other nodes;
+    collectives_per_minibatch: collectives per step
+Model and machine
+    num_parameters: parameters; num_trained_parameters: trained parameters; param_dtype: type of parameters;
+    device: device; world_size: ranks; num_nodes: nodes; hosts: hosts; mpi_library: MPI library;
+    window_device: window memory; zero_copy: zero-copy reads on a node; reduction: gradients travel by;
+    progress: progress thread; balance: balance of work; checkpoints_saved: checkpoints saved;
+    checkpoints_failed: checkpoints failed; run_dir: run directory
+"""
+#: Entries that repeat others, or that are details of the choice of communication.
+_OMITTED = {"decision", "ranks_per_node", "checkpoint_waits", "bytes_fetched_same_node", "bytes_pushed_same_node"}
 
 
 def describe(run_dir: Path) -> ReportPage:
@@ -65,7 +98,7 @@ def describe(run_dir: Path) -> ReportPage:
     if has_rewards:  # the loss of a policy gradient says nothing about progress
         summary = {key: value for key, value in summary.items() if not key.startswith("loss_")}
     title = f"Run {run_dir.resolve().name}"
-    return ReportPage(title, subtitle, notes, figures, samples, collapsed, tiles, summary_groups(summary))
+    return ReportPage(title, subtitle, notes, figures, samples, collapsed, tiles, _summary_groups(summary))
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -194,3 +227,38 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(f"{message['role']}: {message['content']}" for message in content)
     return str(content)
+
+
+def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
+    """Return a table per group of the entries of a summary. Entries with other keys are in a last group."""
+    groups = _parse(_SUMMARY)
+    known = {key for names in groups.values() for key in names} | _OMITTED
+    others = {key: key.replace("_", " ") for key in summary if key not in known}
+    tables = []
+    for heading, names in {**groups, "Other": others}.items():
+        rows = [[name, _format_value(key, summary[key])] for key, name in names.items() if summary.get(key) is not None]
+        tables += [Table(heading, ["", ""], rows)] if rows else []
+    return tables
+
+
+def _parse(text: str) -> dict[str, dict[str, str]]:
+    """Return the names of entries by group and key."""
+    blocks = [block.partition("\n") for block in re.split(r"\n(?=\w)", text.strip())]
+    return {heading: dict(item.strip().split(": ", 1) for item in entries.split(";")) for heading, _, entries in blocks}
+
+
+def _format_value(key: str, value: Any) -> str:
+    """Format an entry of a summary with its unit, which the key determines."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())
+    if "bytes" in key:
+        return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
+    if key.endswith("_per_s"):
+        return f"{value:,.0f}"
+    if key.endswith("_s"):
+        return format_duration(value) if value >= 60 else format_seconds(value) if value else "0 s"
+    if key.endswith(("_fraction", "_match", "_match_start", "_accuracy", "_accuracy_start")):
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

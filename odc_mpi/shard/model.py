@@ -100,7 +100,8 @@ class ShardedModel:
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
-        transport.allocate(self.layouts, self.close)
+        with self.spans.span("windows"):
+            transport.allocate(self.layouts, self.close)
         self._local_shards = LocalShards(transport, self.layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._local_shards.detach)
         for unit in self.units:
@@ -113,7 +114,8 @@ class ShardedModel:
         self._resources.callback(self._pusher.close)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)
-        self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
+        with self.spans.span("weights"):
+            self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
         self._placeholders = install_on_demand_parameters(self._names_by_module, self.units, transport, forwards)
         for unit in self.units:

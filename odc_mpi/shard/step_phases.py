@@ -12,6 +12,10 @@ Spans of activities do not overlap each other, but contain the communication dur
     generate, rollout_wait generating completions with their rewards, and waiting for completions of other ranks
     optimize               the optimizer step
     evaluate, save         an evaluation, and copying the state for a checkpoint
+
+Spans of sharding are counted, but not recorded:
+
+    windows, weights       allocating the windows, and loading the parameters
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +29,7 @@ T = TypeVar("T")
 #: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
 ACTIVITIES = ("generate", "rollout_wait", "optimize", "evaluate", "save")
+SHARDING = ("windows", "weights")
 #: Kinds of spans, as described in the module docstring.
 SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
@@ -44,7 +49,7 @@ class SpanRecorder:
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(SPAN_KINDS, 0.0)
+        self.seconds = dict.fromkeys((*SPAN_KINDS, *SHARDING), 0.0)
         self._is_recording = False
         self._recorded: list[Span] = []
 

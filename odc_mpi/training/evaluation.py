@@ -12,6 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.damage import DamageFoundError, PlaceholderDataset
 from odc_mpi.training.inputs import Inputs, initial_cost_model
+from odc_mpi.training.objectives.pairs import EXTREMES, PairScorer
 from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
 from odc_mpi.training.settings import Config, RunConfig
 
@@ -123,7 +125,7 @@ def held_out_pass(
 class HeldOutEvaluator(PeriodicEvaluator):
     """Base class of evaluators of sequences with these indices of a data set, which it closes at the end."""
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}"),)
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
         "eval_loss_start": SummaryField("eval_loss", "start"),
         "eval_loss": SummaryField("eval_loss", "last"),
@@ -143,40 +145,44 @@ class HeldOutEvaluator(PeriodicEvaluator):
 
 
 class PairEvaluator(HeldOutEvaluator):
-    """Base class of evaluators of pairs.
-
-    Attributes:
-        reductions: Function from the values of all pairs to a metric, by name of the value.
-    """
-
-    reductions: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]]
+    """Base class of evaluators of pairs, which compute the metrics of a scorer."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
         """Add the metric with the share of pairs in order, `accuracy`, to the progress line and the summary."""
-        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, lambda line: f"{line[accuracy]:.1%}"))
+        cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,
             "eval_accuracy_start": SummaryField(accuracy, "start"),
             "eval_accuracy": SummaryField(accuracy, "last"),
         }
 
-    @abstractmethod
-    def score(self, microbatch: Microbatch) -> torch.Tensor:
-        """Return the values of each pair in the order of `reductions`, float64 `[pairs, values]`. One-sided."""
+    def __init__(
+        self,
+        run: RunConfig,
+        model: ShardedModel,
+        forward_pass: ForwardPass,
+        indices: npt.NDArray[np.int64],
+        scorer: PairScorer,
+    ) -> None:
+        super().__init__(run, model, forward_pass, indices)
+        self._scorer = scorer
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the pairs, under the names of training with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
-        columns = list(zip(*rows, strict=True))[1:]
-        return {
-            f"eval_{name}": reduce(column)
-            for (name, reduce), column in zip(self.reductions.items(), columns, strict=True)
+        _, *columns = zip(*rows, strict=True)
+        names = ("loss", *self._scorer.statistics)
+        metrics = {
+            name: EXTREMES[name][0](column) if name in EXTREMES else fmean(column)
+            for name, column in zip(names, columns, strict=True)
         }
+        return {f"eval_{name}": value for name, value in {**metrics, **self._scorer.derived_metrics(metrics)}.items()}
 
     def _score(self, microbatch: Microbatch) -> list[list[float]]:
-        """Return index and values of each pair."""
-        values = self.score(microbatch).tolist()
+        """Return index, loss and statistics of each pair."""
+        scores = self._scorer(self._minibatch, microbatch)
+        values = torch.cat([scores.losses[:, None], scores.statistics], 1).tolist()
         return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
 
 

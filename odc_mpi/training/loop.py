@@ -28,9 +28,7 @@ from odc_mpi.training.update import Update
 class MinibatchSource(Callback, ABC):
     """Base class of sources of minibatches. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (
-        ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
-    )
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
         "tokens": SummaryField("num_input_tokens", "sum"),
         "tokens_per_s": SummaryField("tokens_per_s", "mean"),
@@ -57,7 +55,7 @@ class Objective(Callback, ABC):
             subclass can set it in `on_gathered`. Before the first step it must have its largest possible value.
     """
 
-    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
     summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
     loss_normalizer: float = 1.0
 

@@ -7,7 +7,7 @@
 The hooks of the training loop are called on the callbacks in this order:
 
     Objective, Update, MinibatchSource                  of the training loop
-    StepTimeMetrics, TrafficReport                      report times and bytes
+    StartReport, StepTimeMetrics, TrafficReport         report times and bytes
     FitCostModel, or those for rewards                  fit costs of sequences, or evaluate rewards
     ExponentCallback                                    only with fixed-point gradients
     LossEvaluator                                       adds the evaluation to the metrics of the step
@@ -40,28 +40,27 @@ from odc_mpi.models.configuration import flatten_config
 from odc_mpi.observe.callback import Callback
 from odc_mpi.observe.log import RunLogger
 from odc_mpi.observe.throughput import ThroughputMetrics
-from odc_mpi.observe.timing import StepTimeMetrics, TrafficReport
+from odc_mpi.observe.timing import StartReport, StepTimeMetrics, TrafficReport
 from odc_mpi.observe.trace import TraceCallback
-from odc_mpi.observe.tracker_callback import FINISH_S, TrackerCallback
-from odc_mpi.observe.trackers import require_tracker_packages
+from odc_mpi.observe.trackers import FINISH_S, TrackerCallback, require_tracker_packages
 from odc_mpi.probe.decision import Decision
+from odc_mpi.runtime.start.start_times import StartTimes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.training.anomalies.nonfinite import NonFiniteReport
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.damage import DamageFoundError
-from odc_mpi.training.dpo.build import build_dpo
 from odc_mpi.training.evaluation import LossEvaluator, held_out_pass
 from odc_mpi.training.exact.exponents import ExponentCallback
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.inputs import Inputs, TrainingData, open_inputs, training_flops
 from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
 from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.pairs.build import build_dpo, build_reward
 from odc_mpi.training.resolved_settings import resolve_settings
-from odc_mpi.training.reward.build import build_reward
 from odc_mpi.training.rl.build import build_grpo
 from odc_mpi.training.run_info import numel, startup_lines, steps_per_epoch, summary_fields
-from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
+from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata, state_digest
 from odc_mpi.training.rundir.resume import (
     DeferredErrorWeights,
     ResumePoint,
@@ -69,17 +68,19 @@ from odc_mpi.training.rundir.resume import (
     open_run,
     report_already_complete,
 )
-from odc_mpi.training.rundir.state_digest import state_digest
 from odc_mpi.training.settings import Config, dump
 from odc_mpi.training.source import DatasetSource, FitCostModel
 from odc_mpi.training.stop import StopRequest
 from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 
 
-def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
+def train(
+    config: Config, world: World, stop: StopRequest | None = None, start_times: StartTimes | None = None
+) -> dict[str, Any]:
     """Train from the first step, or from a checkpoint, to the last step. Collective.
 
     `stop` is a handler of stop requests that is already active; by default, a new one is active during this call.
+    `start_times` has the phases of the start before this call, if they shall be part of the summary.
     Returns the content of summary.json, the same on all ranks except for times; only `steps` if the run was already
     complete.
 
@@ -91,6 +92,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
+        start_times = start_times or StartTimes(perf_counter())
         world.timeout_s = config.comm.timeout_s
         world.require_same(dump(config), "the configuration")
         config, notes = resolve_settings(config, world, partial(_check_stop, stop, world))
@@ -103,10 +105,13 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         resume_point = find_resume_point(config, world, inputs)
         if resume_point and resume_point.step >= config.run.steps:
             return report_already_complete(resume_point, config, world)
+        start_times.end("inputs")
         decision = decide(config, world)
+        start_times.end("probe")
         metadata = run_metadata(config, world, inputs, resume_point)
         check_stop = partial(_check_stop, stop, world)
         trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point, check_stop))
+        trainer.callbacks.insert(0, StartReport(world, start_times, trainer.model.spans))
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point, notes)
         tracker_callback = _build_tracker_callback(config, world)
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)

@@ -18,10 +18,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
-from odc_mpi.training.dpo.settings import DPOConfig, check_dpo
+from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing import help as parsing_help
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
-from odc_mpi.training.reward.settings import RewardConfig, check_reward
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
     NAMES,

@@ -18,8 +18,8 @@ class Update(Callback):
     """Updates this rank's shards of the parameters. It skips the update if a gradient on any rank is not finite."""
 
     columns: ClassVar = (
-        ProgressColumn("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
-        ProgressColumn("lr", 8, lambda line: f"{line['learning_rate']:.2e}"),
+        ProgressColumn("grad norm", 9, "{grad_norm:.4g}"),
+        ProgressColumn("lr", 8, "{learning_rate:.2e}"),
     )
     summary: ClassVar = {"skipped_steps": SummaryField("skipped", "sum")}
 

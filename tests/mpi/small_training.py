@@ -9,6 +9,7 @@ import pytest
 import tiny_qwen2
 import torch
 import torch_reference
+import transformers
 
 from odc_mpi.data.loader import Loader
 from odc_mpi.training import settings as configuration
@@ -95,6 +96,17 @@ def training(config, world, inputs):
     yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
     trainer.model.close()
+
+
+def save_model(world, path, seed=3, max_shard_size="50GB", **changes):
+    """Have rank 0 write a model with new weights; return its directory, which all ranks can read."""
+    if world.rank == 0:
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(**QWEN2 | changes)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+    world.gather_objects(None)
+    return path
 
 
 def train_to_the_end(config, world, job=None, stop=None):

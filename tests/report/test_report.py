@@ -15,6 +15,7 @@ from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
 from odc_mpi.report.page import Figure, ReportPage, html
 from odc_mpi.report.plot_types import Curve, Panel, Plot
+from odc_mpi.report.plots import curves
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -364,13 +365,13 @@ def test_a_page_has_colours_for_both_backgrounds(run):
     page = written(run)
     assert 'fill="var(--ink)"' in page and 'stroke="var(--line)"' in page and "#0072b2" not in extract_plots(page)[0]
     assert "prefers-color-scheme: dark" in page and "@media print" in page
-    plot = Plot("curves", "p", 'a "b"', ([[Panel("", [Curve("", [1, 2], [3.0, 4.0])])]], "step"))
+    plot = Plot("p", 'a "b"', lambda: curves([[Panel("", [Curve("", [1, 2], [3.0, 4.0])])]], "step"))
     assert 'aria-label="a &quot;b&quot;"' in html(ReportPage("t", [], figures=[Figure(plot)]))
 
 
 def test_numbers_at_axes_differ():
     panel = Panel("", [Curve("", [1, 2], [0.0, 0.005])], ".0%")
-    drawn = Plot("curves", "p", "", ([[panel]], "step")).svg()
+    drawn = Plot("p", "", lambda: curves([[panel]], "step")).svg()
     assert ">0.2%<" in drawn and ">0.4%<" in drawn and ": 0.5%" in drawn
 
 
@@ -391,7 +392,7 @@ def user_error(capsys, *arguments):
         ("[1, 2]", "got other JSON"),
         ('{"loss": 1}', "got other JSON"),
         ('{"benchmark": ["schedule"]}', "got other JSON"),
-        ('{"benchmark": "baking"}', "schedule or simulate or train or transport, got output of baking"),
+        ('{"benchmark": "baking"}', "schedule or simulate or start or train or transport, got output of baking"),
         ('{"benchmark": "schedule"}', "scenario"),
         ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
         ('{"benchmark": "transport", "sizes": []}', "transport"),

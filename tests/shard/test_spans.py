@@ -7,7 +7,7 @@ from ranks import LateTransport, run_ranks
 from torch import nn
 
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.step_phases import ACTIVITIES, SPAN_KINDS, SYNC_POINTS, SpanRecorder
+from odc_mpi.shard.step_phases import ACTIVITIES, SHARDING, SPAN_KINDS, SYNC_POINTS, SpanRecorder
 
 
 def test_seconds_add_up_whether_spans_are_kept_or_not():
@@ -20,7 +20,7 @@ def test_seconds_add_up_whether_spans_are_kept_or_not():
     spans.add("gradients_complete", began + 1.0)
     assert spans.seconds["fetch"] == pytest.approx(4.0, abs=0.1)
     assert spans.seconds["gradients_complete"] == pytest.approx(1.0, abs=0.1)
-    assert spans.seconds.keys() == set(SPAN_KINDS)
+    assert spans.seconds.keys() == {*SPAN_KINDS, *SHARDING}
     first, second = spans.drain()
     assert (first.kind, first.began) == ("fetch", began)
     assert second.ended - second.began == pytest.approx(1.0, abs=0.1)

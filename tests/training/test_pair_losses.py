@@ -13,9 +13,9 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.pairs.microbatch import read_pairs
 from odc_mpi.data.tokenizer import train_tokenizer
-from odc_mpi.training.dpo.settings import DPOConfig
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective
+from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
 from odc_mpi.training.objectives.pair_losses import PairLogps, pair_loss, pair_statistics
+from odc_mpi.training.pairs.settings import DPOConfig
 
 # Of the libraries of TRL.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
@@ -135,13 +135,13 @@ def test_loss_metrics_and_gradients_are_those_of_trl(trl_trainer, types, weights
         reference = AnswerLogps(trainer.ref_model, packs=False)
         values = torch.cat([reference(read_pairs(minibatch.dataset, np.array([i]))).logps for i in range(3)])
     dpo = DPOConfig(0.1, types, weights, smoothing)
-    objective = DPOObjective(compute, dpo, SimpleNamespace(training=values))
-    loss, statistics = objective.loss_and_statistics(minibatch, microbatch)
+    objective = DPOObjective(PreferenceScorer(compute, dpo, values))
+    loss = objective.loss(None, minibatch, microbatch)
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         bound = 1e-6 + 1e-5 * float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
-    found = dict(zip(objective.gathered_names[1:], statistics.tolist(), strict=True))
+    found = dict(zip(objective.gathered_names[1:], objective._last_values.tolist(), strict=True))
     for name, value in found.items():
         assert value == pytest.approx(trainer._metrics["train"][name][0], rel=1e-5, abs=1e-6), name

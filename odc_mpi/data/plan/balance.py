@@ -1,7 +1,12 @@
 """Balance strategies: assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-Every rank computes the same plan, because plans depend only on values that are equal on
-all ranks, and ties are broken by index. All strategies have the signature `BalanceStrategy`.
+    local_sort   does not balance (for comparison)
+    lb_micro     equal numbers of microbatches on all ranks, and about equal costs of the k-th ones (for collectives)
+    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
+    dynamic      microbatches that idle ranks claim (for windows)
+
+Every rank computes the same plan, because plans depend only on values that are equal on all ranks, and ties are broken
+by index. All strategies have the signature `BalanceStrategy`.
 """
 
 import math

@@ -7,8 +7,8 @@ Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992).
 the tail are tried. Since costs are estimates, the packing used is the one that ends earliest, with equal ranks and with
 ranks whose speeds differ.
 
-Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so
-every process computes the same packing.
+Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so every process computes the same
+packing.
 """
 
 import math

@@ -1,22 +1,18 @@
 """Direct preference optimization (DPO, arXiv 2305.18290) and related losses of pairs of answers."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows
 from odc_mpi.models.logps.token_logps import TokenLogps
-from odc_mpi.observe.callback import Step
-from odc_mpi.observe.metrics import ProgressColumn
-from odc_mpi.shard import model as sharded
-from odc_mpi.training.dpo.reference import ReferenceLogps
-from odc_mpi.training.dpo.settings import DPOConfig
-from odc_mpi.training.loop import Objective
 from odc_mpi.training.objectives.pair_losses import STATISTICS, PairLogps, pair_loss, pair_statistics
-from odc_mpi.training.objectives.pairs import PairObjective
+from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
+from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):
@@ -60,51 +56,34 @@ class AnswerLogps:
         return AnswerScores(logps, lengths, scores.entropy.sum(), scores.router_loss)
 
 
-class DPOObjective(PairObjective):
-    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch, plus the loss of routers, if any.
+class PreferenceScorer(PairScorer):
+    """Scores pairs by a loss of DPO and the rewards of their answers.
 
-    Before the first step it loads or computes the log-probabilities under the reference model.
+    `reference` has the log-probabilities under the reference model by index of the pair in its data set, float64
+    `[pairs, 2]`. They need not be known before the first call.
     """
 
-    columns: ClassVar = (
-        *Objective.columns,
-        ProgressColumn("margin", 8, lambda line: f"{line['rewards/margins']:.4f}"),
-        ProgressColumn("accuracy", 8, lambda line: f"{line['rewards/accuracies']:.1%}"),
-    )
-    summed_names = gathered_names = ("loss", "entropy", *STATISTICS)
+    statistics = STATISTICS
+    token_sums = ("entropy",)
 
-    def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: ReferenceLogps) -> None:
+    def __init__(self, answer_logps: AnswerLogps, dpo: DPOConfig, reference: torch.Tensor) -> None:
         self._answer_logps, self._dpo, self._reference = answer_logps, dpo, reference
 
-    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Load or compute the log-probabilities of the reference model. Collective."""
-        self._reference.prepare(completed_steps)
-
-    def loss_and_statistics(self, minibatch: Minibatch, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contributions of a microbatch to the mean loss, and to the other means. One-sided."""
+    @override
+    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
         scores = self._answer_logps(microbatch)
         counts = minibatch.dataset.pair_counts
         assert counts is not None
-        num_pairs = len(minibatch.indices)
-        reference = self._reference.training[microbatch.indices].to(scores.logps.device)
+        reference = self._reference[microbatch.indices].to(scores.logps.device)
         mean_chosen_length = float(counts[minibatch.indices, 2].mean())
         pairs = PairLogps(scores.logps, reference, scores.lengths, mean_chosen_length)
-        loss = pair_loss(self._dpo, pairs).sum() / num_pairs
-        if scores.router_loss is not None:
-            loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
-        entropy = scores.entropy.double() / minibatch.num_tokens
-        return loss, torch.cat([entropy[None], pair_statistics(self._dpo, pairs).sum(0) / num_pairs])
+        statistics = pair_statistics(self._dpo, pairs)
+        return PairScores(pair_loss(self._dpo, pairs), statistics, scores.entropy.double()[None], scores.router_loss)
 
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics of `DPOTrainer` in TRL to those of the step: means over the pairs of all ranks."""
-        super().on_gathered(step, gathered)
-        metrics = step.metrics
-        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    @override
+    def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the digest of the reference model."""
-        return {"reference": self._reference.weights_digest}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digest of the reference model, whose log-probabilities `on_train_begin` then loads."""
-        self._reference.weights_digest = state_dict["reference"]
+class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
+    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch."""

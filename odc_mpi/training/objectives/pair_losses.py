@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from odc_mpi.training.dpo.settings import DPOConfig
+from odc_mpi.training.pairs.settings import DPOConfig
 
 #: Names of the columns of `pair_statistics`. They are those of the metrics of TRL.
 STATISTICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")

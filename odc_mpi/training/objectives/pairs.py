@@ -1,57 +1,113 @@
-"""Base class of objectives that are means over pairs of answers."""
+"""Objectives that are means over pairs of answers. DPO and reward models differ in how they score a pair."""
 
-from abc import abstractmethod
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
+from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
 _MAX_SUMMAND = 2.0**16
+#: Statistics that are reduced to an extreme over all pairs, and its value without pairs. The others are averaged.
+EXTREMES = {"min_reward": (min, math.inf), "max_reward": (max, -math.inf)}
+
+
+class PairScores(NamedTuple):
+    """Scores of the pairs of a microbatch.
+
+    Attributes:
+        losses: Loss of each pair, float64 `[pairs]`, with gradients.
+        statistics: Values of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
+        token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`, without gradients, or None.
+        router_loss: As in `TokenScores`.
+    """
+
+    losses: torch.Tensor
+    statistics: torch.Tensor
+    token_sums: torch.Tensor | None = None
+    router_loss: torch.Tensor | None = None
+
+
+class PairScorer(ABC):
+    """Base class of functions that score pairs under a model.
+
+    Attributes:
+        statistics: Names of the statistics of a pair.
+        token_sums: Names of the sums over loss tokens, of which training reports means.
+    """
+
+    statistics: tuple[str, ...]
+    token_sums: tuple[str, ...] = ()
+
+    @abstractmethod
+    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
+        """Score a microbatch of the minibatch, whose tensors are on the device of the model. One-sided."""
+
+    def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics that follow from the reduced statistics."""
+        return {}
 
 
 class PairObjective(Objective):
-    """Objective that sums the loss and statistics of the pairs of a minibatch.
+    """Mean of the losses of a scorer over all pairs of a minibatch, plus the loss of routers, if any.
 
-    The sums do not depend on the order of the microbatches, nor on their distribution over ranks.
-
-    Attributes:
-        summed_names: Names of the sums, beginning with `loss`.
+    Its metrics do not depend on the order of the microbatches, nor on their distribution over ranks.
     """
 
-    summed_names: tuple[str, ...]
+    def __init_subclass__(cls, margin: str, accuracy: str) -> None:
+        """Add the metrics `margin` and `accuracy` to the progress line."""
+        cls.columns = (
+            *Objective.columns,
+            ProgressColumn("margin", 8, f"{{{margin}:.4f}}"),
+            ProgressColumn("accuracy", 8, f"{{{accuracy}:.1%}}"),
+        )
 
-    @abstractmethod
-    def loss_and_statistics(self, minibatch: Minibatch, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contributions of a microbatch to the loss and to the other sums, `[len(summed_names) - 1]`.
-
-        The latter are float64 without gradients. One-sided.
-        """
+    def __init__(self, scorer: PairScorer) -> None:
+        self._scorer = scorer
+        self.gathered_names = ("loss", *scorer.token_sums, *scorer.statistics)
 
     def on_step_begin(self, step: Step) -> None:
-        """Set all sums of the step to 0."""
-        self._sums = dict.fromkeys(self.summed_names, 0.0)
+        """Reset all values of the step."""
+        self._values = {name: EXTREMES[name][1] if name in EXTREMES else 0.0 for name in self.gathered_names}
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
-        # Statistics are read after the backward, since a GPU has not computed them yet.
-        loss, self._last_statistics = self.loss_and_statistics(minibatch, microbatch)
+        scores, num_pairs = self._scorer(minibatch, microbatch), len(minibatch.indices)
+        loss = scores.losses.sum() / num_pairs
+        if scores.router_loss is not None:
+            loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
+        means = scores.statistics.sum(0) / num_pairs
+        reduced = {"min_reward": scores.statistics.amin(0), "max_reward": scores.statistics.amax(0)}
+        # Read after the backward, since a GPU has not computed them yet.
+        self._last_values = torch.stack([reduced.get(name, means)[i] for i, name in enumerate(self._scorer.statistics)])
+        if scores.token_sums is not None:
+            self._last_values = torch.cat([scores.token_sums / minibatch.num_tokens, self._last_values])
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the statistics of a microbatch to the sums of the step."""
-        for name, value in zip(self.summed_names, (result.loss, *self._last_statistics.tolist()), strict=True):
-            self._sums[name] += round_for_exact_sum(value, _MAX_SUMMAND)
+        """Add the loss and the statistics of a microbatch to those of the step."""
+        for name, value in zip(self.gathered_names, (result.loss, *self._last_values.tolist()), strict=True):
+            if name in EXTREMES:
+                self._values[name] = EXTREMES[name][0](self._values[name], value)
+            else:
+                self._values[name] += round_for_exact_sum(value, _MAX_SUMMAND)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return the sums of this rank's microbatches in the order of `summed_names`."""
-        return tuple(self._sums.values())
+        """Return the values of this rank's microbatches in the order of `gathered_names`."""
+        return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the sums over all ranks and the number of loss tokens to the metrics of the step."""
-        sums = {name: gathered.sum(name) for name in self.summed_names}
-        step.metrics |= {**sums, "num_tokens": step.minibatch.num_tokens}
+        """Add the metrics of the trainer in TRL to those of the step, over the pairs of all ranks."""
+        metrics = {
+            name: EXTREMES[name][0](gathered.per_rank(name).tolist()) if name in EXTREMES else gathered.sum(name)
+            for name in self.gathered_names
+        }
+        step.metrics |= {**metrics, "num_tokens": step.minibatch.num_tokens, **self._scorer.derived_metrics(metrics)}

@@ -1,25 +1,20 @@
 """Reward models (arXiv 2203.02155): the score of the chosen answer of a pair exceeds that of the rejected one."""
 
-import math
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch.nn.functional import logsigmoid
+from typing_extensions import override
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.data.pairs.microbatch import PairMicrobatch, as_padded_rows, select_last_tokens
 from odc_mpi.models.heads.scores import RewardScores
-from odc_mpi.observe.callback import MicrobatchResult, Step
-from odc_mpi.observe.metrics import ProgressColumn
-from odc_mpi.shard import model as sharded
-from odc_mpi.training.loop import Objective
-from odc_mpi.training.objectives.pairs import PairObjective
-from odc_mpi.training.reward.settings import RewardConfig
+from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
+from odc_mpi.training.pairs.settings import RewardConfig
 
 #: Names of the columns of `reward_statistics`. They are those of the metrics of TRL.
-STATISTICS = ("accuracy", "margin", "mean_reward")
-_EXTREMES = ("min_reward", "max_reward")
+STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
 
 class AnswerRewards:
@@ -41,47 +36,22 @@ class AnswerRewards:
         return self._scores(pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
 
 
-class RewardObjective(PairObjective):
-    """Mean of `reward_loss` over all pairs of a minibatch."""
+class RewardScorer(PairScorer):
+    """Scores pairs by the rewards of their answers."""
 
-    columns: ClassVar = (
-        *Objective.columns,
-        ProgressColumn("margin", 8, lambda line: f"{line['margin']:.4f}"),
-        ProgressColumn("accuracy", 8, lambda line: f"{line['accuracy']:.1%}"),
-    )
-    summed_names = ("loss", *STATISTICS)
-    gathered_names = (*summed_names, *_EXTREMES)
+    statistics = STATISTICS
 
     def __init__(self, answer_rewards: AnswerRewards, reward: RewardConfig) -> None:
         self._answer_rewards, self._reward = answer_rewards, reward
 
-    def on_step_begin(self, step: Step) -> None:
-        """Set all sums of the step to 0, and forget its lowest and highest rewards."""
-        super().on_step_begin(step)
-        self._lowest, self._highest = math.inf, -math.inf
-
-    def loss_and_statistics(self, minibatch: Minibatch, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contributions of a microbatch to the mean loss, and to the other means. One-sided."""
+    @override
+    def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
         rewards = self._answer_rewards(microbatch)
-        self._last_rewards = rewards.detach()
-        num_pairs = len(minibatch.indices)
-        return reward_loss(self._reward, rewards).sum() / num_pairs, reward_statistics(rewards).sum(0) / num_pairs
+        return PairScores(reward_loss(self._reward, rewards), reward_statistics(rewards))
 
-    def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the statistics of a microbatch to those of the step."""
-        super().on_microbatch_end(result)
-        rewards = self._last_rewards.flatten().tolist()
-        self._lowest, self._highest = min(self._lowest, *rewards), max(self._highest, *rewards)
 
-    def local_values(self) -> tuple[float, ...]:
-        """Return the sums of this rank's microbatches, and its lowest and highest rewards."""
-        return *super().local_values(), self._lowest, self._highest
-
-    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics of `RewardTrainer` in TRL to those of the step, over the pairs of all ranks."""
-        super().on_gathered(step, gathered)
-        lowest, highest = (gathered.per_rank(name) for name in _EXTREMES)
-        step.metrics |= {"min_reward": float(lowest.min()), "max_reward": float(highest.max())}
+class RewardObjective(PairObjective, margin="margin", accuracy="accuracy"):
+    """Mean of `reward_loss` over all pairs of a minibatch."""
 
 
 def reward_loss(reward: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -95,7 +65,7 @@ def reward_loss(reward: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def reward_statistics(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the values in `STATISTICS` for each pair, float64 `[pairs, 3]`, without gradients."""
+    """Return the values in `STATISTICS` for each pair, float64 `[pairs, 5]`, without gradients."""
     rewards = rewards.detach()
     margins = rewards[:, 0] - rewards[:, 1]
-    return torch.stack([(margins > 0).double(), margins, rewards.mean(1)], 1)
+    return torch.stack([(margins > 0).double(), margins, rewards.mean(1), rewards.amin(1), rewards.amax(1)], 1)

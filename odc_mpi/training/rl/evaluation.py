@@ -26,9 +26,7 @@ _EXACT_SHARES = 16
 class RewardEvaluator(PeriodicEvaluator):
     """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
 
-    columns: ClassVar = (
-        ProgressColumn("eval", 8, lambda line: "-" if line["eval_reward"] is None else f"{line['eval_reward']:.4f}"),
-    )
+    columns: ClassVar = (ProgressColumn("eval", 8, "{eval_reward:.4f}"),)
     summary: ClassVar = {
         "eval_reward_start": SummaryField("eval_reward", "start"),
         "eval_exact_match_start": SummaryField("eval_exact_match", "start"),

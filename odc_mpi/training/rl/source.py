@@ -59,10 +59,10 @@ class RolloutSource(MinibatchSource):
     """
 
     columns: ClassVar = (
-        ProgressColumn("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
-        ProgressColumn("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
-        ProgressColumn("clipped", 7, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
-        ProgressColumn("equal", 5, lambda line: f"{line['frac_reward_zero_std']:.0%}"),
+        ProgressColumn("reward", 8, "{reward:.4f}"),
+        ProgressColumn("length", 7, "{completions/mean_length:.1f}"),
+        ProgressColumn("clipped", 7, "{completions/clipped_ratio:.1%}"),
+        ProgressColumn("equal", 5, "{frac_reward_zero_std:.0%}"),
         *MinibatchSource.columns,
     )
     summary: ClassVar = {

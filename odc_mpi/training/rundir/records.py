@@ -8,7 +8,7 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import remove_incomplete
 from odc_mpi.files import make_directory, parse_json, write_text_durable
 from odc_mpi.observe.metrics import METRICS, read_metrics
-from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
+from odc_mpi.observe.trackers import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 #: File with completions of GRPO runs. Each line has the key `step`, as in metrics.jsonl.

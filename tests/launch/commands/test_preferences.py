@@ -10,7 +10,7 @@ from pair_files import write_pairs
 from small_run import write_config
 from transformers import AutoModelForCausalLM
 
-from odc_mpi.training.dpo.reference import BLOCK, FILE
+from odc_mpi.training.pairs.reference import BLOCK, FILE
 
 #: Several blocks of reference log-probabilities.
 NUM_PAIRS = 3 * BLOCK + 5
@@ -28,6 +28,7 @@ def pairs_config(tmp_path):
     return path
 
 
+@pytest.mark.timeout(400)
 def test_a_run_killed_before_and_during_training_resumes(pairs_config, tmp_path):
     run = tmp_path / "run"
 

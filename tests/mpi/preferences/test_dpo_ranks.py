@@ -18,7 +18,7 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, StoppedError
 from odc_mpi.models import families
-from odc_mpi.training.dpo import reference as reference_module
+from odc_mpi.training.pairs import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]

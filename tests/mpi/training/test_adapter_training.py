@@ -250,12 +250,7 @@ def test_a_model_that_peft_has_wrapped(world):
 @pytest.fixture(scope="module")
 def saved(world, shared_dir, dataset_path):
     """A run of two steps over a base on disk, which has saved; its directory, that of the base, and its settings."""
-    base, run_dir = shared_dir / "base", shared_dir / "adapters"
-    if world.rank == 0:
-        torch.manual_seed(3)
-        config = transformers.AutoConfig.for_model(**QWEN2)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
-    world.gather_objects(None)
+    base, run_dir = small_training.save_model(world, shared_dir / "base"), shared_dir / "adapters"
     settings = {f"model.config.{key}": None for key in QWEN2} | {"model.path": base, "run.resume": "auto"}
     settings |= {"run.dir": run_dir, "optim.lr_scheduler_type": "constant", "data.balance": "lb_mini"}
     train(configure(dataset_path, **settings, **{"run.steps": 2, "run.checkpoint_every": 2}), world)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
-from small_training import QWEN2, configure, train_to_the_end
+from small_training import configure, save_model, train_to_the_end
 
 from odc_mpi import api, hub
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
@@ -30,13 +29,7 @@ EPSILON = {"model.config.rms_norm_eps": 1e-3}
 
 @pytest.fixture(scope="module")
 def directory(world, shared_dir):
-    path = shared_dir / "published"
-    if world.rank == 0:
-        torch.manual_seed(3)
-        config = transformers.AutoConfig.for_model(**QWEN2)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    world.gather_objects(None)
-    return path
+    return save_model(world, shared_dir / "published")
 
 
 @pytest.fixture(scope="module")

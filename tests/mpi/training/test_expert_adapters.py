@@ -96,13 +96,8 @@ def test_the_start_names_weights_that_all_linear_left_out(world, dataset_path):
 @pytest.fixture(scope="module")
 def saved(world, shared_dir, dataset_path):
     """A run over a mixture of experts on disk, stopped after two of four steps; its directory and that of the base."""
-    base, run_dir = shared_dir / "experts", shared_dir / "expert_adapters"
     model = {key.removeprefix("model.config."): value for key, value in QWEN3.items()} | {"mlp_only_layers": [0]}
-    if world.rank == 0:
-        torch.manual_seed(3)
-        config = transformers.AutoConfig.for_model(**(small_training.QWEN2 | model))
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
-    world.gather_objects(None)
+    base, run_dir = small_training.save_model(world, shared_dir / "experts", **model), shared_dir / "expert_adapters"
     settings = {"model.path": base, "run.dir": run_dir, "run.resume": "auto", "optim.lr_scheduler_type": "constant"}
     settings |= {"lora.target_parameters": EXPERTS, "data.balance": "lb_mini", "run.checkpoint_every": 2}
     train(configure(dataset_path, **(settings | {"run.steps": 2})), world)

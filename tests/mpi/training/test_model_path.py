@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_reference
 import transformers
-from small_training import QWEN2, STEPS, assert_close, configure, run
+from small_training import STEPS, assert_close, configure, run, save_model
 
 from odc_mpi.data.loader import Loader
 from odc_mpi.models.weights.safetensors_files import SafetensorsWeights, _StoredTensors
@@ -16,14 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 @pytest.fixture(scope="module")
 def directory(world, shared_dir):
-    path = shared_dir / "model"
-    if world.rank == 0:
-        torch.manual_seed(3)
-        config = transformers.AutoConfig.for_model(**QWEN2)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.save_pretrained(path, max_shard_size="40KB")
-    world.gather_objects(None)
-    return path
+    return save_model(world, shared_dir / "model", max_shard_size="40KB")
 
 
 class NotingSlice:
@@ -74,13 +67,8 @@ def transformers_loss(module, dataset, indices):
 
 
 def test_the_loss_of_routers_is_that_of_transformers(world, dataset_path, shared_dir):
-    path = shared_dir / "experts"
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    if world.rank == 0:
-        torch.manual_seed(4)
-        config = transformers.AutoConfig.for_model(**QWEN2 | experts, head_dim=8)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    world.gather_objects(None)
+    path = save_model(world, shared_dir / "experts", 4, **experts, head_dim=8)
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     # A microbatch is one sequence, since the auxiliary loss is computed per microbatch.
     settings = {"data.minibatch_sequences": 1, "model.path": path}

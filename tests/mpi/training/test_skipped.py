@@ -54,23 +54,6 @@ def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path
     trainer.model.close()
 
 
-def test_the_summary_counts_skipped_steps(world, shared_dir, dataset_path, monkeypatch):
-    def spoilt(*arguments):
-        trainer = build_trainer(*arguments)
-        spoil(trainer, world, {2})
-        return trainer
-
-    monkeypatch.setattr(run, "build_trainer", spoilt)
-    run_dir = shared_dir / "skipped"
-    train(configure(dataset_path, **{"run.dir": run_dir}), world)
-    world.gather_objects(None)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["steps"], summary["skipped_steps"]) == (5, 1)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["skipped"] for line in lines] == [False, True, False, False, False]
-    assert summary["loss_last"] < summary["loss_first"]
-
-
 POSITION = 20
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from odc_mpi.report.page import Figure, ReportPage, Table
+from odc_mpi.report import plots
+from odc_mpi.report.page import Figure, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
 #: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
@@ -64,25 +66,16 @@ def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterab
             }
     rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
     plotted = [column for column in columns if column.in_plot]
-    parts = (
+    draw = partial(
+        plots.bars,
         {c.heading: panels[c.heading] for c in plotted},
         [c.number_format for c in plotted],
         [c.line for c in plotted],
     )
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(Plot("bars", name, title, parts), caption, [table])
+    return Figure(Plot(name, title, draw), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
     quartiles = f" [{bar.spread[0]:{form}}, {bar.spread[1]:{form}}]" if bar.spread else ""
     return f"{bar.value:{form}}{quartiles}"
-
-
-def benchmark_report(
-    result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
-) -> ReportPage:
-    """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
-    if "load_average" in result:
-        subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
-    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, skipped, figures, [])

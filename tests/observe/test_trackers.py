@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.observe import tracker_callback, trackers
+from odc_mpi.observe import trackers
 from odc_mpi.observe.callback import Step
 from odc_mpi.observe.metrics import METRICS, MetricsWriter
-from odc_mpi.observe.tracker_callback import TrackerCallback, metrics_by_tag
-from odc_mpi.observe.trackers import TRACKERS, require_tracker_packages
+from odc_mpi.observe.trackers import TRACKERS, TrackerCallback, metrics_by_tag, require_tracker_packages
 
 CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
 
@@ -127,7 +126,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypat
 def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "start_tracker", Broken)
     monkeypatch.setattr(Broken, "hang", threading.Event())
-    monkeypatch.setattr(tracker_callback, "MAX_WAITING", 50)
+    monkeypatch.setattr(trackers, "MAX_WAITING", 50)
     began = time.monotonic()
     tracked = TrackerCallback(["broken"], tmp_path, CONFIG, finish_s=0.2)
     tracked.on_train_begin(0, {})

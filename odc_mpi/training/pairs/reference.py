@@ -8,8 +8,9 @@ of the data and of the model. A run that is started again continues there, with 
 
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import torch
 from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.errors import AllRanksUserError, warn
 from odc_mpi.files import atomic_write
+from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
 
@@ -30,8 +32,10 @@ ComputeLogps = Callable[[Microbatch], torch.Tensor]
 NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
-class ReferenceLogps:
+class ReferenceLogps(Callback):
     """Log-probabilities of answers under the reference model, by index of the pair in its data set.
+
+    Must precede the evaluation in the callbacks of a run.
 
     Args:
         compute: Function that computes log-probabilities under the current model.
@@ -41,7 +45,7 @@ class ReferenceLogps:
         check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
 
     Attributes:
-        weights_digest: Digest of the model before the first step, computed by `prepare` or restored from a checkpoint.
+        weights_digest: Digest of the model before the first step; `on_train_begin` computes it if none was restored.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class ReferenceLogps:
         """Values of the held-out data set, float64 `[pairs, 2]`. Only if there is one."""
         return self._values[1]
 
-    def prepare(self, completed_steps: int) -> None:
+    def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Load the stored values; before the first step, compute and write those that are missing. Collective.
 
         Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
@@ -97,6 +101,14 @@ class ReferenceLogps:
         if self._world.rank == 0:
             elapsed_s = time.perf_counter() - began
             print(f"reference log-probabilities of {num_missing:,} pairs computed in {elapsed_s:.1f} s", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the digest of the reference model."""
+        return {"reference": self.weights_digest}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the digest of the reference model, whose log-probabilities `on_train_begin` then loads."""
+        self.weights_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
         for begin in range(0, len(missing), BLOCK):

@@ -1,4 +1,4 @@
-"""Section `dpo` of the settings. They have the names and defaults of `DPOConfig` of TRL."""
+"""Sections `dpo` and `reward` of the settings, with the names and defaults of `DPOConfig` and `RewardConfig` of TRL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
-from odc_mpi.training.setting_types import NON_EMPTY_NAMES, POSITIVE, Check, is_objective
+from odc_mpi.training.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, POSITIVE, Check, is_objective
 
 #: Losses of a pair; see `training.objectives.pair_losses`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
@@ -34,6 +34,15 @@ class DPOConfig:
         return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
 
 
+@dataclass(frozen=True)
+class RewardConfig:
+    """Settings of reward models."""
+
+    center_rewards_coefficient: Annotated[
+        float | None, "factor of a loss that centers rewards, such as 0.01; null: none", NOT_NEGATIVE
+    ] = None
+
+
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
     """Raise `UserError` if the user's settings of DPO, given in `source`, are contradictory."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
@@ -50,3 +59,8 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
             f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, got "
             f"{len(weights)}"
         )
+
+
+def check_reward(values: Mapping[str, Any], source: str) -> None:
+    """Raise `UserError` if the user's settings of reward models, given in `source`, are contradictory."""
+    is_objective("reward", "reward", RewardConfig, PAIR_REQUIREMENTS, values, source)

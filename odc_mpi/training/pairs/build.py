@@ -1,4 +1,4 @@
-"""Function that builds the objective and the evaluation of a DPO run."""
+"""Functions that build the objective and the evaluation of a run on pairs of answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,21 @@ from odc_mpi.data.microbatch import Microbatch
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.training.dpo.evaluation import PreferenceEvaluator
-from odc_mpi.training.dpo.reference import NeededPairs, ReferenceLogps
-from odc_mpi.training.evaluation import ForwardPass, held_out_pass
+from odc_mpi.training.evaluation import ForwardPass, PairEvaluator, held_out_pass
 from odc_mpi.training.inputs import Inputs
-from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective
+from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
+from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.pairs.reference import NeededPairs, ReferenceLogps
 from odc_mpi.training.rundir.resume import ResumePoint
 from odc_mpi.training.settings import Config
+
+
+class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
+    """Computes the loss, rewards and accuracy of held-out pairs."""
+
+
+class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
+    """Computes the loss, rewards and accuracy of held-out pairs."""
 
 
 def build_dpo(
@@ -53,11 +61,25 @@ def build_dpo(
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
     reference = ReferenceLogps(world, compute, passes, directories, weights_digest, check_stop)
-    callbacks: list[Callback] = [
-        PreferenceEvaluator(config.run, model, *each, answer_logps, config.dpo, reference) for each in held_out
-    ]
-    return DPOObjective(answer_logps, config.dpo, reference), callbacks
+    callbacks: list[Callback] = [reference]
+    for each in held_out:
+        scorer = PreferenceScorer(answer_logps, config.dpo, reference.evaluation)
+        callbacks.append(PreferenceEvaluator(config.run, model, *each, scorer))
+    return DPOObjective(PreferenceScorer(answer_logps, config.dpo, reference.training)), callbacks
 
 
 def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
     return lambda completed_steps: indices
+
+
+def build_reward(
+    config: Config, world: World, model: ShardedModel, inputs: Inputs
+) -> tuple[RewardObjective, list[Callback]]:
+    """Build the objective and the evaluator of a run of a reward model. Collective.
+
+    Sets the model to evaluation mode, so that there is no dropout, as in TRL.
+    """
+    model.eval()
+    scorer = RewardScorer(AnswerRewards(model.module, inputs.model.packing.packs), config.reward)
+    held_out = held_out_pass(config, world, model, inputs)
+    return RewardObjective(scorer), [RewardModelEvaluator(config.run, model, *each, scorer) for each in held_out]

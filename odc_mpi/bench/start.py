@@ -1,0 +1,137 @@
+"""Benchmark of the start of a training on one node: the seconds of each phase, by number of ranks and of units.
+
+Each measurement is a run of `odc-mpi train` for a few steps. Its phases are `start_s` of summary.json, in which each
+phase has the seconds of the slowest rank.
+
+With R ranks on fewer cores, C, the ranks take turns, and s seconds are about s * C / R seconds with a core for each
+rank. For phases that communicate, a line is fitted to these over R and extended to many ranks; of other phases it is
+the median. This predicts the work of a rank in a large job. It does not include a slower network, or a file system that
+many nodes read from.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odc_mpi.data.dataset.writer import DatasetWriter
+from odc_mpi.errors import UserError
+
+#: Steps of each run.
+STEPS = 3
+#: Number of ranks of the prediction.
+MANY_RANKS = 1024
+#: Phases whose work can grow with the number of ranks.
+COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
+#: Largest allowed relative difference of losses. fp32 sums in another order cause differences.
+TOLERANCE = 1e-5
+#: A unit of the default model is a layer of 0.1 million parameters, or the root.
+_MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+#: Function that runs `odc-mpi train` with the given arguments on a number of ranks, and returns the exit code.
+Train = Callable[[int, Sequence[str]], int]
+
+
+def measure(
+    train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start runs with all numbers of ranks, for each number of units of the default model or for a configuration.
+
+    Returns the JSON object of the benchmark. Its `starts` have `ranks`, `units` (None with a configuration), `start_s`
+    in seconds, the peak memory `host_bytes` of the largest rank, and `losses`. `predicted_s` has the prediction for
+    `MANY_RANKS` ranks by phase; it is None unless several numbers of ranks were measured.
+
+    Raises `UserError` if a run fails, or if its losses are not those of the first number of ranks.
+    """
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="odc_mpi-start-") as name:
+        directory = Path(name)
+        configs = {None: config} if config else _default_configs(directory, units)
+        starts = []
+        for num_units, path in configs.items():
+            for num_ranks in ranks:
+                report(f"a start on {num_ranks} ranks" + (f", {num_units} units" if num_units else ""))
+                starts.append({"ranks": num_ranks, "units": num_units, **_start(train, path, num_ranks, directory)})
+            _check_losses([start for start in starts if start["units"] == num_units])
+    cores = len(os.sched_getaffinity(0))
+    largest = [start for start in starts if start["units"] == starts[-1]["units"]]
+    return {
+        "benchmark": "start",
+        "cores": cores,
+        "steps": STEPS,
+        "config": str(config) if config else None,
+        "load_average": [before, os.getloadavg()[0]],
+        "starts": starts,
+        "predicted_ranks": MANY_RANKS,
+        "predicted_s": _predict(largest, cores) if len(largest) > 1 else None,
+    }
+
+
+def _default_configs(directory: Path, units: Iterable[int]) -> dict[int | None, Path]:
+    rng = np.random.default_rng(0)
+    data = directory / "random.h5"
+    with DatasetWriter(data, vocab_size=_MODEL["vocab_size"], tokenizer="none", source="random") as writer:
+        for length in rng.integers(8, 64, size=256):
+            writer.append(rng.integers(_MODEL["vocab_size"], size=length, dtype=np.uint32), np.ones(length, dtype=bool))
+    configs: dict[int | None, Path] = {}
+    for num_units in units:
+        settings = {
+            "model": {"config": _MODEL | {"num_hidden_layers": num_units - 1}},
+            "data": {"path": str(data), "minibatch_sequences": 32, "max_tokens_per_microbatch": 128},
+            "run": {"threads": 1, "device": "cpu"},
+        }
+        configs[num_units] = directory / f"units-{num_units}.yaml"
+        configs[num_units].write_text(json.dumps(settings))  # which is also YAML
+    return configs
+
+
+def _start(train: Train, config: Path, num_ranks: int, directory: Path) -> dict[str, Any]:
+    run = Path(tempfile.mkdtemp(dir=directory))
+    settings = {"steps": STEPS, "resume": "never", "dir": run / "run"}
+    words = [word for name, value in settings.items() for word in (f"--run.{name}", str(value))]
+    if code := train(num_ranks, ["--config", str(config), *words]):
+        raise UserError(f"the run on {num_ranks} ranks ended with exit code {code}: its errors are above")
+    summary = json.loads((run / "run" / "summary.json").read_text())
+    steps = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "start_s": summary["start_s"],
+        "host_bytes": steps[-1]["peak_host_bytes"],
+        "losses": [step["loss"] for step in steps if "loss" in step],
+    }
+
+
+def _check_losses(starts: Sequence[Mapping[str, Any]]) -> None:
+    expected = starts[0]["losses"]
+    for start in starts[1:]:
+        for step, (a, b) in enumerate(zip(start["losses"], expected, strict=True), 1):
+            if not math.isclose(a, b, rel_tol=TOLERANCE):
+                raise UserError(
+                    f"expected the losses of {starts[0]['ranks']} ranks, got {a:.7g} instead of {b:.7g} in step {step} "
+                    f"on {start['ranks']} ranks: train with run.exact to find out whether an operation is at fault"
+                )
+
+
+def _predict(starts: Sequence[Mapping[str, Any]], cores: int) -> dict[str, float]:
+    """Return the seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
+    ranks = np.array([start["ranks"] for start in starts], dtype=float)
+    predicted = {}
+    for phase in starts[0]["start_s"]:
+        seconds = np.array([start["start_s"][phase] for start in starts]) * np.minimum(1.0, cores / ranks)
+        slope, intercept = np.polyfit(ranks, seconds, 1)
+        grows = phase in COMMUNICATING and slope > 0
+        predicted[phase] = float(intercept + MANY_RANKS * slope) if grows else float(np.median(seconds))
+    return predicted | {"total": sum(value for phase, value in predicted.items() if phase != "total")}

@@ -1,1 +1,0 @@
-"""Preference optimization (`run.objective: dpo`): settings, reference log-probabilities and evaluation."""

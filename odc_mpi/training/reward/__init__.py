@@ -1,1 +1,0 @@
-"""Reward models (`run.objective: reward`): settings, training objective and evaluation."""
