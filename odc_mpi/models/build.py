@@ -126,12 +126,13 @@ def from_directory(
             f"model.path: expected a Hugging Face model directory with {_CONFIG}, or a run with checkpoints, "
             f"{path} has none"
         )
-    unusable = f"model.path: {path / _CONFIG} is not usable"
-    with _user_errors(unusable):
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         content = transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
-        _check_counts(content, "", f"{unusable}: ")
+    _check_counts(content, "", f"model.path: {path / _CONFIG} is not usable: ")
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        config = _override(config, content, overrides)
+    config = _override(config, content, overrides)
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         composite = composite_of(config)
     module = _on_meta(composite.text_config if composite else config, "model.path", attn_implementation, task)
     random = RandomInitWeights(module, seed)
