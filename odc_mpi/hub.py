@@ -123,8 +123,10 @@ class _Download:
     """A download in a child process, which is ended if no new bytes arrive for `STALL_S` seconds."""
 
     def __init__(self, path: str, weights: bool, report: Callable[[str], None]) -> None:
+        from huggingface_hub import constants
+
         name, revision = parse_name(path) or ("", None)
-        self._folder = Path(_cache(), f"models--{name.replace('/', '--')}")
+        self._folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
         self._what, self._report = f"downloading {name} from the Hugging Face Hub", report
         self._problem: str | None = None
         patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
@@ -208,9 +210,3 @@ def _is_offline() -> bool:
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()
-
-
-def _cache() -> str:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_CACHE

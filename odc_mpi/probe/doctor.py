@@ -24,14 +24,13 @@ from odc_mpi.probe.report import (
     DEVICE_OPERATIONS,
     OPERATION_NAMES,
     OPERATIONS,
-    Cause,
     DeviceWindows,
     OperationResult,
     ProbeReport,
     Problem,
 )
 from odc_mpi.runtime.memory import free_shm_bytes
-from odc_mpi.runtime.start.launch import ChildResult, FailureKind, launched_rank, run_in_child
+from odc_mpi.runtime.start.launch import ENDED_BY_LAUNCHER, ChildResult, launched_rank, run_in_child
 from odc_mpi.runtime.start.pmi import srun_advice
 
 #: Command of the child process.
@@ -80,25 +79,25 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
         print(json.dumps(output | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
     else:
         _print_tables(report, decision, on_device)
-    result.print_output_tail()
+    if result.failure:
+        lines = result.output_tail or "(none)"
+        print(f"The last lines of the failed process:\n{lines}", file=sys.stderr, flush=True)
     return 0 if decision else 1
 
 
 def _report(result: ChildResult) -> ProbeReport:
     """Return the last report of the child. A failure of the child is added as a problem."""
     report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
-    if result.failure_point is None:
+    doing = result.messages.get("doing", "starting MPI")
+    if doing is None and result.failure is None:
         return report
-    doing, failure = result.failure_point
-    where = tuple(doing.replace(".", " ").split())
-    if failure.kind is FailureKind.NO_ANSWER:
-        return report.with_problem(Problem(where, Cause.NO_ANSWER, failure.description))
-    detail = str(failure)
-    if failure.description == "SIGBUS":
+    failure = result.failure or "ended early"
+    if "(SIGBUS" in failure:
         free = free_shm_bytes()
         free_mib = "no" if free is None else free >> 20
-        detail += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
-    return report.with_problem(Problem(where, Cause.OTHER, detail))
+        failure += f". /dev/shm is probably too small: it has {free_mib} MiB free (docker --shm-size)"
+    where = (doing or "closing").replace(".", " ")
+    return report.with_problem(Problem.read(f"{where}: {failure}"))
 
 
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
@@ -108,8 +107,7 @@ def _store_report(result: ChildResult, report: ProbeReport) -> None:
     problem.
     """
     keys = result.messages.get("keys", {})
-    by_launcher = result.failure is not None and result.failure.kind is FailureKind.ENDED_BY_LAUNCHER
-    if report.device is not None and not by_launcher:
+    if report.device is not None and result.failure != ENDED_BY_LAUNCHER:
         cache.store(keys["device"], report)
     if keys and not report.problems:
         cache.store(keys["host"], replace(report, device=None))

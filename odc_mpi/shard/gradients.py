@@ -10,7 +10,6 @@ gradient. The sum is pushed once: at the end of the minibatch, or in the last ba
 array is complete.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,21 +157,19 @@ class GradientPusher:
         return flat
 
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
-        began = time.perf_counter()
         push = self._store.push
-        self._store.record_event(flat)
-        pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
+        with self._spans.span("accumulate"):
+            self._store.record_event(flat)
+            pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._in_flight.append((pending, flat, index))
         self._traffic.add_push(index, start, start + flat.numel())
-        self._spans.add("accumulate", began)
 
     def _wait(self, num_left: int) -> None:
         """Wait for the oldest pushes until at most `num_left` are in flight."""
         while len(self._in_flight) > num_left:
-            began = time.perf_counter()
             pending, flat, index = self._in_flight.popleft()
-            pending.wait()
+            with self._spans.span("accumulate"):
+                pending.wait()
             self.buffers.release(flat)
             if index not in self._accumulated:
                 self.cache.discard(index)
-            self._spans.add("accumulate", began)

@@ -43,24 +43,15 @@ from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedU
 class ShardedModel:
     """A module whose parameters are sharded across the ranks. Construction is collective.
 
+    Arguments and errors that are not listed here are those of `odc_mpi.shard_model`.
+
     Args:
         module: Module whose floating-point parameters are moved into the shards of the transport. Its buffers and
             integer parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. The model closes it.
-        units: Classes, class names or submodules. The parameters of each matching submodule are fetched together.
-            Default: `_no_split_modules` of the module. All other parameters form the root unit.
-        weights: Source of the initial parameters. Default: the parameters of rank 0. Required if a parameter is on the
-            meta device.
-        activation_checkpointing: Save only the inputs of each unit, and run its forward again in the backward.
-        prefetch: Number of units to fetch ahead, and of pushes in flight, if the transport allows it. If it is 0, no
-            thread is started; otherwise gradients are pushed on a thread, too.
+        prefetch: Used only as far as the transport allows it: with one-sided fetches that copy, from several threads.
         optimizer_device: Device of this rank's slices of trainable parameters. Default: the host.
         dtypes: Dtypes of parameters by dotted name, where they differ from the dtype of the transport.
-
-    Raises:
-        ValueError: `units` matches no submodule or one without a forward, a trainable parameter is not real
-            floating-point, a parameter is on the meta device and `weights` is not given, an embedding has `max_norm`,
-            the module was sharded before, or `prefetch` is negative.
 
     Attributes:
         module: The module. Its `parameters()` are placeholders.
@@ -94,7 +85,7 @@ class ShardedModel:
         self.module, self._transport = module, transport
         self.device = transport.device
         self.spans = SpanRecorder()
-        self._phases = StepPhases(self.spans)
+        self._phases = StepPhases()
         self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {})
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
@@ -195,8 +186,8 @@ class ShardedModel:
         minibatch.local.update(zip(TRAFFIC, self.traffic.bytes_since_last_call(), strict=True))
         pushed = [name in self._pusher.parameters_with_gradient for name, _ in self.named_shard_parameters()]
         report = minibatch.report(self._gradient_format.local_statistics(), pushed)
-        # A in docs/ordering.md.
-        reports = self._phases.synchronize("gradients_complete", lambda: self._transport.complete_gradients(report))
+        with self.spans.span("gradients_complete"):  # A in docs/ordering.md
+            reports = self._transport.complete_gradients(report)
         minibatch.receive_reports(reports)
         minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
@@ -271,8 +262,8 @@ class ShardedModel:
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self._gradient_format.sum_of_squares(gradients)
-        # N in docs/ordering.md.
-        totals = self._phases.synchronize("grad_norm", lambda: self._transport.group.norm(squares))
+        with self.spans.span("grad_norm"):  # N in docs/ordering.md
+            totals = self._transport.group.norm(squares)
         norm = self._gradient_format.norm(totals)
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
@@ -298,8 +289,8 @@ class ShardedModel:
         for unit in self.units:
             unit.invalidate()
         self._local_shards.write_back()
-        # B in docs/ordering.md.
-        self._phases.synchronize("parameters_published", self._transport.publish_parameters)
+        with self.spans.span("parameters_published"):  # B in docs/ordering.md
+            self._transport.publish_parameters()
         self._unsharded.fetch_allowed = True
 
     def state_dict(self) -> dict[str, Any]:

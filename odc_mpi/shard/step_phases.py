@@ -18,13 +18,11 @@ Spans of sharding are counted, but not recorded:
     windows, weights       allocating the windows, and loading the parameters
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from time import perf_counter
-from typing import NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import NamedTuple
 
 #: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
@@ -89,11 +87,10 @@ class StepPhase(Enum):
 
 
 class StepPhases:
-    """State machine of a training step, which rejects calls in the wrong phase and times the synchronization points."""
+    """State machine of a training step, which rejects calls in the wrong phase."""
 
-    def __init__(self, spans: SpanRecorder) -> None:
+    def __init__(self) -> None:
         self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
-        self._spans = spans
 
     def require(self, expected: StepPhase, call: str) -> None:
         """Raise RuntimeError if the current phase is not `expected`. The message names the function `call`."""
@@ -104,10 +101,3 @@ class StepPhases:
         """Enter the phase `following`. Raise RuntimeError if the current phase is not `expected`."""
         self.require(expected, call)
         self.phase = following
-
-    def synchronize(self, point: str, collective: Callable[[], T]) -> T:
-        """Call a collective, record its time as a span of kind `point`, and return its result. Collective."""
-        began = perf_counter()
-        result = collective()
-        self._spans.add(point, began)
-        return result

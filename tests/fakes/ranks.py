@@ -13,7 +13,8 @@ from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.shard_storage import ShardStorage
-from odc_mpi.comm.work import Work
+from odc_mpi.comm.transport import Access
+from odc_mpi.comm.work import FetchWork, Work
 
 T = TypeVar("T")
 
@@ -65,6 +66,24 @@ class RecordingTransport(LocalTransport):
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.log.append(("broadcast", ""))
         super().broadcast(tensor)
+
+
+class InPlaceTransport(RecordingTransport):
+    """Fetches the one rank's window itself, as with zero-copy."""
+
+    access = Access.VIEW
+
+    def fetch(self, index: int) -> FetchWork:
+        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], Work())
+
+    def release(self, fetched: torch.Tensor) -> None:
+        pass
+
+
+class KeepingTransport(InPlaceTransport):
+    """Fetches a window that autograd may save."""
+
+    access = Access.KEEP
 
 
 class LatePool(BufferPool):

@@ -13,10 +13,6 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_one_process_alone():
-    pmi.check_launcher("MPICH 5.0.2", 1)
-
-
 @pytest.mark.parametrize(
     ("variables", "library", "words"),
     [

@@ -72,10 +72,6 @@ def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytear
     assert read(memory).finalizing
 
 
-def test_an_empty_page_has_no_status(memory: bytearray) -> None:
-    assert read_page(bytes(memory)) is None
-
-
 @pytest.mark.parametrize("pad", range(4))
 def test_a_long_text_is_cut_between_characters(page: StatusPage, memory: bytearray, pad: int) -> None:
     text = "x" * pad + "\N{ROCKET}" * 200

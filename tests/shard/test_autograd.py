@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RecordingTransport, on_ranks, run_ranks
+from ranks import KeepingTransport, RecordingTransport, on_ranks, run_ranks
 from torch import nn
 from toy_models import INPUT, Layer, Stack
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-from odc_mpi.comm.transport import Access
-from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
@@ -76,18 +74,6 @@ def test_one_call_hands_out_the_same_tensors_and_pushes_once(transport: Recordin
 
 
 @on_ranks(1)
-def test_each_call_pushes_by_itself(transport: RecordingTransport) -> None:
-    parts = Parts(transport, {"a": VECTOR})
-    (unit,) = parts.units
-    total = torch.zeros(3, dtype=torch.float64)
-    for factor in (2.0, 3.0):
-        with parts.calls.run(unit):
-            total = total + parts.calls.parameter(unit, "a") * factor
-    total.sum().backward()
-    assert sorted(float(gradients["a"][0]) for _, gradients in parts.pushed) == [2.0, 3.0]
-
-
-@on_ranks(1)
 def test_a_call_inside_a_call_of_the_same_unit(transport: RecordingTransport) -> None:
     parts = Parts(transport, {"a": VECTOR})
     (unit,) = parts.units
@@ -97,15 +83,6 @@ def test_a_call_inside_a_call_of_the_same_unit(transport: RecordingTransport) ->
             assert parts.calls.parameter(unit, "a") is not outer
         assert parts.calls.parameter(unit, "a") is outer
     assert parts.calls.parameter(unit, "a") is not outer
-
-
-@on_ranks(1)
-def test_outside_of_a_call_a_parameter_stands_alone(transport: RecordingTransport) -> None:
-    parts = Parts(transport, {"a": VECTOR, "b": VECTOR})
-    (unit,) = parts.units
-    (parts.calls.parameter(unit, "b") * 4).sum().backward()
-    ((_, gradients),) = parts.pushed
-    assert list(gradients) == ["b"] and float(gradients["b"][0]) == 4.0
 
 
 @on_ranks(1)
@@ -164,18 +141,6 @@ def test_hooks_of_others_see_every_tensor(transport: RecordingTransport) -> None
     assert len(packed) == 2
 
 
-class InPlaceTransport(RecordingTransport):
-    """Fetches the one rank's window itself, which autograd may save."""
-
-    access = Access.KEEP
-
-    def fetch(self, index: int) -> FetchWork:
-        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], Work())
-
-    def release(self, fetched: torch.Tensor) -> None:
-        pass
-
-
 def offload(model: Any, pointers: Callable[[], set[int]]) -> list[torch.Tensor]:
     """Run a forward and a backward under `save_on_cpu`. Return the activations that it got, and the gradient."""
     packed: list[tuple[int, torch.Tensor]] = []
@@ -191,7 +156,7 @@ def offload(model: Any, pointers: Callable[[], set[int]]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("kind", [RecordingTransport, InPlaceTransport])
+@pytest.mark.parametrize("kind", [RecordingTransport, KeepingTransport])
 @on_ranks(1)
 def test_hooks_outside_of_a_model_get_all_activations(transport: Any, kind: Any, cache_bytes: int) -> None:
     module = Stack(4).double()
@@ -213,19 +178,6 @@ def test_hooks_outside_of_a_model_get_all_activations(transport: Any, kind: Any,
         torch.testing.assert_close(slice_.grad, 2 * module.get_parameter(name).grad.flatten())
 
 
-@on_ranks(1)
-def test_a_saved_parameter_of_before_a_publication_is_refused(transport: RecordingTransport) -> None:
-    parts = Parts(transport, {"a": VECTOR})
-    (unit,) = parts.units
-    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    with parts.saved.active(), parts.calls.run(unit):
-        loss = (parts.calls.parameter(unit, "a") * x).sum()
-    parts.ready.invalidate()
-    with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
-        loss.backward()
-    assert parts.pushed == []
-
-
 @pytest.mark.parametrize(
     "function",
     [torch.exp, torch.sigmoid, torch.tanh, torch.sqrt, lambda t: t.softmax(-1), lambda t: t.relu(), lambda t: t * t],
@@ -244,19 +196,6 @@ def test_a_change_in_place_is_refused_as_by_torch(transport: RecordingTransport,
             h.add_(1.0)
         with pytest.raises(RuntimeError, match=r"changed in place: .* version" if through_hooks else "inplace"):
             y.sum().backward()
-
-
-@on_ranks(1)
-def test_changes_in_place_that_torch_allows(transport: RecordingTransport) -> None:
-    saved = Parts(transport, {"a": VECTOR}).saved
-    results = []
-    for through_hooks in (False, True):
-        x = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
-        with saved.active() if through_hooks else torch.enable_grad():
-            y = (x * 2).add_(1.0).relu_().mul(3.0).exp_()
-        y.sum().backward()
-        results.append(x.grad)
-    assert torch.equal(results[0], results[1])
 
 
 class Token:

@@ -237,22 +237,6 @@ def traffic_of(model: ShardedModel) -> tuple[Counter[str], Counter[str]]:
     return model.traffic.fetched, model.traffic.pushed
 
 
-@on_ranks(2)
-def test_traffic_does_not_depend_on_the_number_of_microbatches(
-    transport: RecordingTransport, module: nn.Module
-) -> None:
-    moved = []
-    train = Train(transport, module, PLENTY)
-    for num_microbatches in (1, 2, 8):
-        before = traffic_of(train.model)
-        train.step(num_microbatches)
-        moved.append([now - then for now, then in zip(traffic_of(train.model), before, strict=True)])
-    assert moved[0] == moved[1] == moved[2]
-    whole = sum(layout.numel for layout in transport.parameters.layouts) * ITEM_BYTES
-    own = sum(stop - start for start, stop in (x.owned(transport.group.rank) for x in transport.layouts))
-    assert moved[0] == [Counter(same_node=whole - own * ITEM_BYTES)] * 2
-
-
 def test_bytes_by_node() -> None:
     class TwoNodes(RecordingTransport):
         def is_on_this_node(self, rank: int) -> bool:

@@ -1,18 +1,15 @@
 import pytest
 import torch
 from ranks import RecordingTransport, on_ranks
-from torch import nn
 from toy_models import RandomWeights
 
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.gradient_format.floating_point import FloatGradients
-from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource
-from odc_mpi.shard.partition import UnitParameters
+from odc_mpi.shard.local_shards import LocalShards
 
 SHAPES = {"a": (5, 7), "b": (), "c": (0, 2), "d": (70,)}
 FROZEN = {"f": (3, 4)}
 ALL = SHAPES | FROZEN
-SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 
 def make_slices(transport: RecordingTransport) -> tuple[LocalShards, list[FlatLayout]]:
@@ -68,19 +65,6 @@ def test_the_optimizer_sees_fp32_at_least(
         assert shared is (param_dtype == master)
 
 
-@on_ranks(2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-def test_small_steps_add_up_in_the_master(transport: RecordingTransport) -> None:
-    slices, layouts = make_slices(transport)
-    for own in slices.trainable:
-        own.parameter.data.fill_(1.0)
-    for _ in range(100):
-        for own in slices.trainable:
-            own.parameter.data.add_(1e-4)  # bf16 has steps of 2**-7 after 1
-        slices.write_back()
-    transport.publish_parameters()
-    assert float(whole(transport, layouts)["b"]) == float(torch.tensor(1.01).bfloat16())
-
-
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "casts"),
     [
@@ -111,40 +95,3 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
         assert shared is not casts
     slices.write_back()
     assert not transport.gradients.shard(0).any()
-
-
-@on_ranks(3)
-def test_parameters_without_a_push_have_no_gradient(transport: RecordingTransport) -> None:
-    slices, layouts = make_slices(transport)
-    names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.ranges]
-    assert [own.slice.spec.name for own in slices.trainable] == names
-    pushed = [name == names[0] for name in names]
-    slices.attach_gradients(pushed, FloatGradients(torch.float32))
-    assert [own.parameter.grad is not None for own in slices.trainable] == pushed
-
-
-@on_ranks(2)
-def test_detached_slices_keep_their_values_and_let_the_windows_go(transport: RecordingTransport) -> None:
-    slices, _ = make_slices(transport)
-    slices.load(RandomWeights(ALL))
-    parameters = [own.parameter for own in slices.trainable]
-    slices.attach_gradients([True] * len(slices.trainable), FloatGradients(torch.float32))
-    before = [p.detach().clone() for p in parameters]
-    slices.detach()
-    transport.parameters.shard(0).fill_(float("nan"))
-    assert all(torch.equal(p.detach(), b) for p, b in zip(parameters, before, strict=True))
-    assert all(p.grad is None for p in parameters)
-    assert slices.trainable == []
-
-
-@SIZES
-@on_ranks()
-def test_module_weights_are_rank_0_s(transport: RecordingTransport, size: int) -> None:
-    transport.allocate([])
-    parameter = nn.Parameter(torch.full((3, 4), float(transport.group.rank)) + torch.arange(4.0))
-    transposed = nn.Parameter(torch.full((2, 3), float(transport.group.rank)).t())
-    unit = UnitParameters("u", {"p": parameter, "t": transposed})
-    weights = ModuleWeightSource([unit], transport.group)
-    start, stop = 2 + transport.group.rank, 7 + transport.group.rank  # each rank its own part
-    assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])
-    assert torch.equal(weights.read("t", 0, 0), torch.empty(0))

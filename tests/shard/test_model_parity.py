@@ -604,12 +604,6 @@ def test_microbatches_fall_to_ranks_at_random(size: int, prefetch: int) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_one_rank_does_all_the_work(size: int) -> None:
-    for busy in range(size):
-        check_parity(Stack(2), vectors(3, WIDTH), size, units=[Layer], assign=lambda step, i, _, busy=busy: busy)
-
-
 @SIZES
 def test_a_minibatch_of_nothing(size: int) -> None:
     minibatches = vectors(3, WIDTH, steps=4)

@@ -20,42 +20,45 @@ class Pair(nn.Module):
         return self.b(self.a(x))
 
 
-def test_the_default_is_no_split_modules_and_the_root_has_the_rest() -> None:
+class Special(Layer):
+    pass
+
+
+LAYER, STACK, BLOCKS = Layer(3), Stack(3), Transformer(2)
+
+
+@pytest.mark.parametrize(
+    ("module", "units", "expected"),
+    [
+        # By default the blocks of `_no_split_modules`.
+        (BLOCKS, None, ["", "blocks.0", "blocks.1"]),
+        (BLOCKS, [Block], ["", "blocks.0", "blocks.1"]),
+        (BLOCKS, ["Block"], ["", "blocks.0", "blocks.1"]),
+        (BLOCKS, [BLOCKS.blocks[1], BLOCKS.blocks[0]], ["", "blocks.0", "blocks.1"]),
+        (BLOCKS, ["Block", Block, BLOCKS.blocks[0]], ["", "blocks.0", "blocks.1"]),
+        (BLOCKS, [BLOCKS.blocks[1]], ["", "blocks.1"]),
+        (BLOCKS, [], [""]),
+        (STACK, None, [""]),
+        (STACK, [STACK.last, STACK.layers[2], STACK.layers[0]], ["", "layers.0", "layers.2", "last"]),
+        # A class selects its subclasses, a name does not.
+        (Pair(Special(), Layer()), [Layer], ["a", "b"]),
+        (Pair(Special(), Layer()), ["Layer"], ["", "b"]),
+        # Modules without parameters are no units, and a module under two names is one.
+        (BLOCKS, [nn.GELU, Block], ["", "blocks.0", "blocks.1"]),
+        (Pair(LAYER, LAYER), [Layer], ["a"]),
+    ],
+)
+def test_units_in_the_order_of_the_module(
+    module: nn.Module, units: list[UnitChoice] | None, expected: list[str]
+) -> None:
+    assert list(names(module, units)) == expected
+
+
+def test_the_root_has_what_no_unit_has() -> None:
     module = Transformer(2)
     units = names(module)
-    assert list(units) == ["", "blocks.0", "blocks.1"]
     assert units[""] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
     assert units["blocks.1"] == [f"blocks.1.{name}" for name, _ in module.blocks[1].named_parameters()]
-
-
-def test_classes_names_and_instances_choose_alike() -> None:
-    module = Transformer(2)
-    expected = names(module)
-    assert names(module, [Block]) == expected
-    assert names(module, ["Block"]) == expected
-    assert names(module, [module.blocks[1], module.blocks[0]]) == expected
-    assert names(module, ["Block", Block, module.blocks[0]]) == expected
-
-
-def test_an_instance_chooses_itself_only() -> None:
-    module = Transformer(2)
-    units = names(module, [module.blocks[1]])
-    assert list(units) == ["", "blocks.1"]
-    assert "blocks.0.qkv.weight" in units[""]
-
-
-def test_a_class_chooses_its_subclasses_and_a_name_does_not() -> None:
-    class Special(Layer):
-        pass
-
-    module = Pair(Special(), Layer())
-    assert list(names(module, [Layer])) == ["a", "b"]
-    assert list(names(module, ["Layer"])) == ["", "b"]
-
-
-def test_without_units_all_is_the_root() -> None:
-    assert list(names(Stack(2))) == [""]
-    assert list(names(Transformer(2), [])) == [""]
 
 
 def test_a_nested_unit_takes_its_parameters_from_the_one_around_it() -> None:
@@ -65,20 +68,6 @@ def test_a_nested_unit_takes_its_parameters_from_the_one_around_it() -> None:
     ]
     assert units["blocks.0.mlp.0"] == ["blocks.0.mlp.0.weight", "blocks.0.mlp.0.bias"]
     assert list(units) == ["", "blocks.0", *(f"blocks.0.{n}" for n in ("qkv", "out", "mlp.0", "mlp.2")), "head"]
-
-
-def test_units_come_in_the_module_s_order() -> None:
-    module = Stack(3)
-    assert list(names(module, [module.last, module.layers[2], module.layers[0]])) == [
-        "",
-        "layers.0",
-        "layers.2",
-        "last",
-    ]
-
-
-def test_a_unit_without_parameters_is_none() -> None:
-    assert list(names(Transformer(1), [nn.GELU, Block])) == ["", "blocks.0"]
 
 
 def test_every_parameter_is_in_one_unit() -> None:
@@ -115,17 +104,6 @@ def test_tied_across_units_goes_to_the_root() -> None:
     module = Pair(Layer(3), Layer(3))
     module.b.linear.weight = module.a.linear.weight
     assert names(module, [Layer]) == {"": ["a.linear.weight"], "a": ["a.linear.bias"], "b": ["b.linear.bias"]}
-
-
-def test_tied_with_the_root_goes_to_the_root() -> None:
-    module = Transformer(1, tied=True)
-    assert names(module, [nn.Embedding, nn.Linear])[""][0] == "embedding.weight"
-
-
-def test_a_shared_module_is_one_unit_under_its_first_name() -> None:
-    layer = Layer(3)
-    units, *_ = partition(Pair(layer, layer), [Layer])
-    assert [(unit.name, list(unit.parameters)) for unit in units] == [("a", ["a.linear.weight", "a.linear.bias"])]
 
 
 def test_tensors_without_floating_point_do_not_change() -> None:

@@ -27,7 +27,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from odc_mpi.errors import UserError
@@ -47,6 +46,8 @@ _STAY_S = 20.0
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
+#: Failure of a child if the launcher sends SIGTERM.
+ENDED_BY_LAUNCHER = "ended by the launcher"
 #: Message of a child to its parent.
 ChildMessage = Mapping[str, Any]
 
@@ -63,60 +64,20 @@ def launched_rank() -> int:
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
 
 
-class FailureKind(Enum):
-    """Kind of failure of a child. The value is its text in messages."""
-
-    CRASHED = "crashed"
-    NO_ANSWER = "no answer within"
-    ENDED_BY_LAUNCHER = "ended by the launcher"
-    ENDED_EARLY = "ended early"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failure of a child.
-
-    Attributes:
-        description: After a crash, its cause, such as "SIGSEGV", "exit code 1" or "MPI_Abort". Without an answer, the
-            time limit that was exceeded, such as "12 s".
-        rank: Rank of the child that crashed, or None for other failures.
-    """
-
-    kind: FailureKind
-    description: str = ""
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        how = self.description if self.rank is None else f"({self.description} on rank {self.rank})"
-        return f"{self.kind.value} {how}".rstrip()
-
-
 @dataclass(frozen=True)
 class ChildResult:
     """Result of a child process.
 
     Attributes:
         messages: Last message of the child. Empty if it sent none.
-        failure: Failure of the child, or None if it ended without one.
+        failure: Failure of the child, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
+            `ENDED_BY_LAUNCHER`, or None if it ended without one.
         output_tail: Last lines of the standard output and error of a failed child.
     """
 
     messages: ChildMessage
-    failure: Failure | None
+    failure: str | None
     output_tail: str
-
-    @property
-    def failure_point(self) -> tuple[str, Failure] | None:
-        """Description of the failed operation, and the failure. None if the child completed all operations."""
-        doing = self.messages.get("doing", "starting MPI")
-        if self.failure is None and doing is None:
-            return None
-        return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
-
-    def print_output_tail(self) -> None:
-        """Print the last lines of output of a failed child to standard error. Print nothing without a failure."""
-        if self.failure:
-            print(f"The last lines of the failed process:\n{self.output_tail or '(none)'}", file=sys.stderr, flush=True)
 
 
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
@@ -166,7 +127,8 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
         if rank == 0:
             yield _wait_for_result(child, reports, ended, deadline_s, quiet_s)
         else:
-            yield _wait_until_not_needed(child, reports, ended, deadline_s + _END_S)
+            _wait_until_not_needed(child, reports, ended, deadline_s + _END_S)
+            yield ChildResult({}, None, "")
     finally:
         child.end()
         reports.close()
@@ -189,15 +151,15 @@ def _wait_for_result(
         if child.is_done():
             return ChildResult(child.messages, None, "")
         if ended.is_set():
-            return ChildResult(child.messages, Failure(FailureKind.ENDED_BY_LAUNCHER), child.output_tail())
+            return ChildResult(child.messages, ENDED_BY_LAUNCHER, child.output_tail())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
-            return ChildResult(child.messages, Failure(FailureKind.NO_ANSWER, f"{limit_s:g} s"), child.output_tail())
+            return ChildResult(child.messages, f"no answer within {limit_s:g} s", child.output_tail())
 
 
 def _wait_until_not_needed(
     child: "_Child", reports: "_CrashReports", ended: threading.Event, deadline_s: float
-) -> ChildResult:
+) -> None:
     deadline = time.monotonic() + deadline_s
     crash, was_open = None, False
     while not ended.is_set() and time.monotonic() < deadline:
@@ -212,7 +174,6 @@ def _wait_until_not_needed(
             # Rank 0 has printed the result. Without a failure, the child of this rank is about to end, too.
             deadline = min(deadline, time.monotonic() + (0.0 if crash else _END_S))
         was_open = was_open or is_open
-    return ChildResult(child.messages, crash and crash[0], "")
 
 
 class _Child:
@@ -259,13 +220,13 @@ class _Child:
     def is_done(self) -> bool:
         return self._process.poll() is not None and self._read < 0
 
-    def crash(self) -> tuple[Failure, str] | None:
+    def crash(self) -> tuple[str, str] | None:
         """Return the crash of the child and its last lines of output, or None if it has not crashed."""
         code = self._process.poll()
         if not code and not self._pmi.abort_requested:
             return None
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failure(FailureKind.CRASHED, how, self._rank), self.output_tail()
+        return f"crashed ({how} on rank {self._rank})", self.output_tail()
 
     def output_tail(self) -> str:
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4000))
@@ -293,19 +254,19 @@ class _CrashReports:
             with suppress(OSError):
                 self._socket.bind(self._name)
 
-    def write(self, crash: Failure, output_tail: str) -> None:
+    def write(self, failure: str, output_tail: str) -> None:
         with suppress(OSError):
-            self._socket.sendto(json.dumps([crash.description, crash.rank, output_tail]).encode(), self._name)
+            self._socket.sendto(json.dumps([failure, output_tail]).encode(), self._name)
 
     def is_open(self) -> bool:
         """Return True if the parent of rank 0 is on this node and has not closed its socket."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0
 
-    def read(self) -> tuple[Failure, str] | None:
+    def read(self) -> tuple[str, str] | None:
         with suppress(OSError, ValueError):
-            description, rank, output_tail = json.loads(self._socket.recv(1 << 16))
-            return Failure(FailureKind.CRASHED, description, rank), output_tail
+            failure, output_tail = json.loads(self._socket.recv(1 << 16))
+            return failure, output_tail
         return None
 
     def close(self) -> None:

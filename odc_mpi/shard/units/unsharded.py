@@ -24,7 +24,6 @@ From `module.weight` to a tensor:
 (`modules.materialized_parameters`), nothing is looked up.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -198,11 +197,10 @@ class UnshardedUnits:
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
         if self._transport.parameters.access is Access.COPY:
             self.activity.update("fetching", unit.name)
-        start = time.perf_counter()
-        if fetch is not None:
-            self._start(unit, fetch)
-        unit.wait()
-        self._spans.add("fetch", start)
+        with self._spans.span("fetch"):
+            if fetch is not None:
+                self._start(unit, fetch)
+            unit.wait()
         self._held[unit] = None
         if not unit.is_root:
             self.cache.admit(unit, unit.buffer_bytes())

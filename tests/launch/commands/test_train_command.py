@@ -7,7 +7,7 @@ import re
 
 import pytest
 import transformers
-from mpi_launch import finish, launch, odc_mpi, start
+from mpi_launch import launch, odc_mpi
 from small_run import MODEL, losses
 
 from odc_mpi.shard.step_phases import SYNC_POINTS
@@ -22,18 +22,8 @@ SUMMARY = {
     *("checkpoints_saved", "checkpoints_failed"),
 }
 LINE = {
-    *(
-        "step",
-        "loss",
-        "mean_token_accuracy",
-        "entropy",
-        "grad_norm",
-        "learning_rate",
-        "num_tokens",
-        "num_input_tokens",
-        "step_s",
-        "tokens_per_s",
-    ),
+    *("step", "loss", "mean_token_accuracy", "entropy", "grad_norm", "learning_rate", "step_s", "tokens_per_s"),
+    *("num_tokens", "num_input_tokens"),
     *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
     *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
     *("time", "epoch", "tokens_per_s_per_rank", "peak_host_bytes"),
@@ -188,13 +178,3 @@ def test_warnings_of_libraries_go_to_each_ranks_file_and_not_to_the_terminal(con
     for words in ("UserWarning: at the import", "UserWarning: while it trained", "of the library\n"):
         assert words not in done.out + done.err, words
         assert [path.read_text().count(words) for path in sorted(logs.iterdir())] == [1, 1, 1], words
-
-
-@pytest.mark.quick
-def test_interrupt_ends_all_ranks(config):
-    process = start(2, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000)
-    for line in process.stdout:
-        if "5/100000" in line:
-            break
-    process.terminate()
-    assert finish(process, 30).code != 0

@@ -86,8 +86,8 @@ def check_get_alone_was_answered(found, how):
 
 @pytest.mark.library
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_json(ranks):
-    done = odc_mpi(ranks, "doctor", "--json")
+def test_json(ranks, tmp_path):
+    done = odc_mpi(ranks, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
     assert done.code == 0, done.err
     assert done.seconds < 60
     found = answer(done)
@@ -102,6 +102,9 @@ def test_json(ranks):
     reduction = "accumulate" if ranks > 1 else "mailbox"
     assert [made["choice"] for made in found["decision"].values()] == ["allocate_shared", "on", reduction, "off"]
     assert found["peers"]["other_node"] is None
+    assert found["device"] is None and "device_decision" not in found
+    (kept,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
+    assert "devices" not in kept["key"]
     if ranks < 2:
         assert found["peers"]["same_node"] is None
         return
@@ -279,14 +282,6 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
     assert sorted(report["report"]["device"] is None for report in kept) == [False, True], "for two kinds of run"
     chosen = [line.split()[:2] for line in done.out.splitlines()]
     assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
-
-
-def test_without_a_device_none_is_mentioned(tmp_path):
-    done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
-    found = answer(done)
-    assert found["device"] is None and "device_decision" not in found
-    (kept,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
-    assert "devices" not in kept["key"]
 
 
 READS = """

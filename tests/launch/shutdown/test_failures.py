@@ -92,16 +92,6 @@ if world.rank == 1:
 world.gather_objects(None)
 """
 
-LEAVES = """
-import sys
-from odc_mpi import World
-world = World(timeout_s=3)
-if world.rank == 1:
-    sys.exit(0)
-world.gather_objects(None)
-"""
-
-
 FETCHES_AHEAD = """
 import sys, time, torch
 import odc_mpi
@@ -211,35 +201,10 @@ def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
     assert finish(job, timeout_s=30).code != 0  # what was said is lost where the launcher was to pass it on
 
 
-@pytest.mark.library
-@pytest.mark.quick
-def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
-    assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
-
-
 def test_leaving_while_a_unit_is_fetched_ahead(tmp_path):
     """The thread ends before MPI does."""
     done = launch(1, script(tmp_path, FETCHES_AHEAD), 3, timeout_s=50)
     assert done.code == 3 and not done.err.count("Traceback"), done.err
-
-
-@pytest.mark.library
-@pytest.mark.quick
-def test_too_little_shared_memory_is_reported_early(tmp_path):
-    text = """
-import odc_mpi, torch
-from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.layout import FlatLayout, ParameterSpec
-world = odc_mpi.World(timeout_s=20)
-try:
-    window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
-except odc_mpi.UserError as error:
-    print(error)
-"""
-    done = launch(2, script(tmp_path, text))
-    assert done.code == 0, done.err
-    assert done.out.count("MiB or more as room for") == 2
-    assert "room for the parameter and gradient windows" in done.out
 
 
 @pytest.mark.library
@@ -267,23 +232,16 @@ for step in range(3):
 @pytest.mark.quick
 def test_ranks_with_different_data_are_reported(tmp_path, data, config):
     text = f"""
-import shutil, sys
+import os, sys
 from odc_mpi.cli import main as cli
 from odc_mpi.runtime.world import MPI
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.dataset.writer import DatasetWriter
-path = "{tmp_path}/other.h5"
-if MPI.COMM_WORLD.rank == 1:
-    with Dataset("{data}") as whole, DatasetWriter(path, vocab_size=60, tokenizer="none", source="other") as writer:
-        for i in range(len(whole) - 1):
-            writer.append(*whole[i])
-else:
-    shutil.copy("{data}", path.replace("other", "same"))
-path = path if MPI.COMM_WORLD.rank == 1 else path.replace("other", "same")
-import os
 os.makedirs("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
 os.chdir("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
-shutil.copy(path, "data.h5")
+with Dataset("{data}") as whole, DatasetWriter("data.h5", vocab_size=60, tokenizer="none", source="other") as writer:
+    for i in range(len(whole) - MPI.COMM_WORLD.rank):
+        writer.append(*whole[i])
 sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
 """
     done = launch(2, script(tmp_path, text))

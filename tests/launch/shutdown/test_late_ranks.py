@@ -287,6 +287,7 @@ def test_a_killed_rank(tmp_path):
 
 
 @pytest.mark.library
+@pytest.mark.quick
 def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
     lines, done = Job(tmp_path, LEAVES).end()
     left = r"odc_mpi: rank 1 on \S+ has left while others wait for it: rank [02] on \S+, "

@@ -90,24 +90,15 @@ def list_splits(world):
     ]
 
 
-def test_sequence_after_sequence(windows, world):
+@pytest.mark.parametrize("slowed", [None, 0, 1])
+def test_sequence_after_sequence_whichever_rank_is_slow(windows, world, slowed):
+    """Each time that the others come to a slot or a flag, the slow rank has not."""
     results = {}
     for turn, (seed, bounds, ranks) in enumerate(list_splits(world), 1):
         if world.rank in ranks:
-            results[seed] = run_chunk(windows, turn, seed, bounds, ranks)
-    for seed, bounds, ranks in list_splits(world):
-        assert_unsplit(world, seed, bounds, ranks, results.get(seed))
-
-
-@pytest.mark.parametrize("slowed", [0, 1])
-def test_a_slow_rank_changes_nothing(windows, world, slowed):
-    """Each time that the others come to a slot or a flag, the slow rank has not."""
-    results = {}
-    for turn, (seed, bounds, ranks) in enumerate(list_splits(world)[:3], 1):
-        if world.rank in ranks:
             slow = (lambda layer: time.sleep(0.03)) if world.rank == slowed else (lambda layer: None)
             results[seed] = run_chunk(windows, turn, seed, bounds, ranks, slow)
-    for seed, bounds, ranks in list_splits(world)[:3]:
+    for seed, bounds, ranks in list_splits(world):
         assert_unsplit(world, seed, bounds, ranks, results.get(seed))
 
 

@@ -92,7 +92,7 @@ def test_slots_are_added_while_the_computation_runs(window_memory):
     shard = window_memory.empty_for_windows(4000).view(torch.float32).zero_()
     values = torch.arange(500.0, device=shard.device)
     window_memory.record_event().synchronize()
-    window_memory.add(shard, [(0, values), (100, values), (500, values)]).synchronize()
+    window_memory.add_segments(shard, [(0, values), (100, values), (500, values)]).synchronize()
     wanted = np.zeros(1000)
     for start in (0, 100, 500):
         wanted[start : start + 500] += np.arange(500.0)

@@ -1,5 +1,3 @@
-import gc
-import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -133,42 +131,6 @@ def test_find_returns_the_unit_of_a_view(transport: RecordingTransport) -> None:
     assert ready.find(parameter) is None
 
 
-@on_ranks(1)
-def test_view_repeats_offset_shape_and_stride(transport: RecordingTransport) -> None:
-    (unit,), ready = simple(transport, 0)
-    ready.unshard(unit)
-    view = unit.parameter(".0").t()[1:4, ::2]
-    again = unit.as_strided(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
-    assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
-
-
-@on_ranks(1)
-def test_expire_releases_all_and_counts(transport: RecordingTransport) -> None:
-    units, ready = simple(transport, 2)
-    for unit in units:
-        ready.unshard(unit)
-    ready.reshard_all()
-    assert (states(units), ready.parameter_version) == ("sss", 0)
-    ready.unshard(units[0])
-    ready.invalidate()
-    assert (states(units), ready.parameter_version) == ("sss", 1)
-    transport.parameters.shard(0).fill_(5)
-    ready.unshard(units[0])
-    assert bool((units[0].parameter(".1") == 5).all())
-
-
-@on_ranks(1)
-def test_a_late_reader_of_a_released_unit_sees_what_it_saw(transport: RecordingTransport) -> None:
-    units, ready = simple(transport, 6)
-    ready.unshard(units[1])
-    late = units[1].parameter("u0.0")
-    before = late.clone()
-    for unit in units[2:]:
-        ready.unshard(unit)
-    assert units[1].state is UnitState.SHARDED
-    assert torch.equal(late, before)
-
-
 def test_on_demand_parameters_are_found_by_key_only() -> None:
     asked: list[str] = []
 
@@ -188,28 +150,3 @@ def test_on_demand_parameters_are_found_by_key_only() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias", "own"]
     assert bool(dict(module.named_parameters())["weight"].isnan().all())
     assert asked == []
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (4,), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> None:
-    for device in ("cpu", "meta"):
-        original = nn.Parameter(torch.ones(shape, device=device), requires_grad=requires_grad)
-        stand_in = placeholder(original, dtype, torch.device("cpu"))
-        assert isinstance(stand_in, nn.Parameter) and stand_in.requires_grad is requires_grad
-        assert (stand_in.shape, stand_in.dtype, stand_in.device.type) == (shape, dtype, "cpu")
-        assert bool(stand_in.isnan().all())
-        assert stand_in.untyped_storage().nbytes() == dtype.itemsize
-
-
-@on_ranks(1)
-def test_a_released_unit_holds_no_memory(transport: RecordingTransport) -> None:
-    (unit,), ready = simple(transport, 0)
-    ready.unshard(unit)
-    array = weakref.ref(unit._arrays[0])
-    ready.reshard_all()
-    gc.collect()
-    assert array() is None
-    transport.parameters.buffers.clear()
-    assert transport.parameters.buffers._held_bytes == 0
