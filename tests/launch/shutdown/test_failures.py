@@ -208,6 +208,25 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path):
 
 
 @pytest.mark.library
+@pytest.mark.quick
+def test_too_little_shared_memory_is_reported_early(tmp_path):
+    text = """
+import odc_mpi, torch
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
+world = odc_mpi.World(timeout_s=20)
+try:
+    window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
+except odc_mpi.UserError as error:
+    print(error)
+"""
+    done = launch(2, script(tmp_path, text))
+    assert done.code == 0, done.err
+    assert done.out.count("MiB or more as room for") == 2
+    assert "room for the parameter and gradient windows" in done.out
+
+
+@pytest.mark.library
 def test_a_point_that_one_rank_leaves_out_is_named(tmp_path):
     """The others' numbers must not be taken for the norm: the run ends at the deadline instead of going wrong."""
     text = """

@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_training import FROZEN, STEPS, assert_close, configure, expected
 from torch import nn
-from units import Block, assert_pushed, random_pushes
+from units import Block, assert_nan_is_known_to_all, assert_pushed, random_pushes
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
@@ -102,6 +102,11 @@ def test_two_gathers_and_a_reduction_for_each_unit_and_microbatch(recorded, worl
         model.publish()
     assert log == (FORWARD + BACKWARD) * 3 * 2
     assert model.num_collectives == (len(FORWARD + BACKWARD) * 3 + 3) * 2
+
+
+def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):
+    model, _ = recorded
+    assert_nan_is_known_to_all(model, world, lambda: run_three(model, world))
 
 
 def test_pushes_of_all_ranks_add_up_exactly(allocate, world, monkeypatch):

@@ -10,6 +10,8 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.api import decide_for, shard_model
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.progress import ProgressThread
 
 pytestmark = pytest.mark.mpi
@@ -85,6 +87,18 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
     after = sys.getswitchinterval()
     sys.setswitchinterval(found)
     assert short == between < after == pytest.approx(usual)
+
+
+def test_a_transport_has_one(world):
+    layout = FlatLayout.build("unit", [ParameterSpec("p", (100,), True)], world.size)
+    transport = window_transport(world, progress=True)
+    transport.allocate([layout])
+    transport.gradients.push(0, torch.ones(100)).wait()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = layout.owned(world.rank)
+    assert torch.equal(transport.gradients.shard(0)[: stop - start], torch.full((stop - start,), float(world.size)))
+    assert transport.group._progress is not None
+    transport.close()
 
 
 @pytest.mark.sizes(3)

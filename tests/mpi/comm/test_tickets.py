@@ -183,6 +183,25 @@ def test_a_node_asks_another_once_whether_it_has_any_left(world):
     made.close()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_own_node_first(world):
+    """Until its node has run out a rank asks no other node's host."""
+    asked = []
+    made = Tickets(Nodes(world, [rank % 2 for rank in range(world.size)]))
+    window = made._window
+    fetch = window.fetch_and_add
+    window.fetch_and_add = lambda host, *rest: asked.append(host) or fetch(host, *rest)
+    published(world)
+    drawn = list(made.draw(4 * world.size))
+    own, other = world.rank % 2, 1 - world.rank % 2
+    assert asked == sorted(asked, key=lambda host: host == other)
+    assert own in asked
+    assert {other for asked in world.gather_objects(asked) for other in asked} == {0, 1}, "nobody looked for more"
+    everyone = gather_drawn(world, drawn)
+    assert sorted(position for drawn in everyone for position in drawn) == list(range(4 * world.size))
+    made.close()
+
+
 def test_the_counter_has_64_bits(world, tickets):
     if world.rank == 0:
         tickets._window.atomic_store(0, 0, 1 << 40)

@@ -1,6 +1,7 @@
 """Windows move the right elements: against exact sums, odd sizes, more ranks than elements."""
 
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_every_rank_fetches_what_the_owners_wrote(transport_of, dtype):
         transport.parameters.release(fetched)
 
 
+def test_fetches_follow_a_publication(make):
+    transport = make()
+    for generation in range(1, 4):
+        write_own_parameters(transport, [torch.full((numel,), float(generation)) for numel in SIZES])
+        fetched = transport.parameters.fetch(4).wait()
+        assert torch.equal(fetched, torch.full((SIZES[4],), float(generation)))
+        transport.parameters.release(fetched)
+        transport.complete_gradients(np.zeros(1))  # nobody may still fetch while an owner writes the next
+
+
 @both_reductions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
@@ -92,24 +103,6 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
             transport.gradients.push(index, values.to(dtype), start).wait()
     transport.complete_gradients(np.zeros(1))
     assert_pushed(world, transport, SIZES, range(5))
-
-
-def test_all_push_to_all_at_once_with_the_smallest_mailbox(world, allocate):
-    """All ranks have several pushes in flight and no free slots: all wait, all make progress, all continue."""
-    smallest = functools.partial(MailboxGradientStore, mailbox_bytes=256 * max(1, world.size - 1))
-    transport = allocate(window_transport(world, reduction=smallest), [3000, 3000])
-    start, stop = transport.parameters.layouts[0].owned(world.rank)
-    values = torch.arange(3000, dtype=torch.float32)
-    for minibatch in range(3):
-        pushes = [transport.gradients.push(i % 2, values + minibatch, 0) for i in range(6)]
-        for push in reversed(pushes):
-            push.wait()
-        transport.complete_gradients(np.zeros(1))
-        for index in range(2):
-            own = transport.gradients.shard(index)
-            assert torch.equal(own[: stop - start], 3 * world.size * (values + minibatch)[start:stop])
-            own.zero_()
-        transport.publish_parameters()
 
 
 @both_reductions
@@ -148,6 +141,11 @@ def test_frozen_arrays_have_no_gradient_shard(make, reduction):
         transport.gradients.shard(0)
 
 
+def test_only_what_mpi_can_add_is_reduced(world):
+    with pytest.raises(ValueError, match="reduce_dtype must be one of"):
+        window_transport(world, torch.bfloat16, torch.bfloat16)
+
+
 def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     """A rank of the node sees a store without any fetch; a copy does not change any more."""
     transport = make([1000])
@@ -176,6 +174,28 @@ def test_a_shared_window_shows_the_node_in_rank_order(world):
             assert torch.equal(window.mapped_shard(rank), torch.full((numel,), rank + 1.0))
         world.gather_objects(None)
         window.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_computing_owner_is_not_waited_for(make, world):
+    """The last rank computes without entering MPI; the others fetch from it and push to it meanwhile."""
+    transport = make([100_000 * world.size])
+    fetched = transport.parameters.fetch(0).wait()
+    transport.parameters.release(fetched)
+    transport.publish_parameters()
+    busy_s, finished = 1.5, None
+    began = time.perf_counter()
+    if world.rank == world.size - 1:
+        while time.perf_counter() - began < busy_s:
+            torch.randn(1000).sum()
+    else:
+        fetched = transport.parameters.fetch(0).wait()
+        transport.gradients.push(0, fetched).wait()
+        finished = time.perf_counter() - began
+        transport.parameters.release(fetched)
+    transport.complete_gradients(np.zeros(1))
+    if finished is not None:
+        assert finished < busy_s / 2, "the fetch or the push waited for its target"
 
 
 def test_the_number_of_windows_does_not_depend_on_the_model(world, monkeypatch):
