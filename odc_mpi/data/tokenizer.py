@@ -142,6 +142,10 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise UserError(f"expected a fast tokenizer in {str(location)!r}, got a slow one: change {setting}")
+    if len(tokenizer.get_added_vocab()) == len(tokenizer):  # transformers makes an empty one
+        raise UserError(
+            f"expected a tokenizer in {str(location)!r}, got no vocabulary, such as tokenizer.json: change {setting}"
+        )
     return tokenizer
 
 

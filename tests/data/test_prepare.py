@@ -214,6 +214,9 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
     message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
     assert "2 longer" in message and "--max-length (now 9)" in message
+    write_lines(source := tmp_path / "a.jsonl", {"messages": [{"role": "Assistant", "content": "x"}]})
+    message = refused(str(source), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    assert "1 without loss tokens, which are those of completions and of messages of the role assistant" in message
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer
@@ -268,6 +271,8 @@ def test_tokens_do_not_depend_on_whether_the_tokenizer_is_loaded_beside_its_mode
     assert load_tokenizer(adapters)(text)["input_ids"] != load_tokenizer(tmp_path)(text)["input_ids"]
     beside_base = load_files(tokenizer_files(adapters, tmp_path))
     assert beside_base(text)["input_ids"] == load_tokenizer(tmp_path)(text)["input_ids"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert "got no vocabulary" in refused(lines, tmp_path / "b.h5", tokenizer=tmp_path)
 
 
 def test_slow_libraries_are_loaded_when_they_are_used() -> None:

@@ -64,7 +64,8 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
             if indices:
                 # Without columns of times: they contain no text, and Python cannot represent nanoseconds.
                 no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
-                text = batch.take(indices).select(no_times)
+                rows = pyarrow.concat_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
+                text = rows.select(no_times)
                 yield RowBlock(str(path), [done + i + 1 for i in indices], _to_ipc_stream(pyarrow, text))
             done += batch.num_rows
             on_bytes_read(size * batch.num_rows // total)
