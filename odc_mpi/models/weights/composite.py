@@ -70,13 +70,11 @@ def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
         return None
     problem = None
     if type(inner) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and inner.model_type not in _EQUIVALENT:
-        problem = f"AutoModelForCausalLM has no class for its text part, {inner.model_type}"
+        problem = f"transformers has no causal language model for its text part, {inner.model_type}"
     elif type(config) not in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        problem = "AutoModelForMultimodalLM has no class for it"
+        problem = "transformers has no class for it that generates text (AutoModelForMultimodalLM)"
     if problem is not None:
-        raise UserError(
-            f"model.path: expected a language model, or a multimodal model with one, got {config.model_type}: {problem}"
-        )
+        raise UserError(f"model.path: {config.model_type} is multimodal, and {problem}")
     with torch.device("meta"):
         module = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     settings: dict[str, Any] = {key: value for key, value in inner.to_dict().items() if not key.startswith("_")}
