@@ -255,13 +255,19 @@ class TestFromDirectory:
         """transformers ties them only if they are equal."""
         file, config = copy / "model.safetensors", copy / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-        with pytest.raises(UserError, match=r"embed_tokens.weight and another: set model.config.tie_word_embeddings"):
-            shard(models.from_directory(copy))
+        different = r"embed_tokens.weight and another: set model.config.tie_word_embeddings"
+        with pytest.raises(UserError, match=different):
+            models.from_directory(copy)
         untied = models.from_directory(copy, overrides={"tie_word_embeddings": False})
         stored = load_file(file)
         assert torch.equal(untied.weights.read("lm_head.weight", 0, 32), stored["lm_head.weight"][0])
         save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
         assert "lm_head.weight" not in dict(shard(models.from_directory(copy)).module.named_parameters())
+        head = stored["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1
+        save_file(stored | {"lm_head.weight": head}, file, {"format": "pt"})
+        with pytest.raises(UserError, match=different):
+            shard(models.from_directory(copy))
 
     def test_a_file_of_the_base_model(self, copy):
         file = copy / "model.safetensors"

@@ -68,6 +68,8 @@ class SafetensorsWeights(HashedWeights):
             if found:
                 self._placed[name], *self._copies[name] = found
                 self._check(name, parameter.shape)
+                if self._copies[name]:
+                    self.read(name, 0, parameter.shape[-1])  # here all ranks find the same, later each in its slice
             elif source is not None:
                 self._new[name] = source
             else:
