@@ -10,7 +10,7 @@ from typing import Any
 
 from odc_mpi.checkpoint.manifest import MANIFEST, read_manifest
 from odc_mpi.data.encode import end_of_turn_token
-from odc_mpi.data.tokenizer import load_files, tokenizer_files
+from odc_mpi.data.tokenizer import MODEL_CONFIG, load_files, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json
 from odc_mpi.hub import cached_model_path
@@ -36,7 +36,8 @@ class SideFiles:
         loaded = _load(trained_with)
         base_tokenizer = loaded if of_base == trained_with else _load(of_base)
         has_template = base_tokenizer is not None and base_tokenizer.chat_template
-        self.tokenizer = of_base if has_template else trained_with
+        files = of_base if has_template else trained_with
+        self.tokenizer = {name: content for name, content in files.items() if name != MODEL_CONFIG}
         # The exported one first.
         candidates = [base_tokenizer, loaded] if has_template else [loaded]
         self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())

@@ -6,7 +6,9 @@ the file and the line. Texts may be empty, and an example may have no text to tr
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,9 @@ _PROMPTS = ("prompt", "conversations", "instruction")
 _ANSWERS = ("chosen", "rejected")
 _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
+#: Fields that may have messages, whose JSON text is accepted, too, because cells of tables contain only text.
+_WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
+_OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
 @dataclass(frozen=True)
@@ -161,11 +166,11 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     The form of the record is the first of these whose fields are all present: `chosen` and `rejected`, optionally with
     a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
     lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
-    optionally with `input`; `text`. Conversations also use the fields `tools`, a list or its JSON text, and `system`,
-    unless the first message is a system message. `columns` renames the fields. Raises an InvalidRecordError for a
-    record of another form, and for invalid values.
+    optionally with `input`; `text`. Conversations also use the fields `tools`, a list, and `system`, unless the first
+    message is a system message. Lists may be given as their JSON text. `columns` renames the fields. Raises an
+    InvalidRecordError for a record of another form, and for invalid values.
     """
-    record = (columns or Columns()).rename(record, location)
+    record = _decode_messages((columns or Columns()).rename(record, location))
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
     if "chosen" in required:
         return _preference_pair(record, required[0], location)
@@ -192,6 +197,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     end are removed, because the model generates them. Conversations also use the fields `system` and `tools`. All other
     fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
     """
+    record = _decode_messages(record)
     for name in ("messages", "prompt"):
         if (name == "messages" and name in record) or isinstance(record.get(name), list):
             messages = _messages(record[name], name, location)
@@ -201,6 +207,18 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     if "prompt" in record:
         return PromptCompletion(location, text_field(record, "prompt", location), "")
     raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {field_names(record)}")
+
+
+def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in which the JSON texts of lists of messages are these lists. Other texts are not changed."""
+    decoded = dict(record)
+    for name in _WITH_MESSAGES:
+        if isinstance(text := record.get(name), str) and _OBJECTS.match(text):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(text)
+                if all(isinstance(each, dict) and ("role" in each or "from" in each) for each in value):
+                    decoded[name] = value
+    return decoded
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
@@ -313,7 +331,8 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
 def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
     if not isinstance(messages, list):
-        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {json_kind(messages)}")
+        kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
+        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")
     checked = []
     for message in messages:
         if not isinstance(message, dict):

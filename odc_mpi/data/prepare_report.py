@@ -185,7 +185,9 @@ class PrepareStats:
         if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
             return ": SOURCE contains no examples"
         skipped = f", {invalid.num_skipped} invalid, the first: {invalid.first[0]}" if invalid.first else ""
+        raise_limit = f"raise --max-length (now {max_length}) or " if max_length else ""
         return (
-            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without loss tokens"
-            f"{skipped}): {f'raise --max-length (now {max_length}) or ' if max_length else ''}change SOURCE"
+            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without loss tokens, "
+            f"which are those of completions and of messages of the role assistant{skipped}): {raise_limit}"
+            "change SOURCE"
         )

@@ -158,7 +158,7 @@ def _find(spec: str, split: str | None) -> DataSource:
 
 def _looks_like_path(path: Path) -> bool:
     """Return True if the name of a missing file or folder is not to be looked up on the Hub."""
-    suffix = compressed.bare_suffix(path).lower()
+    suffix = compressed.bare_suffix(path)
     return suffix in (*_TEXT_SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
 
 
@@ -203,7 +203,7 @@ def is_supported(path: Path) -> bool:
 
 
 def _is_parquet(path: Path) -> bool:
-    return path.suffix == parquet.SUFFIX
+    return path.suffix.lower() == parquet.SUFFIX
 
 
 @dataclass(frozen=True)

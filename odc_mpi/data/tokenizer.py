@@ -20,6 +20,8 @@ _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
 )
+#: Configuration of a model, by whose `model_type` transformers chooses the class of the tokenizer beside it.
+MODEL_CONFIG = "config.json"
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
@@ -35,11 +37,18 @@ _CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_files(location: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a directory or data set, by name. Without files it is empty."""
+def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
+    """Return the contents of the tokenizer's files in a directory or data set, by name. Without files it is empty.
+
+    Those of a directory include config.json of the `model` directory, by default the same one, because the class of the
+    tokenizer, and with it the tokens, may depend on it.
+    """
     if not location.is_dir():
-        return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
+        files = read_tokenizer_files(location)
+        return {name: files[name] for name in files if name == MODEL_CONFIG or _is_tokenizer_file(name)}
     paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
+    config = (model or location) / MODEL_CONFIG
+    paths += [config] if paths and config.is_file() else []
     return {path.name: path.read_bytes() for path in paths}
 
 
@@ -129,16 +138,23 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise UserError(f"expected a fast tokenizer in {str(location)!r}, got a slow one: change {setting}")
+    if len(tokenizer.get_added_vocab()) == len(tokenizer):  # transformers makes an empty one
+        raise UserError(
+            f"expected a tokenizer in {str(location)!r}, got no vocabulary, such as tokenizer.json: change {setting}"
+        )
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and add the ChatML chat template to it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and add the ChatML chat template to it.
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    It splits texts into words as Qwen2's does, because transformers splits so beside a model of the type qwen2.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    bpe, qwen2 = Tokenizer(models.BPE()), Qwen2Tokenizer().backend_tokenizer
+    bpe.normalizer, bpe.pre_tokenizer = qwen2.normalizer, qwen2.pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     bpe.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(

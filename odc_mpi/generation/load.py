@@ -10,7 +10,7 @@ from odc_mpi.checkpoint.commands import open_newest_checkpoint
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.side_files import read_generation_config
-from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
+from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import SamplingParams
 from odc_mpi.models.build import MetaModel, is_model_directory
@@ -71,11 +71,11 @@ def load_generation_model(arguments: GenerateArguments, rank: int, size: int) ->
         meta_model = load_model(path, rank, size, attn_implementation, base)
         if is_peft_directory(path):
             base = base_model_path(path, base)
-            own_tokenizer = path if tokenizer_files(path) else base  # adapters may have been saved without a tokenizer
         else:
-            base = own_tokenizer = path
-            dtype = stored_dtype(path)
-        loaded_tokenizer = load_tokenizer(tokenizer or own_tokenizer)
+            base, dtype = path, stored_dtype(path)
+        # Adapters may have been saved without a tokenizer.
+        own_files = {} if tokenizer else tokenizer_files(path, base)
+        loaded_tokenizer = load_files(own_files, path) if own_files else load_tokenizer(tokenizer or base)
     else:
         checkpoint = _open_checkpoint(path, step)
         name = str(checkpoint.directory)

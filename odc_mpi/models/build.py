@@ -18,6 +18,7 @@ import transformers
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.files import parse_json
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
 from odc_mpi.models.configuration import decode_floats, flatten_config, override_config
@@ -127,7 +128,9 @@ def from_directory(
             f"{path} has none"
         )
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
-        content = transformers.PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+        content = decode_floats(parse_json((path / _CONFIG).read_bytes()))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, got {content!r}")
     _check_counts(content, "", f"model.path: {path / _CONFIG} is not usable: ")
     with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

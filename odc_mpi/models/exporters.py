@@ -1,6 +1,7 @@
-"""Content of the directories that `odc-mpi checkpoint export` writes: a full model, adapters, or a merged model.
+"""Content of the directories that `odc-mpi export` writes: a full model, adapters, or a merged model.
 
-Tensors of the base model are read one at a time. All tensors of an output file are in memory until it is written.
+A tensor of the checkpoint, or of the base model, is read when its output file is written. All tensors of this file are
+in memory then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,11 @@ class AdapterExporter(Exporter):
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model, which the exported configuration names. None: as in the checkpoint.
+        base: Directory of the base model, which the exported configuration names. None: as in the checkpoint; this
+            directory need not exist.
 
     Raises:
-        UserError: `base` has no model, or its model is not the base of the adapters, or the base is multimodal.
+        UserError: `base` has no model, or its model is not the base of the adapters; or the base is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -135,9 +137,16 @@ class FullModelExporter(PublishedExporter):
 
 
 class MergedExporter(PublishedExporter):
-    """Exports a model whose adapters are merged into the base weights: W + B A alpha / r, computed in float32.
+    """Exports the base model, or the text model of a multimodal base, with the adapters added to its weights.
 
-    For arguments and errors, see `AdapterExporter`. The base model is read even if `base` is None.
+    A weight is W + B A alpha / r, computed in float32. Modules that were trained in full replace those of the base.
+
+    Args:
+        checkpoint: Adapter checkpoint.
+        base: Directory of the base model. None: as in the checkpoint.
+
+    Raises:
+        UserError: The base model is missing, or is not the base of the adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:

@@ -13,7 +13,7 @@ import transformers
 from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.templates import ChatRenderer
-from odc_mpi.data.tokenizer import load_files, tokenizer_files
+from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models.heads.task import ENDS_WITH_TURN
 
@@ -28,8 +28,7 @@ class RewardModel:
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        # Without config.json: beside that of some families transformers loads the files as another tokenizer.
-        self._tokenizer = load_files(tokenizer_files(path), path, _SETTING)
+        self._tokenizer = load_tokenizer(path, _SETTING)
         try:
             model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path,

@@ -109,6 +109,7 @@ def test_the_base_is_a_snapshot_of_a_cache_that_was_moved(tokenizer, tmp_path, m
     side_files = SideFiles(settings(data, f"/elsewhere/models--Owner--Base/snapshots/{'a' * 40}"), None)
     assert side_files.generation_config(CONFIG)["transformers_version"] == "a" * 40
     assert "tokenizer.json" in side_files.tokenizer
+    assert "config.json" not in side_files.tokenizer, "the export has its own"
 
 
 def test_generate_of_transformers_ends_at_the_end_of_a_turn(tokenizer, end, tmp_path):

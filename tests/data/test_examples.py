@@ -31,6 +31,8 @@ def parse_chat(record: dict[str, Any]) -> Conversation:
             {"role": "assistant", "content": "3"},
         ]),
         ({"messages": CHAT, "system": "Be brief."}, [SYSTEM, *CHAT]),
+        ({"messages": json.dumps(CHAT, indent=1)}, CHAT),
+        ({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}, CHAT),
         ({"messages": [SYSTEM, *CHAT], "system": "Another."}, [SYSTEM, *CHAT]),
         ({"instruction": "Hi", "output": "Hello", "system": "Be brief."}, [SYSTEM, *CHAT]),
     ],

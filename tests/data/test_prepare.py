@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 from rich.console import Console
+from tokenizers import pre_tokenizers
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data.dataset.reader import Dataset
@@ -18,7 +19,7 @@ from odc_mpi.data.prepare import PrepareOptions
 from odc_mpi.data.prepare_report import PrepareReport
 from odc_mpi.data.readers import stdlib
 from odc_mpi.data.readers.stdlib import StdlibFunction
-from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
+from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files, train_tokenizer
 from odc_mpi.errors import UserError
 
 FEW = [StdlibFunction(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
@@ -213,6 +214,9 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
     message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
     assert "2 longer" in message and "--max-length (now 9)" in message
+    write_lines(source := tmp_path / "a.jsonl", {"messages": [{"role": "Assistant", "content": "x"}]})
+    message = refused(str(source), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    assert "1 without loss tokens, which are those of completions and of messages of the role assistant" in message
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer
@@ -230,6 +234,32 @@ def test_the_tokenizer_is_in_the_data_set(tmp_path: Path) -> None:
     assert (again.tokenizer, again.vocab_size) == (first, report.vocab_size)
     assert f"tokenizer: 260 tokens, from {first}, stored in {second}" in again.describe()
     assert tokenizer_files(second) == tokenizer_files(first)
+
+
+def test_tokens_do_not_depend_on_whether_the_tokenizer_is_loaded_beside_its_model(tmp_path: Path) -> None:
+    """transformers loads any fast tokenizer beside a model of the type qwen2 as Qwen2's, which splits numbers."""
+    text = "12345 words"
+    trained = train_tokenizer([text] * 9, 300)
+    trained.save_pretrained(tmp_path)
+    expected = trained(text)["input_ids"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert load_tokenizer(tmp_path)(text)["input_ids"] == expected, "one of ours splits them, too"
+    trained.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained = trained.train_new_from_iterator([text] * 9, 300)
+    trained.save_pretrained(tmp_path)
+    lines = write_lines(tmp_path / "a.jsonl", {"text": text})
+    prepare(lines, tmp_path / "a.h5", tokenizer=tmp_path)
+    with Dataset(tmp_path / "a.h5") as dataset:
+        assert list(dataset[0][0][:-1]) == load_tokenizer(tmp_path)(text)["input_ids"]
+    assert load_tokenizer(tmp_path / "a.h5")(text)["input_ids"] == load_tokenizer(tmp_path)(text)["input_ids"]
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    trained.save_pretrained(adapters)
+    assert load_tokenizer(adapters)(text)["input_ids"] != load_tokenizer(tmp_path)(text)["input_ids"]
+    beside_base = load_files(tokenizer_files(adapters, tmp_path))
+    assert beside_base(text)["input_ids"] == load_tokenizer(tmp_path)(text)["input_ids"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert "got no vocabulary" in refused(lines, tmp_path / "b.h5", tokenizer=tmp_path)
 
 
 def test_slow_libraries_are_loaded_when_they_are_used() -> None:

@@ -214,6 +214,24 @@ class TestFromDirectory:
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, reference.state_dict()[name].float()), name
 
+    def test_a_head_that_is_stored_beside_the_embedding_to_which_it_is_tied(self, copy):
+        """transformers ties them only if they are equal."""
+        file, config = copy / "model.safetensors", copy / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+        different = r"embed_tokens.weight and another: set model.config.tie_word_embeddings"
+        with pytest.raises(UserError, match=different):
+            models.from_directory(copy)
+        untied = models.from_directory(copy, overrides={"tie_word_embeddings": False})
+        stored = load_file(file)
+        assert torch.equal(untied.weights.read("lm_head.weight", 0, 32), stored["lm_head.weight"][0])
+        save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+        assert "lm_head.weight" not in dict(shard(models.from_directory(copy)).module.named_parameters())
+        head = stored["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1
+        save_file(stored | {"lm_head.weight": head}, file, {"format": "pt"})
+        with pytest.raises(UserError, match=different):
+            shard(models.from_directory(copy))
+
     def test_a_file_of_the_base_model(self, copy):
         file = copy / "model.safetensors"
         stored = load_file(file)
@@ -238,7 +256,10 @@ class TestFromDirectory:
         save_file(stored | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
         refused("stores [31]")
         file.write_bytes(file.read_bytes()[:5000])
-        refused("cannot read")
+        refused("git lfs pull")
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(stored, "lost")}))
+        refused("model.path: cannot read")
+        (copy / "model.safetensors.index.json").unlink()
         file.unlink()
         (copy / "pytorch_model.bin").write_bytes(b"a pickle")
         refused("pickled weights are not read")
@@ -251,8 +272,9 @@ class TestFromDirectory:
         ):
             (copy / "model.safetensors.index.json").write_text(index)
             refused("not an index")
-        config.write_text("{ not json")
-        refused("not usable")
+        for content in ("{ not json", "[]", "null"):
+            config.write_text(content)
+            refused("not usable")
         config.write_text(json.dumps(settings | {"num_hidden_layers": 10**8}))
         refused("num_hidden_layers: expected at most 10000, got 100000000")
         config.write_text(json.dumps(settings | {"hidden_size": "wide"}))

@@ -82,8 +82,10 @@ def test_the_text_model_of_a_composite(kind, tmp_path):
 
 
 def test_a_composite_without_a_text_model_is_refused():
-    with pytest.raises(UserError, match="no causal language model for its text part"):
+    with pytest.raises(UserError, match="no causal language model for its text part, blip_text_model"):
         composite_of(transformers.BlipConfig())
+    with pytest.raises(UserError, match=r"grounding-dino is multimodal, and .* that generates text"):
+        composite_of(transformers.GroundingDinoConfig())
 
 
 def test_a_rank_reads_only_its_slices(tmp_path, monkeypatch):

@@ -16,15 +16,15 @@ _PACKED_BYTES = 1 << 14
 
 
 def bare_suffix(path: Path) -> str:
-    """Return the suffix of a file's name, without that of the compression."""
-    return (path.with_suffix("") if path.suffix in SUFFIXES else path).suffix
+    """Return the suffix of a file's name in lower case, without that of the compression."""
+    return (path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).suffix.lower()
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
     """Return a stream of the file's decompressed bytes, with a method `peek`. Raises a UserError without zstandard."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         return io.BufferedReader(_open_zstd(file, path), 1 << 20)
     return file
 

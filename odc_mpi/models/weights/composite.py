@@ -67,12 +67,13 @@ def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     inner = config.get_text_config()
     if inner is config:
         return None
-    is_known = type(inner) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or inner.model_type in _EQUIVALENT
-    if not is_known or type(config) not in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        raise UserError(
-            f"model.path: {config.model_type} is multimodal, and transformers has no causal language model for its "
-            f"text part, {inner.model_type}"
-        )
+    problem = None
+    if type(inner) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and inner.model_type not in _EQUIVALENT:
+        problem = f"transformers has no causal language model for its text part, {inner.model_type}"
+    elif type(config) not in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        problem = "transformers has no class for it that generates text (AutoModelForMultimodalLM)"
+    if problem is not None:
+        raise UserError(f"model.path: {config.model_type} is multimodal, and {problem}")
     with torch.device("meta"):
         module = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
     settings: dict[str, Any] = {key: value for key, value in inner.to_dict().items() if not key.startswith("_")}

@@ -79,6 +79,8 @@ def _convert(
             f"model.path: {name} cannot be read by slices ({error}): save the model with save_pretrained of "
             "transformers and save_original_format=False"
         ) from error
+    except UserError:  # from reading a file
+        raise
     except (ValueError, RuntimeError, AttributeError) as error:  # inconsistent shapes
         raise UserError(f"model.path: the stored weights of {name} do not fit: {one_line_message(error)}") from error
     return converted

@@ -1,6 +1,7 @@
 """Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 #: Bytes of a file per digest, and bytes per read.
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
+_MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
@@ -49,6 +51,7 @@ class SafetensorsWeights(HashedWeights):
     ) -> None:
         self._path = path
         self._new: dict[str, WeightSource] = {}
+        self._copies: dict[str, list[PlacedTensor]] = {}  # of tied parameters, which some files store twice
         self.files = _StoredTensors(path)
         names = composite.names(module) if composite else {name: name for name in module.state_dict()}
         stored = {name: partial(self.files.placed, name) for name in self.files.file_of}
@@ -58,21 +61,31 @@ class SafetensorsWeights(HashedWeights):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             aliases.setdefault(parameter, []).append(name)
         for name, parameter in module.named_parameters():
-            found = next((alias for alias in aliases[parameter] if alias in self._placed), None)
+            found = [self._placed[alias] for alias in aliases[parameter] if alias in self._placed]
             source = next((source for prefix, source in (new or {}).items() if name.startswith(prefix)), None)
-            if found is not None:
-                self._placed[name] = self._placed[found]
+            if found:
+                self._placed[name], *self._copies[name] = found
                 self._check(name, parameter.shape)
+                if self._copies[name]:
+                    self.read(name, 0, parameter.shape[-1])  # here all ranks find the same, later each in its slice
             elif source is not None:
                 self._new[name] = source
             else:
-                raise UserError(f"model.path: {path} stores no weights for {name}")
+                examples = ", ".join(itertools.islice(stored, _MAX_NAMES)) or "nothing"
+                raise UserError(f"model.path: {path} stores no weights for {name}; it stores {examples}, ...")
 
     @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name in self._new:
             return self._new[name].read(name, start, stop)
-        return self._placed[name].read_range(self.files, start, stop)
+        values = self._placed[name].read_range(self.files, start, stop)
+        for other in self._copies.get(name, ()):
+            if not torch.equal(values, other.read_range(self.files, start, stop)):
+                raise UserError(
+                    f"model.path: {self._path} stores different values for parameters that its configuration ties, "
+                    f"{name} and another: set model.config.tie_word_embeddings to false"
+                )
+        return values
 
     @override
     def parts(self) -> list[str]:
@@ -149,11 +162,14 @@ class _StoredTensors(WeightSource):
         index = self._path / _INDEX
         if index.is_file():
             try:
-                files = dict(parse_json(index.read_bytes())["weight_map"])
+                content = parse_json(index.read_bytes())
+                files = content.get("weight_map") if isinstance(content, dict) else None
+                if not isinstance(files, dict):
+                    raise ValueError("expected an object with the object weight_map")
                 if invalid := [file for file in files.values() if not isinstance(file, str) or "\0" in file]:
                     raise ValueError(f"expected names of files, got {invalid[0]!r}")
                 return files
-            except (ValueError, KeyError, TypeError, OSError) as error:
+            except (ValueError, OSError) as error:
                 raise UserError(
                     f"model.path: {index} is not an index of safetensors files: {one_line_message(error)}"
                 ) from error
@@ -173,6 +189,11 @@ class _StoredTensors(WeightSource):
         if file not in self._files:
             try:
                 self._files[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 raise UserError(f"model.path: cannot read {self._path / file}: {one_line_message(error)}") from error
+            except SafetensorError as error:
+                raise UserError(
+                    f"model.path: {self._path / file} is not a complete safetensors file ({one_line_message(error)}): "
+                    "download it again (in a clone, with git lfs pull)"
+                ) from error
         return self._files[file]

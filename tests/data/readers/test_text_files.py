@@ -26,7 +26,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(content: str | bytes, name: str) -> list[tuple[str, Any]]:
     """Location and record of each item; for an invalid record, the error."""
     content = content.encode() if isinstance(content, str) else content
-    Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    Path(name).write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
     found: list[tuple[str, Any]] = []
     for block in read_records(Path(name), lambda: 1, lambda _: None):
         for location, record in block.records():
@@ -92,7 +92,7 @@ def test_arrays_nested_too_deeply() -> None:
         read("[" * 100_000, "a.json")
 
 
-@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("A.CSV.GZ", ",")])
 def test_tables(name: str, delimiter: str, tmp_path: Path) -> None:
     """As the module csv writes them, with line breaks, quotes and delimiters in cells."""
     rows = [{"prompt": f'{i},\t"x"\nnext \u00e4', "completion": "a\r\nb" * i} for i in range(30)]
