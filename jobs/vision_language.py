@@ -14,9 +14,9 @@ import transformers
 import odc_mpi
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"mrope_section": [2, 3, 3]}}
-VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
-ENDS = {"bos_token_id": 100, "eos_token_id": 101}
+SIZES |= {"bos_token_id": 100, "eos_token_id": 101}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"mrope_section": [2, 3, 3]}}
+VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
 TOKENS = {"image_token_id": 120, "vision_start_token_id": 121, "vision_end_token_id": 122}
 
 
@@ -25,21 +25,20 @@ def build(path: str | None) -> torch.nn.Module:
     if path:
         return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(0)
-    config = transformers.Qwen2VLConfig(text_config=SIZES | HEADS | ENDS, vision_config=VISION, **TOKENS)
+    config = transformers.Qwen2VLConfig(text_config=SIZES, vision_config=VISION, **TOKENS)
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
-def microbatches(config: transformers.PreTrainedConfig) -> list[list[dict[str, torch.Tensor]]]:
-    """Return microbatches of rank 0, a sequence with an image of 4 x 4 patches, and of rank 1, three texts."""
-    generator = torch.Generator().manual_seed(1)
-    texts = [{"input_ids": torch.randint(0, 100, (1, 6 + n), generator=generator)} for n in range(3)]
-    vision = config.vision_config
+def microbatches(config: transformers.PreTrainedConfig) -> list[dict[str, torch.Tensor]]:
+    """Return a sequence with an image of 4 x 4 patches, and three texts."""
+    torch.manual_seed(1)
+    image, *texts = ({"input_ids": torch.randint(0, 100, (1, 9 + n))} for n in range(4))
+    vision, tokens = config.vision_config, image["input_ids"]
     end = 2 + 16 // vision.spatial_merge_size**2
-    tokens = torch.randint(0, 100, (1, end + 3), generator=generator)
     tokens[0, 1], tokens[0, 2:end] = config.vision_start_token_id, config.image_token_id
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    image = {"pixel_values": torch.randn(16, width, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    return [[{"input_ids": tokens, "mm_token_type_ids": (tokens == config.image_token_id).int(), **image}], texts]
+    image["pixel_values"] = torch.randn(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    image |= {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (tokens == config.image_token_id).int()}
+    return [image, *texts]
 
 
 def train(world: odc_mpi.World, path: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -47,9 +46,9 @@ def train(world: odc_mpi.World, path: str | None = None) -> tuple[list[float], d
     module = build(path)
     model, losses = odc_mpi.shard_model(module, world), []
     optimizer = torch.optim.AdamW(model.shard_parameters(), lr=1e-3, eps=1e-3)
-    images, texts = microbatches(module.config)
-    num_tokens = sum(inputs["input_ids"].numel() - 1 for inputs in images + texts)
-    mine = images + texts if world.size == 1 else {0: images, 1: texts}.get(world.rank, [])
+    everything = microbatches(module.config)
+    num_tokens = sum(inputs["input_ids"].numel() - 1 for inputs in everything)
+    mine = everything if world.size == 1 else {0: everything[:1], 1: everything[1:]}.get(world.rank, [])
     for _ in range(2):
         with model.minibatch("loss") as stats:  # no rank waits for another in here
             for inputs in mine:

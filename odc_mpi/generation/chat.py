@@ -29,7 +29,9 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None, 
         raise AllRanksUserError(f"chat: expected one process, got {world.size} ranks: start it without mpiexec")
     source = load_on_all_ranks(resolve_paths(arguments, world), world)
     if not source.tokenizer.chat_template:
-        raise AllRanksUserError(f"{source.name}: expected a tokenizer with a chat template: odc-mpi generate --prompt")
+        raise AllRanksUserError(
+            f"{source.name}: expected a tokenizer with a chat template; odc-mpi generate --prompt needs none"
+        )
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     model = shard(source, arguments.device, world)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from odc_mpi import yaml_dialect
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 from odc_mpi.files import parse_json
 from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_metrics
@@ -57,6 +57,8 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
         UserError: No run started in time.
     """
     ends = time.monotonic() + wait_s
+    if not (run_dir / "config.yaml").is_file():
+        warn(f"{run_dir}: waiting up to {wait_s:g} s (--wait) for a run to start")
     while not (run_dir / "config.yaml").is_file():
         if time.monotonic() > ends:
             raise UserError(f"{run_dir}: expected a run directory, with config.yaml, within {wait_s:g} s (--wait)")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from odc_mpi.report.plot_types import BLUE, INK, LINE, MUTED, PAPER, Plot
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper", BLUE: "--blue"}
-_DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#3d9edb"}
+_DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23", "--blue": "#2f81f7"}
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; color: var(--ink); background: var(--paper);
@@ -37,6 +37,7 @@ th:first-child { white-space: nowrap; }
 .groups th { font-weight: 400; color: var(--muted); white-space: normal !important; }
 pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: 1rem; }
 @media print { :root { font-size: 68%; } body { max-width: none; margin: 0; font-size: 1rem; }
+               .tiles div { padding: 0.5rem; } .tiles b { font-size: 1rem; }
                details { display: none; } @page { margin: 14mm; }
                * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

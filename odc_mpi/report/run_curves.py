@@ -27,7 +27,7 @@ def loss_figure(lines: Lines) -> Figure:
         title += f", on held-out data it {change(curves[1].y)}"
     accuracies = ("eval_rewards/accuracies", "eval_accuracy")
     if accuracy := _curves(lines, dict.fromkeys(accuracies, ("", _HELD_OUT, "o"))):
-        title += f", its accuracy {change(accuracy[0].y, '.0%')}"
+        title += f", its accuracy {change(accuracy[0].y, '.1%')}"
     preferences = _preference_panels(lines)
     heading = f"loss, mean over {'pairs' if preferences else 'trained tokens'}"
     return _figure("loss", title, [[Panel(heading, curves, height=300)], preferences], lines)
@@ -54,12 +54,12 @@ def rewards_figure(lines: Lines) -> Figure:
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
     parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
     reward = _curve(lines, "reward", "mean reward")
-    held_out = _curves(lines, {"eval_reward": ("held-out", _HELD_OUT, "o")})
+    held_out = _curves(lines, {"eval_reward": ("held-out, greedy decoding", _HELD_OUT, "o")})
     curves = [reward, *(_curves(lines, parts) if len(parts) > 1 else []), *held_out]
     match = _curves(lines, {"eval_exact_match": ("", _HELD_OUT, "o")})
     title = f"The mean reward {change(reward.y)} in {len(reward.x):,} steps" if _known(reward.y) else "No rewards"
     if match:
-        title += f", exact match on held-out prompts {change(match[0].y, '.0%')}"
+        title += f", exact match on held-out prompts {change(match[0].y, '.1%')}"
     elif held_out:
         title += f", on held-out prompts it {change(held_out[0].y)}"
     lengths = {

@@ -31,7 +31,7 @@ COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches"
 _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     COMPUTES: (Style(BLUE), ()),
     GENERATES: (Style(PURPLE), ("generate",)),
-    "evaluates": (Style(SKY), ("evaluate",)),
+    "evaluates": (Style(SKY, "\\"), ("evaluate",)),
     "optimizer step": (Style("#8c959f"), ("optimize",)),
     "saves": (Style(RED, "/"), ("save",)),
     FETCHES: (Style(ORANGE, "\\"), ("fetch",)),
@@ -138,7 +138,8 @@ def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> l
     """Draw the lengths of sequences, and how full microbatches were. Either can be unknown."""
     panels, title = [], []
     if lengths is not None and len(lengths):
-        counts, edges = np.histogram(lengths, _NUM_BINS)
+        width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths
+        counts, edges = np.histogram(lengths, np.arange(lengths.min(), lengths.max() + 1 + width, width))
         median = int(np.median(lengths))
         marks = [(median, f"half are below {median:,}")]
         panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))

@@ -187,7 +187,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
     ):
         is_shown = label != "loss" or not summary.keys() & {"reward_last", "eval_loss"}
         if is_shown and summary.get(last) is not None:
-            form = ".0%" if label == "held-out match" else ".3g"
+            form = ".1%" if label == "held-out match" else ".3g"
             values = [format(summary[key], form) for key in (first, last) if summary.get(key) is not None]
             tiles.append(Tile(label, " → ".join(values), "first to last" if len(values) > 1 else "at the end"))
     return tiles

@@ -102,4 +102,5 @@ def test_a_run_that_was_killed(run, capsys):
 def test_a_run_that_never_starts(run, capsys):
     (run / "config.yaml").unlink()
     assert cli.main(["watch", str(run), "--wait", "0.2"]) == 2
-    assert "within 0.2 s (--wait)" in capsys.readouterr().err
+    waits, error = capsys.readouterr().err.splitlines()
+    assert "waiting up to 0.2 s (--wait)" in waits and "within 0.2 s (--wait)" in error

@@ -231,7 +231,7 @@ def test_a_run_with_rewards(run):
     (run / "completions.jsonl").write_text("\n".join([*texts, '{"step": 6, "pro']))
     output, page = describe(run), written(run)
     assert [figure.plot.name for figure in output.figures] == ["rewards", "gantt", "time"] and not output.notes
-    for words in ("The mean reward rose from 0.125 to 0.625 in 5 steps", "held-out prompts rose from 12% to 75%"):
+    for words in ("The mean reward rose from 0.125 to 0.625 in 5 steps", "held-out prompts rose from 12.5% to 75.0%"):
         assert words in page
     assert "generate 10% of the time, compute 48%, fetch and push 10%, wait 22%, evaluate 4%, save 6%" in page
     for words in ("step 3\nKL divergence from the start: 0.0625", "equal rewards: 50%"):
@@ -241,6 +241,7 @@ def test_a_run_with_rewards(run):
         for kind in ("computes", "generates", "evaluates", "saves", "waits for other ranks")
     }
     assert len(set(colors.values())) == len(colors)
+    assert re.search(r'url\(#gantt-hatch\d+\)"[^>]*><title>rank 0 evaluates', extract_plots(page)[1])
     for words in ("mean reward: 0.25\nexact: 0.5", "of step 1", "of step 5", "user: &lt;script", "GRPO"):
         assert words in page
     assert "of step 3" not in page and "loss" not in page and NASTY not in page
@@ -266,7 +267,7 @@ def test_a_run_on_preferences(run, objective, title, names):
     page = written(run)
     for words in (
         title,
-        "it fell from 0.6875 to 0.375, its accuracy rose from 50% to 88%",
+        "it fell from 0.6875 to 0.375, its accuracy rose from 50.0% to 87.5%",
         "mean over pairs",
     ):
         assert words in page

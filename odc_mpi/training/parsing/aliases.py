@@ -62,7 +62,7 @@ set run.seed, which decides the order of the data; run.exact gives the same bits
     train_sampling_strategy|shuffle_dataset|data_seed|full_determinism|ignore_data_skip
 set odc-mpi prepare --max-length; and data.max_tokens_per_microbatch, the tokens of one forward
     max_(seq_|prompt_|context_)?length|seq_len|sequence_len|truncation_mode|num_tokens_per_microbatch_\w+
-decided when the data set is made: see odc-mpi prepare --help
+decided by odc-mpi prepare, whose output data.path names: see odc-mpi prepare --help
     dataset\w*|(\w+_)?dataset|(train|eval)_file|test_datasets|chat_template\w*|(completion|assistant)_only_loss
     (eos|pad|special|eot)_tokens?|tokens|val_set_size|tokenizer_\w+|train_on_\w+|remove_unused_columns|label_names
 set data.context_parallel to auto, which splits the longest sequences
