@@ -211,7 +211,7 @@ def test_settings_from_a_pipe(config, tmp_path):
     [
         (lambda path: (path / "config.json").unlink(), ["config.json"]),
         (lambda path: (path / "model.safetensors").unlink(), ["model.safetensors", "found neither"]),
-        (lambda path: (path / "model.safetensors").write_bytes(b"no weights"), ["not a complete safetensors file", "model.safetensors"]),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no weights"), ["not a complete", "model.safetensors"]),
     ],
     ids=["no configuration", "no weights", "damaged weights"],
 )
