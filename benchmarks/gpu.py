@@ -44,8 +44,8 @@ import gpu_windows
 import torch
 
 from odc_mpi.api import decide_for
-from odc_mpi.bench.fetch_and_push import REDUCTIONS
 from odc_mpi.bench.measure import header, make_progress_printer, parse_sizes
+from odc_mpi.bench.transport import REDUCTIONS
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import kernels_unavailable_reason
 from odc_mpi.errors import AllRanksUserError, UserError

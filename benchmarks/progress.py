@@ -63,8 +63,8 @@ from progress_computing import Sample, Spells, Work, find_target, kinds_of_work,
 from progress_pushes import measure_pushes
 from torch import nn
 
-from odc_mpi.bench.fetch_and_push import require_host_memory, unit_layout
 from odc_mpi.bench.measure import header, interleaved, make_progress_printer, parse_sizes, slowest_s
+from odc_mpi.bench.transport import require_host_memory, unit_layout
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore

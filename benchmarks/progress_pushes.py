@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from progress_computing import Spells, Work, kinds_of_work
 
-from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
 from odc_mpi.bench.measure import entries, rotate
+from odc_mpi.bench.transport import REDUCTIONS, unit_layout
 from odc_mpi.comm.layout import ALIGNMENT_NUMEL, FlatLayout
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import header, rotate
+from odc_mpi.bench.transport import unit_layout
 from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport

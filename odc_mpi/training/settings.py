@@ -8,7 +8,8 @@ and remedy.
 
 import functools
 import shlex
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -19,7 +20,7 @@ from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
-from odc_mpi.training.parsing import help as parsing_help
+from odc_mpi.training.parsing.aliases import ALIASES
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
 from odc_mpi.training.rl.settings import GRPOConfig, check_rl
 from odc_mpi.training.setting_types import (
@@ -33,8 +34,11 @@ from odc_mpi.training.setting_types import (
     Size,
     check_evaluation,
     format_value,
+    type_signature,
 )
 
+#: Width of the help text, and indentation of descriptions.
+_WIDTH, _INDENT = 100, 34
 #: Suffixes of files that `odc-mpi prepare` reads.
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 #: Functions that return the reason why a value of a setting is invalid, to append to the error.
@@ -226,9 +230,36 @@ def defaults() -> dict[str, Any]:
 
 
 def help_text(section: str = "") -> str:
-    """Return the help of all settings, or of a section, for ``odc-mpi train --help``. See `parsing.help.help_text`."""
-    titles = {name: " ".join((kind.__doc__ or "").split()) for name, kind in _sections().items()}
-    return parsing_help.help_text(all_settings(), titles, section)
+    """Return the help of all settings, or of a section or `names`, for ``odc-mpi train --help``, of 100 columns.
+
+    Raises `UserError` if there is no such section.
+    """
+    sections = _sections()
+    if section == "names":
+        return _columns("Names of transformers, TRL, peft, axolotl and torchtitan that are accepted, too:", ALIASES)
+    if section and section not in sections:
+        raise UserError(f"--help: expected one of {', '.join([*sections, 'names'])}, got {section}")
+    parts = []
+    for name, kind in sections.items():
+        if section in ("", name):
+            rows = {key: _describe(each) for key, each in all_settings().items() if key.startswith(f"{name}.")}
+            parts.append(_columns(f"{name}: {' '.join((kind.__doc__ or '').split())}", rows))
+    return "\n\n".join(parts)
+
+
+def _describe(setting: Setting) -> str:
+    default = "required" if setting.default is MISSING else f"default: {format_value(setting.default)}"
+    return f"{setting.help}\n({type_signature(setting.type)}; {default})".replace('"', "")
+
+
+def _columns(title: str, rows: Mapping[str, str]) -> str:
+    lines = textwrap.wrap(title, _WIDTH)
+    for name, text in rows.items():
+        width = _WIDTH - _INDENT
+        wrapped = [line for part in text.split("\n") for line in textwrap.wrap(part, width, break_on_hyphens=False)]
+        lines.append(f"  {name:<{_INDENT - 3}} {wrapped[0]}")
+        lines += [" " * _INDENT + line for line in wrapped[1:]]
+    return "\n".join(lines)
 
 
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:

@@ -1,3 +1,5 @@
+"""Settings of exact runs, exponents of their gradients, and the facts on which their last bits depend."""
+
 import re
 from dataclasses import replace
 
@@ -7,6 +9,7 @@ import torch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, FixedPointGradients
 from odc_mpi.training.exact.exponents import ExponentCallback
+from odc_mpi.training.exact.numerics import numerics_differences, numerics_fingerprint
 from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
 from odc_mpi.training.settings import load
 
@@ -75,3 +78,24 @@ def test_exponents_come_back_from_a_checkpoint() -> None:
         UserError, match=r"^expected fixed64_exponents of 3 arrays in the checkpoint, got 2: set run.resume"
     ):
         ExponentCallback(FixedPointGradients({0: 1, 1: 1, 2: 1})).load_state_dict(state)
+
+
+def test_it_contains_the_processor_and_forced_library_settings(monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    own = numerics_fingerprint("cpu")
+    assert own["MKL_CBWR"] == "COMPATIBLE" and own["ONEDNN_MAX_CPU_ISA"] == "not set"
+    assert own["run.threads"] == str(torch.get_num_threads()) and own["torch"] == torch.__version__
+    assert own["processor"] and own["instructions"]
+
+
+def test_changes_since_a_checkpoint_are_reported():
+    before = {"processor": "old", "torch": "1", "run.threads": "2", "GPU": "one"}
+    own = {"processor": "new", "torch": "1", "run.threads": "2", "MKL_CBWR": "not set"}
+    assert numerics_differences(own, before, "there") == ["processor old -> new", "GPU one -> none"]
+    assert numerics_differences(before, before, "there") == []
+
+
+def test_other_numbers_of_threads_are_refused():
+    with pytest.raises(UserError, match=r"^run\.threads: expected 1 with .*, as in the checkpoint there, got 2"):
+        numerics_differences({"run.threads": "2"}, {"run.threads": "1"}, "there")

@@ -10,10 +10,12 @@ from small_training import (
     configure,
     expected,
     run,
+    train_to_the_end,
     training,
 )
 
 from odc_mpi.models import build as models
+from odc_mpi.models import families
 from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
@@ -99,3 +101,15 @@ def test_initial_weights_do_not_depend_on_the_number_of_ranks(world, dataset_pat
         for name, shape in trainer.model.parameter_shapes().items():
             values = meta_model.weights.read(name, 0, state[name].numel()).view(shape)
             assert torch.equal(state[name], values), name
+
+
+@pytest.mark.parametrize(("balance", "exact"), [("lb_mini", False), ("dynamic", True)])
+def test_losses_are_those_of_packed_training(world, dataset_path, base, monkeypatch, balance, exact):
+    """Also in evaluations. The model refuses a microbatch of more than one sequence."""
+    changes = {"data.balance": balance, "data.eval_path": dataset_path, "run.eval_every": 2, "run.exact": exact}
+    packed, _ = train_to_the_end(configure(dataset_path, **changes, **{"run.dir": base / "packed"}), world)
+    monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
+    alone, _ = train_to_the_end(configure(dataset_path, **changes, **{"run.dir": base / "alone"}), world)
+    for name in ("loss", "eval_loss"):
+        expected, found = ([line[name] for line in lines if name in line] for lines in (packed, alone))
+        assert expected and found == pytest.approx(expected, rel=1e-5)

@@ -1,12 +1,14 @@
-"""Prompts and completions as reward functions get them."""
+"""Prompts and completions as reward functions get them, and the lengths of completions that are expected."""
 
 import json
 
+import numpy as np
+import pytest
 from number_words import number_words
 
 from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.training.rl.prompts import PromptCodec
+from odc_mpi.training.rl.prompts import PromptCodec, predict_lengths
 
 
 def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
@@ -23,3 +25,20 @@ def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
     }
     given["completion_ids"][0].pop()  # as of a function that takes the end away
     assert drawn == [[3, 60], [4, 5]]
+
+
+PROMPTS = np.array([4, 8, 2, 6, 4], dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        ({}, [4, 8, 2, 6, 4]),  # nothing is known yet: longer prompts first
+        ({0: 7.0, 4: 9.0}, [7, 8, 2, 6, 9]),  # all observed prompts have one length: no line
+        ({0: 12.0, 1: 20.0}, [12, 20, 8, 16, 12]),
+    ],
+)
+def test_new_prompts_follow_the_observed_ones(observed, expected):
+    assert predict_lengths(range(5), PROMPTS, observed) == pytest.approx(expected, abs=1e-9)
+    other_order = dict(reversed(observed.items()))
+    assert predict_lengths(range(5), PROMPTS, other_order) == predict_lengths(range(5), PROMPTS, observed)

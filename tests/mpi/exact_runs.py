@@ -1,0 +1,44 @@
+"""Exact runs on all ranks and on one, whose bits are compared."""
+
+import json
+from pathlib import Path
+
+from odc_mpi.checkpoint.commands import digest_line
+from odc_mpi.training import run as runs
+
+#: Beginnings of the names of metrics that depend on who did what.
+OF_RANKS = ("bytes", "peak_", "tokens_per_s", "groups_", "microbatches", "slowest", "idle", "time")
+#: Runs on one rank, by what they depend on.
+_references = {}
+
+
+class ExactRuns:
+    """Trains with the settings that `configure` returns for a directory and changes, such as `comm__prefetch=0`."""
+
+    def __init__(self, world, base, configure):
+        self._world, self.base, self._configure = world, base, configure
+
+    def train(self, name, among, **changes):
+        """Return the digest and the metrics that do not depend on ranks. With a world of one rank, rank 0 trains."""
+        found = None
+        if among is self._world or self._world.rank == 0:
+            config = self._configure(
+                self.base / name, {key.replace("__", "."): value for key, value in changes.items()}
+            )
+            summary = runs.train(config, among)
+            lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+            found = summary["parameters_digest"], [without_times(json.loads(line)) for line in lines]
+        found = self._world.gather_objects(found)[0]
+        assert digest_line(self.base / name).split()[0] == found[0]
+        return found
+
+    def alone(self, **changes):
+        """The run on one rank."""
+        key = repr((self._configure.__module__, sorted(changes.items())))
+        if key not in _references:
+            _references[key] = self.train("alone", self._world.split("self"), **changes)
+        return _references[key]
+
+
+def without_times(line):
+    return {name: value for name, value in line.items() if not (name.startswith(OF_RANKS) or name.endswith("_s"))}
