@@ -5,11 +5,20 @@ import time
 from pathlib import Path
 
 import pytest
-from render_report import render_report
+from rich.console import Console
 
 from odc_mpi.bench.start import COMMUNICATING, MANY_RANKS, measure
 from odc_mpi.errors import UserError
+from odc_mpi.report.bench_report import describe
+from odc_mpi.report.terminal import render
 from odc_mpi.runtime.start.start_times import PHASES, StartTimes, process_start
+
+
+def printed(result):
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(describe(result)))
+    return capture.get()
 
 
 def train_with(seconds, loss=lambda ranks: 2.5, code=0):
@@ -45,14 +54,14 @@ def test_only_phases_that_communicate_grow_with_the_ranks_of_the_prediction(monk
         expected = 0.5 + 0.25 * MANY_RANKS if phase in COMMUNICATING else 0.5 + 0.25 * 4
         assert predicted[phase] == pytest.approx(expected), phase
     assert predicted["total"] == pytest.approx(sum(predicted[phase] for phase in PHASES))
-    text = render_report(result, width=100)
+    text = printed(result)
     assert "8 ranks on 2 cores finish" in text and f"{MANY_RANKS:,}*" in text and "not measured" in text
 
 
 def test_one_number_of_ranks_gives_no_prediction():
     result = measure(train_with(lambda phase, ranks: 1.0), Path("config.yaml"), [2], [3], lambda line: None)
     assert result["predicted_s"] is None and result["starts"][0]["units"] is None
-    assert "predicted" not in render_report(result)
+    assert "predicted" not in printed(result)
 
 
 def test_other_losses_and_failed_runs_are_errors():
