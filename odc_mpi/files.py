@@ -48,15 +48,20 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        if not private:  # mkstemp creates files with mode 0600
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            set_default_mode(Path(temporary))
         Path(temporary).replace(path)
     except OSError:
         with suppress(OSError):
             Path(temporary).unlink()
         raise
+
+
+def set_default_mode(path: Path) -> None:
+    """Give a file the permissions of new files. mkstemp and safetensors create files with mode 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 @contextmanager

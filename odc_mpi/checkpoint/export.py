@@ -19,7 +19,7 @@ from odc_mpi.checkpoint.side_files import GENERATION_CONFIG, SideFiles
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import write_files
 from odc_mpi.errors import UserError, one_line_message
-from odc_mpi.files import sync_directory, sync_file
+from odc_mpi.files import set_default_mode, sync_directory, sync_file
 
 #: Maximum size of the weights in one file, in bytes. A larger tensor is in a file of its own.
 FILE_BYTES = 1 << 30
@@ -131,6 +131,7 @@ def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.d
     """Write the tensors of one file, and return their size in bytes. The tensors are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
+    set_default_mode(path)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. For invalid arguments it raises a UserError instead of exiting."""
-    description = "Sharded post-training (SFT, LoRA, GRPO) of Hugging Face models over MPI."
+    description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")

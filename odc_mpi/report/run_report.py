@@ -139,7 +139,7 @@ def _read_json(path: Path, reason: str, notes: list[str]) -> dict[str, Any] | No
 def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray | None:
     path = (settings.get("data") or {}).get("path")
     if path and not Path(path).exists():
-        notes.append(f"The data set {path} (data.path) no longer exists: the lengths of its sequences are unknown.")
+        notes.append(f"The data set {path} (data.path) was not found: the lengths of its sequences are unknown.")
     elif path:
         try:
             with Dataset(path) as dataset:

@@ -85,6 +85,7 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
     with Checkpoint(saved[0]) as checkpoint:
         export(checkpoint, tmp_path / "out", FullModelExporter(checkpoint))
     assert {name: (tmp_path / "out" / name).read_bytes() for name in files} == files
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):

@@ -188,7 +188,7 @@ def test_lines_with_other_values_than_numbers_are_skipped(run, capfd, value):
 def test_a_data_set_that_is_damaged_is_not_called_gone(run):
     (run.parent / "data.h5").write_bytes(b"damaged")
     (note,) = describe(run).notes
-    assert "one that does not open" in note and "no longer exists" not in note
+    assert "one that does not open" in note and "was not found" not in note
 
 
 def test_a_run_that_was_killed_before_its_first_step(run):

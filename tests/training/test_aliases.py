@@ -93,6 +93,7 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("run.gradient_accumulation_steps 4", "set data.minibatch_sequences"),
         ("fsdp_config.x 1", "always sharded"),
         ("training.steps 4", "did you mean run.steps?"),
+        ("rundir x", "did you mean run.dir?"),
         # torchtitan
         ("training.num_tokens_per_train_step 4096", "set data.minibatch_sequences"),
         ("training.max_context_length 4096", "prepare --max-length"),

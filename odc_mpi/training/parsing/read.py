@@ -130,7 +130,7 @@ class Reader:
     def _similar(self, section: str, leaf: str) -> str | None:
         """Return the setting whose name is most similar, or None if none is similar enough."""
         candidates = {name.partition(".")[2]: name for name in self._settings if name.startswith(f"{section}.")}
-        candidates = candidates or self._by_leaf
+        candidates = candidates or {name.replace(".", ""): name for name in self._settings} | self._by_leaf
         near = difflib.get_close_matches(leaf, candidates, n=1, cutoff=_SIMILAR)
         return candidates[near[0]] if near else None
 
