@@ -37,11 +37,11 @@ class ReferenceLogps:
         compute: Function that computes log-probabilities under the current model.
         passes: Forward pass of each data set, and function that returns the pairs that are needed.
         directories: Run directory, where the file is written, and others in which to look for it.
-        compute_digest: Function that returns a digest of the current parameters and buffers. Collective.
+        compute_digest: Function that returns a digest of the current model. Collective.
         check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
 
     Attributes:
-        weights_digest: Digest of the model before the first step, computed by `prepare` or restored from a checkpoint.
+        model_digest: Digest of the model before the first step, computed by `prepare` or restored from a checkpoint.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ReferenceLogps:
         self._world, self._compute = world, compute
         self._passes, self._directories = passes, directories
         self._compute_digest, self._check_stop = compute_digest, check_stop
-        self.weights_digest: str | None = None
+        self.model_digest: str | None = None
         sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
         self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
@@ -75,8 +75,8 @@ class ReferenceLogps:
 
         Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
         """
-        if self.weights_digest is None:
-            self.weights_digest = self._compute_digest()
+        if self.model_digest is None:
+            self.model_digest = self._compute_digest()
         self._load()
         missing = []
         for (_, find_needed), values in zip(self._passes, self._values, strict=True):
@@ -112,7 +112,7 @@ class ReferenceLogps:
     def _by_digest(self) -> dict[str, torch.Tensor]:
         """Return the values by the digest of the model and of their data set, on which they depend."""
         return {
-            f"{self.weights_digest}_{forward_pass.dataset.digest()}": values
+            f"{self.model_digest}_{forward_pass.dataset.digest()}": values
             for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
         }
 

@@ -103,8 +103,8 @@ class DPOObjective(PairObjective):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the digest of the reference model."""
-        return {"reference": self._reference.weights_digest}
+        return {"reference": self._reference.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the digest of the reference model, whose log-probabilities `on_train_begin` then loads."""
-        self._reference.weights_digest = state_dict["reference"]
+        self._reference.model_digest = state_dict["reference"]
