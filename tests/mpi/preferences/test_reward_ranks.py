@@ -64,9 +64,10 @@ def compute_loss(module, dataset, indices):
     return (-logsigmoid(rewards[:, 0] - rewards[:, 1]) + CENTER * rewards.sum(1) ** 2).mean()
 
 
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_losses_and_metrics_of_rewards_are_those_of_a_plain_loop(world, pairs_path, base, balance):
-    config = settings(pairs_path, base, **{"data.balance": balance})
+@pytest.mark.parametrize(("balance", "num_pairs"), [("lb_mini", 1), ("dynamic", 7)])
+def test_losses_and_metrics_of_rewards_are_those_of_a_plain_loop(world, pairs_path, base, balance, num_pairs):
+    """With one pair per step, all ranks but one have none."""
+    config = settings(pairs_path, base, **{"data.balance": balance, "data.minibatch_sequences": num_pairs})
     lines, summary = train_to_the_end(config, world)
 
     def compare():
@@ -127,6 +128,8 @@ def test_a_resumed_reward_model_has_the_losses_of_an_uninterrupted_one(world, pa
     train_to_the_end(settings(pairs_path, base / "parts", **changes, **{"run.steps": 2}), world)
     lines, _ = train_to_the_end(settings(pairs_path, base / "parts", **changes), world)
     assert [line["loss"] for line in lines[3:]] == [line["loss"] for line in whole[3:]]
+    with pytest.raises(AllRanksUserError, match=r"run\.objective: expected reward, that of the checkpoint"):
+        train_to_the_end(configure(pairs_path, **{"run.objective": "dpo", "run.dir": base / "parts"}), world)
 
 
 @pytest.mark.sizes(2)
