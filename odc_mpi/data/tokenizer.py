@@ -114,8 +114,10 @@ def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str
         setting: Name of the setting or option that specifies the tokenizer, for error messages.
 
     Raises:
-        UserError: The tokenizer does not load, or it has no fast implementation.
+        UserError: There are no files, the tokenizer does not load, or it has no fast implementation.
     """
+    if not files:
+        raise UserError(f"expected a tokenizer in {str(location)!r}, got no files of one: change {setting}")
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), location, setting)

@@ -15,6 +15,7 @@ from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.data.tokenizer import load_files, tokenizer_files
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.build import is_model_directory
 from odc_mpi.models.heads.task import ENDS_WITH_TURN
 
 _SETTING = "rl.reward_funcs"
@@ -28,6 +29,12 @@ class RewardModel:
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
+        if not is_model_directory(path):
+            raise UserError(
+                f"{_SETTING}: expected a reward model with config.json, {path} has none: export a run with odc-mpi "
+                "export, adapters with --merge"
+            )
+        self._location = str(path)
         # Without config.json: beside that of some families transformers loads the files as another tokenizer.
         self._tokenizer = load_files(tokenizer_files(path), path, _SETTING)
         try:
@@ -54,8 +61,10 @@ class RewardModel:
         text = model.config.get_text_config()
         candidates = (text.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
         padding = next((each for each in candidates if each is not None), None)
-        if padding is None:
-            raise UserError(f"{_SETTING}: {path} has no padding token: set pad_token_id in its config.json")
+        if padding is None or padding < 0:  # -1 in some published configurations
+            raise UserError(
+                f"{_SETTING}: expected a padding token, {path} has {padding}: set pad_token_id in its config.json"
+            )
         text.pad_token_id = self._padding = padding
         self._max_length: int | None = getattr(text, "max_position_embeddings", None)
         self._model = model.requires_grad_(False).eval().to(device)
@@ -82,10 +91,10 @@ class RewardModel:
         Lists of messages are rendered without tools, and end with the end-of-turn token if the model was trained so.
         """
         if isinstance(prompt, str):
-            [[encoded]] = encode(self._tokenizer, [PromptCompletion("", prompt, completion)])
+            [[encoded]] = encode(self._tokenizer, [PromptCompletion(self._location, prompt, completion)])
             return encoded.tokens.tolist()
         renderer = ChatRenderer(self._tokenizer)
-        text = renderer.render_prompt(Conversation("", [*prompt, *completion]), for_generation=False)
+        text = renderer.render_prompt(Conversation(self._location, [*prompt, *completion]), for_generation=False)
         if getattr(self._model.config, ENDS_WITH_TURN, False):
             text = text[: renderer.end_of_turn(text)]
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
