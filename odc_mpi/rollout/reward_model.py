@@ -70,7 +70,10 @@ class RewardModel:
         self._model = model.requires_grad_(False).eval().to(device)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """Return the reward of each completion. Raises `ValueError` if a text is longer than the model supports."""
+        """Return the reward of each completion.
+
+        Raises `ValueError` if a text is longer than the model supports, or has tokens that it does not know.
+        """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))
         if self._max_length is not None and longest > self._max_length:
@@ -79,6 +82,9 @@ class RewardModel:
         mask = torch.zeros_like(tokens)
         for i, row in enumerate(rows):
             tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+        vocab_size, top = self._model.get_input_embeddings().num_embeddings, int(tokens.max())
+        if top >= vocab_size:
+            raise ValueError(f"expected token ids below {vocab_size}, got {top} of the tokenizer in {self._location}")
         device = self._model.device
         with torch.inference_mode():
             output = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False)

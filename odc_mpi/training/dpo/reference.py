@@ -20,6 +20,7 @@ from odc_mpi.errors import AllRanksUserError, warn
 from odc_mpi.files import atomic_write
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
+from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
 #: Number of pairs after which the results are written. It does not depend on the number of ranks, nor does packing.
@@ -137,6 +138,7 @@ class ReferenceLogps:
             warn(f"WARNING: {path} is damaged and not used: {error}")
 
     def _write(self) -> None:
-        with atomic_write(self._directories[0] / FILE) as new, new.open("wb") as file:
+        path = self._directories[0] / FILE
+        with convert_write_errors(path), atomic_write(path) as new, new.open("wb") as file:
             arrays = {digest: values.numpy() for digest, values in self._by_digest().items()}
             np.savez(file, **arrays)  # type: ignore[arg-type]

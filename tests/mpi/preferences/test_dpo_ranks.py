@@ -176,6 +176,13 @@ def test_log_probabilities_of_another_model_are_not_used(world, pairs_path, base
 
 
 @pytest.mark.sizes(2)
+def test_log_probabilities_that_cannot_be_written_end_the_run(world, pairs_path, base):
+    on_first_rank(world, lambda: (base / reference_module.FILE).mkdir(parents=True))
+    with pytest.raises(AllRanksUserError, match=rf"run\.dir: .*{reference_module.FILE}: Is a directory"):
+        train_to_the_end(settings(pairs_path, base), world)
+
+
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("late", [False, True], ids=["in its first microbatch", "before its first microbatch"])
 def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, monkeypatch, late):
     """Rank 1 waits until rank 0 has computed all pairs, except those of a microbatch that rank 1 has claimed."""
