@@ -71,7 +71,14 @@ def plain_losses(config, dataset, module):
     return torch_reference.train(module, dataset, first_minibatches(config, dataset), config.optim, compute_loss)
 
 
-@pytest.mark.parametrize(("balance", "packs"), [("lb_mini", True), ("dynamic", True), ("dynamic", False)])
+@pytest.mark.parametrize(
+    ("balance", "packs"),
+    [
+        pytest.param("lb_mini", True, marks=pytest.mark.sizes(3)),
+        pytest.param("dynamic", True, marks=pytest.mark.sizes(1, 2)),
+        pytest.param("dynamic", False, marks=pytest.mark.sizes(2)),
+    ],
+)
 def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, monkeypatch, balance, packs):
     """Log-probabilities are computed in blocks of three, of which ranks need different numbers."""
     monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 3 * QWEN2["vocab_size"])
@@ -112,8 +119,10 @@ def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base
     on_first_rank(world, compare)
 
 
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+@pytest.mark.parametrize(
+    "balance",
+    [pytest.param("lb_mini", marks=pytest.mark.sizes(2)), pytest.param("dynamic", marks=pytest.mark.sizes(3))],
+)
 def test_exact_runs_have_the_bits_of_one_rank(world, pairs_path, base, balance):
     alone = world.split("self")
     changes = {"run.exact": True, "data.balance": balance, "run.steps": 3}
