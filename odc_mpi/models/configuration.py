@@ -88,7 +88,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
     `metadata` is that of the manifest, and `config` the `full_configuration` of the model. Returns the name of the
     setting, its value in the checkpoint and in `config`, or None if there is no difference.
     """
-    theirs, ours = _significant_settings(metadata["transformers_config"]), _significant_settings(config)
+    theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()
     if metadata["versions"]["transformers"] != version("transformers"):
         keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
@@ -113,9 +113,10 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return flat
 
 
-def _significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a `full_configuration` that affect what the model computes, by dotted name."""
     significant = {
-        key: _significant_settings(value) if isinstance(value, dict) else value
+        key: significant_settings(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
     }

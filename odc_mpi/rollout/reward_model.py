@@ -15,6 +15,7 @@ from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.templates import ChatRenderer
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.build import is_model_directory
 from odc_mpi.models.heads.task import ENDS_WITH_TURN
 
 _SETTING = "rl.reward_funcs"
@@ -28,6 +29,12 @@ class RewardModel:
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
+        if not is_model_directory(path):
+            raise UserError(
+                f"{_SETTING}: expected a reward model with config.json, {path} has none: export a run with odc-mpi "
+                "export, adapters with --merge"
+            )
+        self._location = str(path)
         self._tokenizer = load_tokenizer(path, _SETTING)
         try:
             model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -53,14 +60,19 @@ class RewardModel:
         text = model.config.get_text_config()
         candidates = (text.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
         padding = next((each for each in candidates if each is not None), None)
-        if padding is None:
-            raise UserError(f"{_SETTING}: {path} has no padding token: set pad_token_id in its config.json")
+        if padding is None or padding < 0:  # -1 in some published configurations
+            raise UserError(
+                f"{_SETTING}: expected a padding token, {path} has {padding}: set pad_token_id in its config.json"
+            )
         text.pad_token_id = self._padding = padding
         self._max_length: int | None = getattr(text, "max_position_embeddings", None)
         self._model = model.requires_grad_(False).eval().to(device)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """Return the reward of each completion. Raises `ValueError` if a text is longer than the model supports."""
+        """Return the reward of each completion.
+
+        Raises `ValueError` if a text is longer than the model supports, or has tokens that it does not know.
+        """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))
         if self._max_length is not None and longest > self._max_length:
@@ -69,6 +81,9 @@ class RewardModel:
         mask = torch.zeros_like(tokens)
         for i, row in enumerate(rows):
             tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+        vocab_size, top = self._model.get_input_embeddings().num_embeddings, int(tokens.max())
+        if top >= vocab_size:
+            raise ValueError(f"expected token ids below {vocab_size}, got {top} of the tokenizer in {self._location}")
         device = self._model.device
         with torch.inference_mode():
             output = self._model(input_ids=tokens.to(device), attention_mask=mask.to(device), use_cache=False)
@@ -81,10 +96,10 @@ class RewardModel:
         Lists of messages are rendered without tools, and end with the end-of-turn token if the model was trained so.
         """
         if isinstance(prompt, str):
-            [[encoded]] = encode(self._tokenizer, [PromptCompletion("", prompt, completion)])
+            [[encoded]] = encode(self._tokenizer, [PromptCompletion(self._location, prompt, completion)])
             return encoded.tokens.tolist()
         renderer = ChatRenderer(self._tokenizer)
-        text = renderer.render_prompt(Conversation("", [*prompt, *completion]), for_generation=False)
+        text = renderer.render_prompt(Conversation(self._location, [*prompt, *completion]), for_generation=False)
         if getattr(self._model.config, ENDS_WITH_TURN, False):
             text = text[: renderer.end_of_turn(text)]
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -60,6 +60,8 @@ def test_chats_end_as_those_that_trained_the_model(tmp_path, ends):
         ({"auto_class": transformers.AutoModelForCausalLM}, "stores no weights for score.weight"),
         ({"num_labels": 3}, "a reward model with one label, got .* with 3"),
         ({"max_position_embeddings": 4}, "at most 4 tokens"),
+        ({"pad_token_id": -1}, "expected a padding token, .* has -1"),
+        ({"vocab_size": 100}, "expected token ids below 100, got 2"),
     ],
 )
 def test_other_models_and_longer_texts_are_refused(tmp_path, changes, problem):
@@ -68,6 +70,16 @@ def test_other_models_and_longer_texts_are_refused(tmp_path, changes, problem):
         rewards(tmp_path / "model", TEXTS)
 
 
-def test_directories_without_a_model_are_refused(tmp_path):
-    with pytest.raises(UserError, match="expected a tokenizer"):
+def test_directories_without_a_model_or_a_tokenizer_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"expected a reward model with config\.json, .* has none: export"):
         load_reward_functions([str(tmp_path)], None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"expected a tokenizer in .*, got no files of one"):
+        load_reward_functions([str(tmp_path)], None)
+
+
+def test_chats_need_a_template_of_the_reward_model(tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="/model: 'messages' need a chat template"):
+        rewards(tmp_path / "model", CHATS)

@@ -49,18 +49,29 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_losses_are_the_formulas(name, smoothing):
+def test_losses_and_their_gradients_are_the_formulas(name, smoothing):
     torch.manual_seed(0)
     policy, reference = (torch.randn(5, 2, dtype=torch.float64) * 9 for _ in range(2))
+    policy.requires_grad_()
     lengths = torch.randint(1, 9, (5, 2))
     mean_length = lengths[:, 0].double().mean().item()
     pairs = PairLogps(policy, reference, lengths, mean_length)
     found = pair_loss(DPOConfig(0.3, name, label_smoothing=smoothing), pairs)
+    (gradient,) = torch.autograd.grad(found.sum(), policy, retain_graph=True)
     for i in range(5):
-        r = (policy - reference)[i].tolist()
-        m = [ratio / length for ratio, length in zip(r, lengths[i].tolist(), strict=True)]
-        wanted = FORMULAS[name](r, m, 0.3, smoothing, -policy[i, 0].item() / mean_length)
-        assert found[i].item() == pytest.approx(wanted, rel=1e-12)
+
+        def wanted(*answers, i=i):
+            r = [answer - other for answer, other in zip(answers, reference[i].tolist(), strict=True)]
+            m = [ratio / length for ratio, length in zip(r, lengths[i].tolist(), strict=True)]
+            return FORMULAS[name](r, m, 0.3, smoothing, -answers[0] / mean_length)
+
+        chosen, rejected = policy[i].tolist()
+        assert found[i].item() == pytest.approx(wanted(chosen, rejected), rel=1e-12)
+        slopes = [
+            (wanted(chosen + h, rejected + k) - wanted(chosen - h, rejected - k)) / 2e-4
+            for h, k in ((1e-4, 0), (0, 1e-4))
+        ]
+        assert gradient[i].tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
     both = pair_loss(DPOConfig(0.3, [name, "sft"], [2.0, 0.5], label_smoothing=smoothing), pairs)
     torch.testing.assert_close(both, 2 * found - 0.5 * policy[:, 0] / mean_length, rtol=1e-12, atol=0)
 

@@ -341,6 +341,16 @@ def test_files_that_are_not_yaml(write, text, line, reason):
             "command line: --model.config.a.b: expected model.config.a to",
         ),
         (["--model.config.model_type", "x"], "job.yaml: model.config.model_type: the type is that of model.path"),
+        *(
+            (["--run.objective", "dpo", "--dpo.loss_type", *values], f"job.yaml: dpo.{expected}")
+            for values, expected in [
+                (["sigmoid,ipoo"], "loss_type: expected some of sigmoid, hinge, "),
+                (["sigmoid,sft", "--dpo.loss_weights", "[1]"], "loss_weights: expected 2 weights, one for each loss"),
+                (["sigmoid,sft", "--dpo.loss_weights", "[1, -0.5]"], "loss_weights: expected 2 weights"),
+                (["sigmoid,sft", "--dpo.loss_weights", "[0, 0]"], "loss_weights: expected 2 weights"),
+                (["hinge", "--dpo.label_smoothing", "0.1"], "label_smoothing: expected 0 without the losses sigmoid"),
+            ]
+        ),
     ],
 )
 def test_user_errors_in_arguments(write, arguments, expected):

@@ -1,5 +1,7 @@
 """Functions that build the objective and the evaluation of a run on pairs of answers."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.microbatch import Microbatch
+from odc_mpi.models.configuration import full_configuration, significant_settings
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -40,8 +43,8 @@ def build_dpo(
 ) -> tuple[DPOObjective, list[Callback]]:
     """Build the objective and further callbacks of a DPO run. Collective.
 
-    Sets the model to evaluation mode: dropout would change the log-probabilities that are compared. For the last two
-    arguments, see `ReferenceLogps`.
+    Sets the model to evaluation mode: dropout would change the log-probabilities that are compared. `weights_digest`
+    returns a digest of the parameters, and is collective. For the last argument, see `ReferenceLogps`.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
@@ -49,6 +52,11 @@ def build_dpo(
 
     def compute(microbatch: Microbatch) -> torch.Tensor:
         return answer_logps(microbatch).logps
+
+    def model_digest() -> str:
+        configuration = significant_settings(full_configuration(model.module))
+        settings = [configuration, inputs.model.adapter, config.model.param_dtype]
+        return hashlib.sha256(f"{weights_digest()}{json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
 
     def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
         return loader.upcoming_indices(config.run.steps - completed_steps)
@@ -60,7 +68,7 @@ def build_dpo(
     directories = [Path(config.run.dir)]
     if resume_point:
         directories.append(resume_point.checkpoint.directory.parent.parent)
-    reference = ReferenceLogps(world, compute, passes, directories, weights_digest, check_stop)
+    reference = ReferenceLogps(world, compute, passes, directories, model_digest, check_stop)
     callbacks: list[Callback] = [reference]
     for each in held_out:
         scorer = PreferenceScorer(answer_logps, config.dpo, reference.evaluation)

@@ -22,6 +22,7 @@ from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
 from odc_mpi.training.evaluation import ForwardPass
+from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
 #: Number of pairs after which the results are written. It does not depend on the number of ranks, nor does packing.
@@ -41,11 +42,11 @@ class ReferenceLogps(Callback):
         compute: Function that computes log-probabilities under the current model.
         passes: Forward pass of each data set, and function that returns the pairs that are needed.
         directories: Run directory, where the file is written, and others in which to look for it.
-        compute_digest: Function that returns a digest of the current parameters and buffers. Collective.
+        compute_digest: Function that returns a digest of the current model. Collective.
         check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
 
     Attributes:
-        weights_digest: Digest of the model before the first step; `on_train_begin` computes it if none was restored.
+        model_digest: Digest of the model before the first step; `on_train_begin` computes it if none was restored.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ReferenceLogps(Callback):
         self._world, self._compute = world, compute
         self._passes, self._directories = passes, directories
         self._compute_digest, self._check_stop = compute_digest, check_stop
-        self.weights_digest: str | None = None
+        self.model_digest: str | None = None
         sizes = [len(forward_pass.dataset) for forward_pass, _ in passes]
         self._values = [torch.full((size, 2), torch.nan, dtype=torch.float64) for size in sizes]
 
@@ -79,8 +80,8 @@ class ReferenceLogps(Callback):
 
         Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
         """
-        if self.weights_digest is None:
-            self.weights_digest = self._compute_digest()
+        if self.model_digest is None:
+            self.model_digest = self._compute_digest()
         self._load()
         missing = []
         for (_, find_needed), values in zip(self._passes, self._values, strict=True):
@@ -104,11 +105,11 @@ class ReferenceLogps(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the digest of the reference model."""
-        return {"reference": self.weights_digest}
+        return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the digest of the reference model, whose log-probabilities `on_train_begin` then loads."""
-        self.weights_digest = state_dict["reference"]
+        self.model_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
         for begin in range(0, len(missing), BLOCK):
@@ -124,7 +125,7 @@ class ReferenceLogps(Callback):
     def _by_digest(self) -> dict[str, torch.Tensor]:
         """Return the values by the digest of the model and of their data set, on which they depend."""
         return {
-            f"{self.weights_digest}_{forward_pass.dataset.digest()}": values
+            f"{self.model_digest}_{forward_pass.dataset.digest()}": values
             for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
         }
 
@@ -149,6 +150,7 @@ class ReferenceLogps(Callback):
             warn(f"WARNING: {path} is damaged and not used: {error}")
 
     def _write(self) -> None:
-        with atomic_write(self._directories[0] / FILE) as new, new.open("wb") as file:
+        path = self._directories[0] / FILE
+        with convert_write_errors(path), atomic_write(path) as new, new.open("wb") as file:
             arrays = {digest: values.numpy() for digest, values in self._by_digest().items()}
             np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -54,10 +54,15 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
             raise UserError(
                 f"{source}: dpo.loss_type: expected some of {', '.join(known)}, got {name}{did_you_mean(name, known)}"
             )
-    if weights is not None and len(weights) != len(types):
+    if weights is not None and (len(weights) != len(types) or min(weights) < 0 or not any(weights)):
         raise UserError(
-            f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, got "
-            f"{len(weights)}"
+            f"{source}: dpo.loss_weights: expected {len(types)} weights, one for each loss in dpo.loss_type, none "
+            f"below 0 and not all 0, got {weights}"
+        )
+    if values.get("dpo.label_smoothing") and not {"sigmoid", "robust"} & set(types):
+        raise UserError(
+            f"{source}: dpo.label_smoothing: expected 0 without the losses sigmoid and robust in dpo.loss_type, got "
+            f"{values['dpo.label_smoothing']}"
         )
 
 

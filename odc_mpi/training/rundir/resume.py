@@ -218,6 +218,12 @@ def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
 
 def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> None:
     checkpoint, metadata = resume_point.checkpoint, resume_point.metadata
+    if (objective := metadata["config"]["run"]["objective"]) != config.run.objective:
+        raise UserError(
+            f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
+            f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
+            f"another run.dir; or {_START_OVER_HINT}"
+        )
     _require_adapters(resume_point, inputs.model)
     require_model(checkpoint, inputs.model.module)
     # Models with the same shapes may differ in heads, positions, activations and the like.
@@ -228,12 +234,6 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
             f"run: change model.*; or {_START_OVER_HINT}"
         )
     require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
-    if (objective := metadata["config"]["run"]["objective"]) != config.run.objective:
-        raise UserError(
-            f"run.objective: expected {objective}, that of the checkpoint {checkpoint.directory}, got "
-            f"{config.run.objective}: to train its model with {config.run.objective}, set model.path to it and choose "
-            f"another run.dir; or {_START_OVER_HINT}"
-        )
     if metadata["data_digest"] != inputs.dataset.digest():
         raise UserError(
             f"data.path: expected {metadata['config']['data']['path']}, the data of the checkpoint "

@@ -5,11 +5,12 @@ import itertools
 import json
 import math
 import shutil
+import time
 
 import pytest
 import torch
 import torch_reference
-from small_training import assert_close, configure, first_minibatches, on_first_rank, train_to_the_end
+from small_training import QWEN2, assert_close, configure, first_minibatches, on_first_rank, train_to_the_end
 from torch.nn.functional import logsigmoid
 
 from odc_mpi.checkpoint.commands import open_newest_checkpoint
@@ -18,6 +19,8 @@ from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AllRanksUserError, StoppedError
 from odc_mpi.models import families
+from odc_mpi.models.logps import token_logps
+from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.pairs import reference as reference_module
 from odc_mpi.training.stop import StopRequest
 
@@ -68,8 +71,17 @@ def plain_losses(config, dataset, module):
     return torch_reference.train(module, dataset, first_minibatches(config, dataset), config.optim, compute_loss)
 
 
-@pytest.mark.parametrize(("balance", "packs"), [("lb_mini", True), ("dynamic", True), ("dynamic", False)])
+@pytest.mark.parametrize(
+    ("balance", "packs"),
+    [
+        pytest.param("lb_mini", True, marks=pytest.mark.sizes(3)),
+        pytest.param("dynamic", True, marks=pytest.mark.sizes(1, 2)),
+        pytest.param("dynamic", False, marks=pytest.mark.sizes(2)),
+    ],
+)
 def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, monkeypatch, balance, packs):
+    """Log-probabilities are computed in blocks of three, of which ranks need different numbers."""
+    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 3 * QWEN2["vocab_size"])
     if not packs:
         monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
     config = settings(pairs_path, base, **{"data.balance": balance})
@@ -107,8 +119,10 @@ def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base
     on_first_rank(world, compare)
 
 
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+@pytest.mark.parametrize(
+    "balance",
+    [pytest.param("lb_mini", marks=pytest.mark.sizes(2)), pytest.param("dynamic", marks=pytest.mark.sizes(3))],
+)
 def test_exact_runs_have_the_bits_of_one_rank(world, pairs_path, base, balance):
     alone = world.split("self")
     changes = {"run.exact": True, "data.balance": balance, "run.steps": 3}
@@ -161,8 +175,66 @@ def test_a_stopped_reference_pass_continues_on_other_ranks(world, pairs_path, ba
 
 
 @pytest.mark.sizes(2)
+def test_log_probabilities_of_another_model_are_not_used(world, pairs_path, base):
+    """Each run starts in the directory of the one before, with other weights, another setting, and another type."""
+    changes = {"run.resume": "never", "run.steps": 1}
+    for change in ({}, {"run.seed": 1}, {"model.config.rms_norm_eps": 0.5}, {"model.param_dtype": "bfloat16"}):
+        changes |= change
+        lines, _ = train_to_the_end(settings(pairs_path, base, **changes), world)
+        assert lines[1]["rewards/margins"] == pytest.approx(0, abs=1e-6), change
+
+
+@pytest.mark.sizes(2)
+def test_log_probabilities_that_cannot_be_written_end_the_run(world, pairs_path, base):
+    on_first_rank(world, lambda: (base / reference_module.FILE).mkdir(parents=True))
+    with pytest.raises(AllRanksUserError, match=rf"run\.dir: .*{reference_module.FILE}: Is a directory"):
+        train_to_the_end(settings(pairs_path, base), world)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("late", [False, True], ids=["in its first microbatch", "before its first microbatch"])
+def test_a_slow_rank_does_not_delay_the_reference_pass(world, pairs_path, base, monkeypatch, late):
+    """Rank 1 waits until rank 0 has computed all pairs, except those of a microbatch that rank 1 has claimed."""
+    score, run, claimed = reference_module.ReferenceLogps._score, ForwardPass.run, base / "claimed"
+
+    def wait_for(condition):
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end, "the other rank does not continue"
+            time.sleep(0.001)
+
+    def wait_for_others(indices=()):
+        claimed.touch()
+        wait_for(lambda: len(list(base.glob("pair_*"))) + len(indices) >= 35)
+
+    def score_slowly(self, microbatch):
+        if world.rank == 0:
+            wait_for(claimed.exists)
+        elif not claimed.exists():
+            wait_for_others(microbatch.indices)
+        result = score(self, microbatch)
+        for index in microbatch.indices:
+            (base / f"pair_{world.rank}_{index}").touch()
+        return result
+
+    def run_late(self, *arguments):
+        if late and world.rank == 1 and not claimed.exists():
+            wait_for_others()
+        return run(self, *arguments)
+
+    monkeypatch.setattr(reference_module.ReferenceLogps, "_score", score_slowly)
+    monkeypatch.setattr(ForwardPass, "run", run_late)
+    changes = {"data.eval_path": None, "run.eval_on_start": None}
+    lines, _ = train_to_the_end(settings(pairs_path, base, **changes), world)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    computed = [len(list(base.glob(f"pair_{rank}_*"))) for rank in range(2)]
+    assert sum(computed) == 35 and (computed[1] == 0) == late
+
+
+@pytest.mark.sizes(2)
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path, base):
-    config = settings(pairs_path, base, **{"run.exact": True, "run.checkpoint_every": 2})
+    changes = {"run.exact": True, "run.checkpoint_every": 2}
+    config = settings(pairs_path, base, **changes)
     whole, _ = train_to_the_end(config, world)
 
     def forget(*steps):
@@ -172,8 +244,12 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(world, pairs_path,
     on_first_rank(world, lambda: forget(4, 5))
     lines, _ = train_to_the_end(config, world)
     assert lines[3:] and [line.get("loss") for line in lines] == [line.get("loss") for line in whole]
+    # Another run continues with the values in the directory of the checkpoint.
+    on_first_rank(world, lambda: forget(4, 5))
+    other, _ = train_to_the_end(settings(pairs_path, base / "other", **changes, **{"run.resume": base}), world)
+    assert [line["loss"] for line in other] == [line["loss"] for line in whole[3:]]
     # Without the values of the model before training, nothing can continue.
-    on_first_rank(world, lambda: [forget(5), (base / reference_module.FILE).unlink()])
+    on_first_rank(world, lambda: [(base / reference_module.FILE).unlink()])
     with pytest.raises(AllRanksUserError, match="cannot be computed after training has begun"):
         train_to_the_end(config, world)
 

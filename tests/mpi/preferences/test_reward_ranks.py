@@ -64,9 +64,16 @@ def compute_loss(module, dataset, indices):
     return (-logsigmoid(rewards[:, 0] - rewards[:, 1]) + CENTER * rewards.sum(1) ** 2).mean()
 
 
-@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
-def test_losses_and_metrics_of_rewards_are_those_of_a_plain_loop(world, pairs_path, base, balance):
-    config = settings(pairs_path, base, **{"data.balance": balance})
+@pytest.mark.parametrize(
+    ("balance", "num_pairs"),
+    [
+        pytest.param("lb_mini", 1, marks=pytest.mark.sizes(3)),
+        pytest.param("dynamic", 7, marks=pytest.mark.sizes(1, 2)),
+    ],
+)
+def test_losses_and_metrics_of_rewards_are_those_of_a_plain_loop(world, pairs_path, base, balance, num_pairs):
+    """With one pair per step, all ranks but one have none."""
+    config = settings(pairs_path, base, **{"data.balance": balance, "data.minibatch_sequences": num_pairs})
     lines, summary = train_to_the_end(config, world)
 
     def compare():
@@ -104,8 +111,13 @@ def check_metrics(line, prefix, rewards):
         assert line[prefix + name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("adapters", [{}, {"lora.r": 4}], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        pytest.param({}, id="full", marks=pytest.mark.sizes(3)),
+        pytest.param({"lora.r": 4}, id="adapters", marks=pytest.mark.sizes(2)),
+    ],
+)
 def test_exact_reward_models_have_the_bits_of_one_rank(world, pairs_path, base, adapters):
     alone = world.split("self")
     changes = {"run.exact": True, "data.balance": "dynamic", "run.steps": 3, **adapters}
@@ -127,6 +139,8 @@ def test_a_resumed_reward_model_has_the_losses_of_an_uninterrupted_one(world, pa
     train_to_the_end(settings(pairs_path, base / "parts", **changes, **{"run.steps": 2}), world)
     lines, _ = train_to_the_end(settings(pairs_path, base / "parts", **changes), world)
     assert [line["loss"] for line in lines[3:]] == [line["loss"] for line in whole[3:]]
+    with pytest.raises(AllRanksUserError, match=r"run\.objective: expected reward, that of the checkpoint"):
+        train_to_the_end(configure(pairs_path, **{"run.objective": "dpo", "run.dir": base / "parts"}), world)
 
 
 @pytest.mark.sizes(2)
