@@ -12,17 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
+from odc_mpi.data.readers.messages import LOSS_FLAGS, parse_messages, parse_tools
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, text_field
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
-#: Roles of other data sets, with the corresponding role of chat templates. Templates receive all other roles unchanged.
-_ROLES = dict.fromkeys(("human",), "user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
-_ROLES |= dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool")
-_ROLES |= {"developer": "system", "function_call": "assistant"}
-_SHAREGPT_FIELDS = {"from": "role", "value": "content"}
-#: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
-_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
 #: Formats of records, by their required fields. The first format whose fields are all present is used.
 _PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
 #: Fields with the prompt of a pair of answers. Without them the prompt is what both answers begin with.
@@ -175,6 +169,10 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     if "chosen" in required:
         return _preference_pair(record, required[0], location)
     if "prompt" in required:
+        if record.get("label") is False:  # of unpaired preferences
+            raise InvalidRecordError(
+                f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
+            )
         return _prompt_and_completion(record, location)
     if "text" in required:
         return PromptCompletion(location, "", text_field(record, "text", location))
@@ -182,7 +180,7 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
         answer = {"role": "assistant", "content": text_field(record, "output", location)}
         return _conversation(record, [*_instruction(record, location), answer], location)
     for name in required:
-        return _conversation(record, _messages(record[name], name, location), location)
+        return _conversation(record, parse_messages(record[name], name, location), location)
     raise InvalidRecordError(
         f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
         f"'instruction' and 'output', or 'text', or 'chosen' and 'rejected', got {field_names(record)}: name yours "
@@ -200,7 +198,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
         if (name == "messages" and name in record) or isinstance(record.get(name), list):
-            messages = _messages(record[name], name, location)
+            messages = parse_messages(record[name], name, location)
             while len(messages) > 1 and messages[-1]["role"] == "assistant":
                 messages.pop()
             return _conversation(record, messages, location)
@@ -227,7 +225,7 @@ def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         text = text_field(record, "completion", location)
         return PromptCompletion(location, text_field(record, "prompt", location), text)
-    messages = _messages([*prompt, *completion], "prompt", location)
+    messages = parse_messages([*prompt, *completion], "prompt", location)
     return _conversation(record, messages, location, num_context=len(prompt))
 
 
@@ -287,7 +285,7 @@ def _turns(record: Mapping[str, Any], name: str, role: str, location: str) -> li
     value = record[name]
     if isinstance(value, str):
         return [{"role": role, "content": text_field(record, name, location)}]
-    return _messages([value] if isinstance(value, dict) else value, name, location)
+    return parse_messages([value] if isinstance(value, dict) else value, name, location)
 
 
 def _conversation(
@@ -298,15 +296,15 @@ def _conversation(
     Messages without loss: the first `num_context`, those whose flags say so, and an answer that no message precedes.
     """
     untrained = [
-        index < num_context or any(message.get(flag) == values[0] for flag, values in _FLAGS.items())
+        index < num_context or any(message.get(flag) == values[0] for flag, values in LOSS_FLAGS.items())
         for index, message in enumerate(messages)
     ]
-    messages = [{name: value for name, value in message.items() if name not in _FLAGS} for message in messages]
+    messages = [{name: value for name, value in message.items() if name not in LOSS_FLAGS} for message in messages]
     if record.get("system") and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": text_field(record, "system", location)}, *messages]
         untrained = [True, *untrained]
     context = {i for i, each in enumerate(messages) if has_loss(each) and (untrained[i] or i == 0)}
-    return Conversation(location, messages, _tools(record.get("tools"), location), frozenset(context))
+    return Conversation(location, messages, parse_tools(record.get("tools"), location), frozenset(context))
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
@@ -315,73 +313,3 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
     if record.get("input"):
         parts.append(text_field(record, "input", location))
     return [{"role": "user", "content": "\n\n".join(parts)}]
-
-
-def _tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
-    if isinstance(tools, str) and tools.strip():
-        tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
-    return tools
-
-
-def _messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
-    if not isinstance(messages, list):
-        kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
-        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")
-    checked = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {json_kind(message)}")
-        if "from" in message:
-            message = {_SHAREGPT_FIELDS.get(key, key): value for key, value in message.items()}
-        role = text_field(message, "role", location)
-        # Tables have null for missing fields, and chat templates check whether a field exists.
-        present = {key: value for key, value in message.items() if value is not None}
-        for flag, allowed in _FLAGS.items():
-            if flag in present and present[flag] not in allowed:
-                raise InvalidRecordError(
-                    f"{location}: expected {flag!r} to be {' or '.join(map(json.dumps, allowed))}, got "
-                    f"{truncate_text(repr(present[flag]), MAX_CHARS)}"
-                )
-        present |= {"role": _ROLES.get(role, role), "content": _content(message, location)}
-        checked.append(_with_tool_calls(present, location) if role == "function_call" else present)
-    return checked
-
-
-def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
-    calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
-    return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
-
-
-def _from_json(text: str, expected: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRecordError(f"{expected}, got {error}") from error
-
-
-def _content(message: dict[str, Any], location: str) -> str:
-    """Return the text of a message. Its content is a string, a list of parts of the type "text", or null."""
-    content = message.get("content")
-    if content is None and ("content" in message or message.get("tool_calls")):
-        return ""
-    if not isinstance(content, list):
-        return text_field(message, "content", location)
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = (
-                truncate_text(repr(part["type"]), MAX_CHARS)
-                if isinstance(part, dict) and "type" in part
-                else json_kind(part)
-            )
-            raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
-    return "".join(text_field(part, "text", location) for part in content)

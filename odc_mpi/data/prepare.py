@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from odc_mpi import __version__
 from odc_mpi.data.dataset.format import vocabulary_digest
-from odc_mpi.data.dataset.verify import find_counts
+from odc_mpi.data.dataset.verify import find_counts, read_origin
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
 from odc_mpi.data.examples import Columns, PreferencePair, PromptCompletion, parse_example
@@ -159,7 +159,7 @@ class _Plan:
 
     Attributes:
         output_paths: Path of the data set, then path of the data set with held-out sequences, if any.
-        replaced: A line for each data set that will be replaced unless it is up to date.
+        replaced: A line for each data set that will be replaced unless it is up to date, or that is no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
         chat_template: Chat template that replaces that of the tokenizer, if any.
@@ -174,6 +174,9 @@ class _Plan:
         self.output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
         self.origin = _digest(sorted({source.origin for source in self.sources}))
         self.replaced = check_outputs(self.output_paths, self.sources, options.tokenizer, self.origin, options.force)
+        held_out = eval_output_path(out)
+        if not options.eval_fraction and held_out.exists() and read_origin(held_out) == self.origin:
+            self.replaced.append(f"{held_out}: of an earlier call; {out} now contains its sequences, too: remove it")
         self.tokenizer_path = options.tokenizer or out
         self.files = tokenizer_files(self.tokenizer_path) if options.tokenizer else {}
         self.chat_template = None if options.chat_template is None else read_chat_template(options.chat_template)

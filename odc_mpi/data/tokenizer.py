@@ -105,6 +105,8 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
         UserError: `location` has no tokenizer, the tokenizer does not load, or it has no fast implementation.
     """
     if location.is_dir():
+        if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):
+            raise UserError(f"expected a tokenizer in {str(location)!r}, got no files of one: change {setting}")
         return _load(location, location, setting)
     files = tokenizer_files(location)
     if not files:
@@ -118,11 +120,9 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a fast tokenizer from the contents of its files by name.
 
-    Raises a UserError, with the names of the origin of the files and of the setting that specifies it, if there are no
-    files, the tokenizer does not load, or it has no fast implementation.
+    Raises a UserError, with the names of the origin of the files and of the setting that specifies it, if the tokenizer
+    does not load, or has no fast implementation.
     """
-    if not files:
-        raise UserError(f"expected a tokenizer in {str(location)!r}, got no files of one: change {setting}")
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), location, setting)

@@ -45,13 +45,14 @@ def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
 def test_chats_train_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     [[encoded]] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
+    # One token has the newline at the end of the generation prompt and that of the answer, as with Qwen2's tokenizer.
+    assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
 
 
 def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
     silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
     [[encoded]] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
-    assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>"]
+    assert trained_runs(tokenizer, encoded) == ["\n\n  Well: ä 🙂 \n<|im_end|>"]
 
 
 def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:

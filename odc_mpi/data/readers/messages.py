@@ -1,0 +1,89 @@
+"""Messages and tools of conversations, converted to those of chat templates.
+
+Errors are `InvalidRecordError`s that begin with the location of the record.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, json_kind, text_field
+from odc_mpi.formatting import truncate_text
+
+#: Roles of other data sets, with the corresponding role of chat templates. Templates receive all other roles unchanged.
+_ROLES = dict.fromkeys(("human",), "user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+_ROLES |= dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool")
+_ROLES |= {"developer": "system", "function_call": "assistant"}
+_SHAREGPT_FIELDS = {"from": "role", "value": "content"}
+#: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
+LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
+
+
+def parse_tools(tools: Any, location: str) -> list[Any] | None:
+    """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
+    if isinstance(tools, str) and tools.strip():
+        tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
+    return tools
+
+
+def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
+    """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
+    if not isinstance(messages, list):
+        kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
+        raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")
+    checked = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise InvalidRecordError(f"{location}: expected each of {name!r} to be an object, got {json_kind(message)}")
+        if "from" in message:
+            message = {_SHAREGPT_FIELDS.get(key, key): value for key, value in message.items()}
+        role = text_field(message, "role", location)
+        # Tables have null for missing fields, and chat templates check whether a field exists.
+        present = {key: value for key, value in message.items() if value is not None}
+        for flag, allowed in LOSS_FLAGS.items():
+            if flag in present and present[flag] not in allowed:
+                raise InvalidRecordError(
+                    f"{location}: expected {flag!r} to be {' or '.join(map(json.dumps, allowed))}, got "
+                    f"{truncate_text(repr(present[flag]), MAX_CHARS)}"
+                )
+        present |= {"role": _ROLES.get(role, role), "content": _content(message, location)}
+        checked.append(_with_tool_calls(present, location) if role == "function_call" else present)
+    return checked
+
+
+def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
+    """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
+    calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
+    return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _from_json(text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"{expected}, got {error}") from error
+
+
+def _content(message: dict[str, Any], location: str) -> str:
+    """Return the text of a message. Its content is a string, a list of parts of the type "text", or null."""
+    content = message.get("content")
+    if content is None and ("content" in message or message.get("tool_calls")):
+        return ""
+    if not isinstance(content, list):
+        return text_field(message, "content", location)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = (
+                truncate_text(repr(part["type"]), MAX_CHARS)
+                if isinstance(part, dict) and "type" in part
+                else json_kind(part)
+            )
+            raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
+    return "".join(text_field(part, "text", location) for part in content)
