@@ -7,12 +7,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 from pretended_nodes import on_pretended_nodes
 from torch import nn
 from units import Block
 
 from odc_mpi import shard_model
-from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -75,9 +76,10 @@ def test_there_is_no_cache_on_a_single_node(world, allocate):
     assert transport.parameters.node_cache_bytes == 0
 
 
-def train(nodes, module, node_cache, prefetch):
+def train(nodes, module, node_cache, prefetch, device=None):
     """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes."""
     transport = window_transport(nodes, reduce_dtype=torch.int64, node_cache=node_cache, progress=True)
+    transport = transport if device is None else staged(transport, device)
     model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
     model.cache_bytes = CacheBytes(1 << 30, 0)
     optimizer = torch.optim.AdamW(model.shard_parameters(), lr=0.1)
@@ -118,10 +120,10 @@ def without_cache(nodes, module):
     return train(nodes, module, node_cache=False, prefetch=1)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_training_gives_the_same_bits_and_moves_half_the_bytes(nodes, module, without_cache, prefetch):
+@pytest.mark.parametrize(("prefetch", "device"), [(0, None), (2, None), (2, LateDevice())], ids=["0", "2", "device"])
+def test_training_gives_the_same_bits_and_moves_half_the_bytes(nodes, module, without_cache, prefetch, device):
     """With ranks without a microbatch, and forwards between the minibatches."""
-    state, outputs, moved = train(nodes, module, node_cache=True, prefetch=prefetch)
+    state, outputs, moved = train(nodes, module, node_cache=True, prefetch=prefetch, device=device)
     wanted, wanted_outputs, each = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))
