@@ -101,11 +101,13 @@ def shard_model(
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
-    sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
-    # With a GPU, the caches of a rank are there, and not on the host.
-    caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-    fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, caches)
-    shares = world.num_nodes > 1 and all(world.gather_objects(fits or world.local_size == 1))
+    shares = False
+    if world.num_nodes > 1:
+        # With a GPU, the caches of a rank are there, and not on the host.
+        caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
+        sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
+        fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, *caches)
+        shares = all(world.gather_objects(fits or world.local_size == 1))
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares)
     model = ShardedModel(
         module,
@@ -212,25 +214,16 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
 
 
 def _fits_node_cache(
-    world: World,
-    sizes: Sequence[tuple[int, torch.dtype, bool]],
-    gradient_itemsize: int,
-    caches: tuple[int | Literal["auto"], int | Literal["auto"]],
+    world: World, sizes: Sequence[tuple[int, torch.dtype, bool]], gradient_itemsize: int, *caches: int | Literal["auto"]
 ) -> bool:
-    """Return True if this node has memory for a full copy of the model.
-
-    Args:
-        sizes: Number of elements and dtype of each parameter, and whether it is trained.
-        caches: Settings of the caches of parameters and of gradients.
-    """
+    """Return True if this node has memory for a full copy of the model. `sizes` has `requires_grad` in third place."""
     num_bytes = sum(numel * dtype.itemsize for numel, dtype, _ in sizes)
     state_bytes = sum(numel for numel, _, trained in sizes if trained) * (gradient_itemsize + OPTIMIZER_BYTES)
     # Not allocated yet: the shards of this node, and the state of the optimizer.
     own_bytes = (num_bytes + state_bytes) * world.local_size // world.size
+    fits = node_cache_fits(num_bytes, available_bytes() - own_bytes, world.local_size, *caches)
     shm_bytes = free_shm_bytes()
-    return (shm_bytes is None or num_bytes + own_bytes <= shm_bytes) and node_cache_fits(
-        num_bytes, available_bytes() - own_bytes, world.local_size, *caches
-    )
+    return fits and (shm_bytes is None or num_bytes + own_bytes <= shm_bytes)
 
 
 def _check_caches(parameters: object, gradients: object, node_cache: object) -> None:

@@ -96,19 +96,13 @@ class CacheNeeds:
             )
 
 
-def node_cache_fits(
-    num_bytes: int,
-    free_bytes: int,
-    num_ranks: int,
-    parameters: int | Literal["auto"] = "auto",
-    gradients: int | Literal["auto"] = "auto",
-) -> bool:
-    """Return True if the parameter caches of the `num_ranks` ranks of a node hold a model of `num_bytes` together.
+def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, *settings: int | Literal["auto"]) -> bool:
+    """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
 
-    The other arguments are those of `auto_cache_bytes`.
+    `settings` are the last two arguments of `auto_cache_bytes`.
     """
     needs = CacheBytes(-(-num_bytes // num_ranks))
-    return auto_cache_bytes(free_bytes, num_ranks, needs, parameters, gradients).parameters >= needs.parameters
+    return auto_cache_bytes(free_bytes, num_ranks, needs, *settings).parameters >= needs.parameters
 
 
 def auto_cache_bytes(

@@ -8,8 +8,7 @@ Ranks need no other coordination, since parameters do not change between two pub
 
 Note: no stale read
     A rank overwrites an array only with a claim of the current publication, after the barrier that all ranks reach when
-    they have released what they fetched before. A rank reads an array only if its word is ready and of the current
-    publication.
+    they have released what they fetched before. It reads an array only if the word is ready and of this publication.
 
 Note: no deadlock
     A rank starts a fetch when it claims the array, and waits for other ranks only within the fetch of a unit, for one
@@ -35,10 +34,7 @@ from odc_mpi.runtime.deadline import wait_until
 
 
 class NodeCache(ShardStorage, ParameterStore):
-    """Parameter store that fetches with the store `inner` into memory of the node, and returns views of it.
-
-    `inner` must copy, and is a storage of its own. The nodes of a world need not all have a cache.
-    """
+    """Parameter store that fetches with `inner`, a storage of its own, into memory of the node, and returns views."""
 
     access = Access.NODE
 

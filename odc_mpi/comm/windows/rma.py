@@ -141,10 +141,7 @@ class Window:
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Atomically overwrite the int64 element at `offset` of a shard if it is `expected`. One-sided.
-
-        Returns its old value.
-        """
+        """Atomically overwrite an int64 element of a shard if it is `expected`, and return its old value. One-sided."""
         operand, compared, before = (np.array([each], dtype=np.int64) for each in (value, expected, 0))
         self._win.Compare_and_swap(operand, compared, before, target, offset)
         self._win.Flush(target)

@@ -60,7 +60,7 @@ def estimate_memory(
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
     sizes = _Sizes.of(config, model, num_ranks)
     in_place = ranks_per_node == num_ranks and config.comm.zero_copy != "off"
-    shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, num_ranks, ranks_per_node)
+    shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
     needs = CacheBytes(
         sum(sizes.units[1:]) if copies else 0,
@@ -129,7 +129,7 @@ class _Sizes:
         )
 
 
-def _node_cache_bytes(config: Config, sizes: _Sizes, num_ranks: int, ranks_per_node: int) -> int:
+def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:
     """Return a rank's part of the memory of its node for fetched units; 0 if the ranks of a node share none."""
     comm, num_bytes = config.comm, sum(sizes.units)
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
