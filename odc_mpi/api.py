@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -24,9 +24,9 @@ from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collec
 from odc_mpi.probe.probe import cached_or_quick_report, environment_report
 from odc_mpi.probe.report import ProbeReport
 from odc_mpi.runtime.library import has_thread_serialized, thread_level
-from odc_mpi.runtime.memory import available_bytes
+from odc_mpi.runtime.memory import available_bytes, free_shm_bytes
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds, auto_cache_bytes
+from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
@@ -49,6 +49,7 @@ def shard_model(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     parameter_cache_bytes: int | Literal["auto"] = "auto",
     gradient_cache_bytes: int | Literal["auto"] = "auto",
+    node_cache: Literal["auto", "off"] = "auto",
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
@@ -79,6 +80,8 @@ def shard_model(
             the minibatch. May differ between ranks. "auto": a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
             pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
+        node_cache: auto to fetch from other nodes once for all ranks of a node, into memory that they share, if the
+            parameter caches of these ranks could hold the model together (docs/caching.md); off otherwise.
         device: Device that computes: cpu, or cuda. Ranks of a host use its GPUs in turn, and share them if there are
             more ranks than GPUs. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
         optimizer_device: Device of the trainable slices and the optimizer state: cpu, or cuda (requires `device` cuda).
@@ -94,11 +97,18 @@ def shard_model(
             GPU, `decision` selects collectives although `device` is cuda, or a cache size is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
+    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes, node_cache))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
+    shares = False
+    if world.num_nodes > 1:
+        # With a GPU, the caches of a rank are there, and not on the host.
+        caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
+        sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
+        fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, *caches)
+        shares = all(world.gather_objects(fits or world.local_size == 1))
+    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares)
     model = ShardedModel(
         module,
         transport,
@@ -203,7 +213,22 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
     return free - num_ranks * state_bytes, num_ranks
 
 
-def _check_caches(parameters: object, gradients: object) -> None:
+def _fits_node_cache(
+    world: World, sizes: Sequence[tuple[int, torch.dtype, bool]], gradient_itemsize: int, *caches: int | Literal["auto"]
+) -> bool:
+    """Return True if this node has memory for a full copy of the model. `sizes` has `requires_grad` in third place."""
+    num_bytes = sum(numel * dtype.itemsize for numel, dtype, _ in sizes)
+    state_bytes = sum(numel for numel, _, trained in sizes if trained) * (gradient_itemsize + OPTIMIZER_BYTES)
+    # Not allocated yet: the shards of this node, and the state of the optimizer.
+    own_bytes = (num_bytes + state_bytes) * world.local_size // world.size
+    fits = node_cache_fits(num_bytes, available_bytes() - own_bytes, world.local_size, *caches)
+    shm_bytes = free_shm_bytes()
+    return fits and (shm_bytes is None or num_bytes + own_bytes <= shm_bytes)
+
+
+def _check_caches(parameters: object, gradients: object, node_cache: object) -> None:
+    if node_cache not in ("auto", "off"):
+        raise UserError(f"node_cache: expected auto or off, got {node_cache!r}")
     for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
@@ -254,6 +279,7 @@ def _transport(
     reduce_dtype: torch.dtype,
     decision: Decision,
     mailbox_bytes: int,
+    node_cache: bool,
 ) -> Transport:
     zero_copy = decision.zero_copy.value == "on"
     if device is not None and decision.windows_on_device and zero_copy:
@@ -269,6 +295,7 @@ def _transport(
         reduce_dtype,
         device=window_device,
         zero_copy=zero_copy,
+        node_cache=node_cache,
         reduction=gradient_store_factories(mailbox_bytes, window_device)[decision.reduction.value],
         progress=decision.progress.value == "thread",
     )

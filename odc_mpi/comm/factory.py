@@ -22,8 +22,9 @@ from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientSt
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
+from odc_mpi.comm.windows.node_cache import NodeCache
 from odc_mpi.comm.windows.parameters import WindowParameters
-from odc_mpi.comm.windows.rma import HOST_WINDOW
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, HOST_WINDOW
 from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
@@ -56,6 +57,7 @@ def window_transport(
     *,
     device: Device | None = None,
     zero_copy: bool = True,
+    node_cache: bool = False,
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
 ) -> Transport:
@@ -65,6 +67,8 @@ def window_transport(
         device: Device of the windows and of the model, which every rank needs; None for the host.
         zero_copy: If True, ranks of the same node map each other's parameter shards on the host and read them by direct
             load.
+        node_cache: If True, ranks of a node share what they fetch from other nodes. Requires `zero_copy`, and has no
+            effect on a single node, for a single rank on a node, and with a `device`.
         reduction: Factory of the gradient store, a value of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """
@@ -72,7 +76,11 @@ def window_transport(
     if device is None:
         group = WorldGroup(world, progress=progress)
         parameters = WindowParameters(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
-        return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
+        threads = has_thread_multiple()
+        if node_cache and zero_copy and CAN_DETACH_STORAGE and world.num_nodes > 1 and world.local_size > 1:
+            cache = NodeCache(parameters)
+            return Transport(group, cache, gradients, (parameters, gradients, cache), thread_safe=threads)
+        return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=threads)
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress)

@@ -1,13 +1,14 @@
 """Counter of the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
 
-Accesses to the shards of this rank, zero-copy fetches and message headers are not counted.
+Accesses to the shards of this rank, zero-copy fetches, fetches of another rank of the node and message headers are not
+counted.
 """
 
 import functools
 from collections import Counter
 
 from odc_mpi.comm.shard_storage import ranges_by_owner
-from odc_mpi.comm.transport import Access, Transport
+from odc_mpi.comm.transport import Transport
 
 #: Where the other ranks are: on the node of this rank, or on other nodes.
 PLACES = ("same_node", "other_nodes")
@@ -31,10 +32,8 @@ class TrafficCounter:
 
     def add_fetch(self, index: int) -> None:
         """Count the bytes of one fetch of an array."""
-        parameters = self._transport.parameters
-        if parameters.access is Access.COPY:
-            numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
-            self.fetched = self.fetched + self._by_owner(index, 0, numel, itemsize)
+        if self._transport.parameters.access.transfers:
+            self.fetched = self.fetched + self._bytes_of(index)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
         """Count the bytes of one push of the elements from `start` to `stop`, exclusive, of an array."""
@@ -42,9 +41,15 @@ class TrafficCounter:
 
     def bytes_since_last_call(self) -> list[int]:
         """Return the bytes counted since the last call: fetched from each of `PLACES`, then pushed to each."""
+        for index in self._transport.parameters.take_shared_fetches():
+            self.fetched = self.fetched - self._bytes_of(index)
         now, last = (self.fetched, self.pushed), self._last
         self._last = now
         return [new[place] - old[place] for new, old in zip(now, last, strict=True) for place in PLACES]
+
+    def _bytes_of(self, index: int) -> Counter[str]:
+        parameters = self._transport.parameters
+        return self._by_owner(index, 0, parameters.layouts[index].numel, parameters.dtype_of(index).itemsize)
 
     def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> Counter[str]:
         layout, group, counts = self._transport.parameters.layouts[index], self._transport.group, Counter[str]()

@@ -19,8 +19,9 @@ Within a minibatch, ranks communicate only by fetches and pushes. `comm.factory`
     single_rank  memory of the device      device        KEEP           no                no        yes
     collective   private memory            host          COPY           yes               no        no
 
-The transport `window` has VIEW access, or KEEP if torch allows it, when zero-copy is on and all ranks are on one node;
-otherwise COPY. Threads require MPI_THREAD_MULTIPLE.
+The transport `window` has VIEW access, or KEEP if torch allows it, when zero-copy is on and all ranks are on one node.
+On a node with several ranks among several nodes it has NODE access if it has a cache (`comm.windows.node_cache`).
+Otherwise it has COPY access. Threads require MPI_THREAD_MULTIPLE.
 
 A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often a class is both the store and its storage. A
 store can wrap another store, as in `comm.device.staged`; the inner store then keeps its storage.
@@ -54,6 +55,12 @@ class Access(Enum):
     KEEP = (
         "a view that is valid until parameters are published, of memory that is never reused, so autograd may save it"
     )
+    NODE = "as KEEP, but of memory into which the first rank of the node that needs the array fetches it"
+
+    @property
+    def transfers(self) -> bool:
+        """True if a fetch may transfer data. If False, it only returns a view."""
+        return self in (Access.COPY, Access.NODE)
 
 
 class Group(ABC):
@@ -145,8 +152,8 @@ class ParameterStore(ABC):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to fetch a full array into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Only for stores with `Access.COPY`. Call `record_event(buffer)` first, and do not access the buffer before the
-        returned handle is complete.
+        Only if `access.transfers`. Call `record_event(buffer)` first, and do not access the buffer before the returned
+        handle is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
@@ -171,6 +178,18 @@ class ParameterStore(ABC):
     def release(self, fetched: torch.Tensor) -> None:
         """Release a fetched array. Its memory is not reused while other tensors share it."""
         self.buffers.release(fetched)
+
+    @property
+    def node_cache_bytes(self) -> int:
+        """Size of this rank's part of the memory for `Access.NODE`, in bytes; 0 for other kinds."""
+        return 0
+
+    def take_shared_fetches(self) -> list[int]:
+        """Return the arrays of the fetches since the last call that transferred nothing, once for each fetch.
+
+        Another rank of the node has fetched these arrays (`Access.NODE`).
+        """
+        return []
 
     @property
     def shard_bytes(self) -> int:

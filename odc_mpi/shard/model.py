@@ -239,7 +239,7 @@ class ShardedModel:
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
-            self._unsharded.unshard_all(self.units)
+        self._unsharded.unshard_all(self.units)
         plain = (
             nullcontext() if gradients else materialized_parameters(self._names_by_module, self.units, self._unsharded)
         )
@@ -329,9 +329,14 @@ class ShardedModel:
 
     @property
     def peak_parameter_bytes(self) -> int:
-        """Peak memory of this rank for parameter shards and buffers of fetched units, in bytes."""
+        """Peak memory of this rank for parameter shards and fetched units, in bytes."""
         parameters = self._transport.parameters
-        return parameters.shard_bytes + parameters.buffers.peak_bytes
+        return parameters.shard_bytes + self.node_cache_bytes + parameters.buffers.peak_bytes
+
+    @property
+    def node_cache_bytes(self) -> int:
+        """This rank's part of the memory in which ranks of a node share fetched units, in bytes; 0 without one."""
+        return self._transport.parameters.node_cache_bytes
 
     @property
     def peak_gradient_bytes(self) -> int:

@@ -269,6 +269,7 @@ def _shard(
         mailbox_bytes=config.comm.mailbox_bytes,
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=config.comm.gradient_cache_bytes,
+        node_cache=config.comm.node_cache,
         device=config.run.device,
         optimizer_device=config.optim.device,
     ).train()

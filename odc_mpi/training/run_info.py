@@ -92,8 +92,10 @@ def _describe_comm(config: Config, world: World, decision: Decision) -> str:
 
 def _describe_caches(config: Config, model: ShardedModel) -> str:
     parts, needs, capacity = [], model.cache_needs.maximum, model.cache_bytes
+    shared = f"once per node, {model.node_cache_bytes / 2**20:,.1f} MiB per rank"
+    in_place = shared if model.node_cache_bytes else "read in place"
     for kind, setting, available, needed, not_needed in (
-        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, "read in place"),
+        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, in_place),
         ("gradients", config.comm.gradient_cache_bytes, capacity.gradients, needs.gradients, "none needed"),
     ):
         part = f"{min(available, needed) / 2**20:,.1f} of {needed / 2**20:,.1f} MiB per rank"

@@ -100,6 +100,7 @@ class CommConfig:
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
+    node_cache: Annotated[Literal["auto", "off"], "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
     window_device: Annotated[
         WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved or one rank"

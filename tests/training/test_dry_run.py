@@ -90,6 +90,21 @@ def test_shards_and_states_are_divided_among_ranks_and_caches_are_bounded_by_the
     assert eager["activations"] > whole["activations"] + 2 * 4 * 512 * 512 * 8
 
 
+def test_ranks_of_a_node_among_several_share_one_copy_of_the_model():
+    numel = sum(p.numel() for p in from_config(MODEL, 0).module.parameters())
+    shared, _ = sizes(MODEL, ranks=8, per_node=4)
+    assert shared["node cache"] == pytest.approx(4 * numel / 4, rel=0.02)
+    assert not {"fetched units", "parameter cache", "of other ranks, in place"} & shared.keys()
+    each = [sizes(MODEL, "--comm.node_cache=off", ranks=8, per_node=4)[0]]
+    each += [sizes(MODEL, "--comm.zero_copy=off", ranks=8, per_node=4)[0], sizes(MODEL, ranks=8, per_node=1)[0]]
+    each += [sizes(MODEL, f"--comm.parameter_cache_bytes={numel - 1000}", ranks=8, per_node=4)[0]]
+    for parts in each:
+        assert "node cache" not in parts and parts["parameter cache"] > 0 and parts["fetched units"] > 0
+    assert "node cache" not in sizes(MODEL, ranks=8)[0]
+    on_gpus, on_gpu = sizes(MODEL, "--run.device=cuda", "--comm.parameter_cache_bytes=0", ranks=8, per_node=4)
+    assert on_gpus["node cache"] == shared["node cache"] and "node cache" not in on_gpu and "fetched units" in on_gpu
+
+
 def test_the_activations_are_those_that_autograd_saves():
     module = from_config(MODEL, 0).module.to_empty(device="cpu")
     parameters = {p.data_ptr() for p in module.parameters()}

@@ -140,6 +140,13 @@ class Window:
         """Atomically overwrite the int64 element at `offset` of a shard. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
+    def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
+        """Atomically overwrite an int64 element of a shard if it is `expected`, and return its old value. One-sided."""
+        operand, compared, before = (np.array([each], dtype=np.int64) for each in (value, expected, 0))
+        self._win.Compare_and_swap(operand, compared, before, target, offset)
+        self._win.Flush(target)
+        return int(before[0])
+
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
         """Read the first `count` int64 elements of a shard, each one atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))

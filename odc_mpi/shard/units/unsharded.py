@@ -5,7 +5,7 @@ unsharded:
 
     root unit                      until the minibatch ends (`reshard_all`)
     units in a running forward     until the forward returns
-    units within `cache`           until the minibatch ends
+    units within `cache`           until the minibatch ends; so do all units in memory of the node (`Access.NODE`)
     other units                    at most max(1, prefetch); the least recently used one is resharded first
 
 From `module.weight` to a tensor:
@@ -72,7 +72,7 @@ class UnshardedUnits:
         self._transport = transport
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        can_prefetch = transport.parameters.access is Access.COPY and transport.thread_safe and transport.one_sided
+        can_prefetch = transport.parameters.access.transfers and transport.thread_safe and transport.one_sided
         self._prefetch = prefetch if can_prefetch else 0
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
@@ -91,7 +91,7 @@ class UnshardedUnits:
         """True if unsharded tensors stay valid until the minibatch ends."""
         parameters = self._transport.parameters
         # If all units are unsharded, no fetch follows, so no unit is resharded to make room.
-        return parameters.access is Access.KEEP or len(self._by_pointer) == len(parameters.layouts)
+        return parameters.access in (Access.KEEP, Access.NODE) or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit, and start to prefetch the units expected next. One-sided."""
@@ -147,7 +147,7 @@ class UnshardedUnits:
     def unshard_all(self, units: Sequence[Unit]) -> None:
         """Unshard all given units, which must fit the cache together. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
-        if missing and self._transport.parameters.access is Access.COPY:
+        if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
             self.clear()
             for unit in units:
@@ -195,7 +195,8 @@ class UnshardedUnits:
     def _complete(self, unit: Unit, fetch: Callable[[int], FetchWork] | None = None) -> None:
         """Complete the fetch of a unit. If `fetch` is given, start the fetch by it."""
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
-        if self._transport.parameters.access is Access.COPY:
+        access = self._transport.parameters.access
+        if access.transfers:
             self.activity.update("fetching", unit.name)
         with self._spans.span("fetch"):
             if fetch is not None:
@@ -203,7 +204,8 @@ class UnshardedUnits:
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
-            self.cache.admit(unit, unit.buffer_bytes())
+            # In the memory of the node a unit occupies no memory of this rank, and resharding it would free none.
+            self.cache.admit(unit, 0 if access is Access.NODE else unit.buffer_bytes())
         self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
 
     def _start(self, unit: Unit, fetch: Callable[[int], FetchWork]) -> None:

@@ -15,7 +15,7 @@ from odc_mpi.api import OPTIMIZER_BYTES, dtypes_by_parameter
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
-from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes
+from odc_mpi.shard.cache_budget import CacheBytes, auto_cache_bytes, node_cache_fits
 from odc_mpi.shard.gradients import num_push_buffers
 from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
@@ -58,13 +58,15 @@ def estimate_memory(
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
-    copies = gpu or ranks_per_node < num_ranks or config.comm.zero_copy == "off"  # units are fetched into buffers
     sizes = _Sizes.of(config, model, num_ranks)
+    in_place = ranks_per_node == num_ranks and config.comm.zero_copy != "off"
+    shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
+    copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
     needs = CacheBytes(
         sum(sizes.units[1:]) if copies else 0,
         sum(sizes.gradients) if num_ranks > 1 and accumulates else 0,
     )
-    caches = _caches(config, needs, ranks_per_node, sizes.states)
+    caches = _caches(config, needs, ranks_per_node, sizes.states + shared_bytes)
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
     # Buffers of pushes, unless gradients are in the cache.
@@ -74,7 +76,8 @@ def estimate_memory(
     activations, logits = _activation_bytes(config, model, getattr(torch, config.model.param_dtype), lengths)
     parts = [
         MemoryPart("parameters", sizes.shard, shards_on_gpu),
-        MemoryPart("of other ranks, in place", 0 if copies else sum(sizes.units) - sizes.shard),
+        MemoryPart("of other ranks, in place", sum(sizes.units) - sizes.shard if in_place and not gpu else 0),
+        MemoryPart("node cache", shared_bytes),
         MemoryPart("fp32 masters", sizes.masters, optimizer_on_gpu),
         MemoryPart("gradients", sizes.gradient_shard, shards_on_gpu),
         MemoryPart("optimizer", sizes.states, optimizer_on_gpu),
@@ -124,6 +127,17 @@ class _Sizes:
             states=states,
             saved=4 * shard_numel + states,
         )
+
+
+def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:
+    """Return a rank's part of the memory of its node for fetched units; 0 if the ranks of a node share none."""
+    comm, num_bytes = config.comm, sum(sizes.units)
+    if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
+        return 0
+    gpu = config.run.device == "cuda"
+    settings = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
+    available = available_bytes() - ranks_per_node * (sizes.shard + sizes.gradient_shard + sizes.states)
+    return num_bytes // ranks_per_node if node_cache_fits(num_bytes, available, ranks_per_node, *settings) else 0
 
 
 def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:

@@ -119,6 +119,35 @@ transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
+#: Ranks 0 and 1 are on one node, for which rank 1 has begun to fetch.
+FETCHER_HANGS = """
+from mpi4py import MPI
+from odc_mpi.comm.windows.node_cache import NodeCache
+
+
+class Pairs(MPI.Intracomm):
+    def Split_type(self, kind, key=0, info=None):
+        return self.Split(self.rank // 2)
+
+
+def finish(self, index, claim, fetch):
+    if world.rank == 1 and self.layouts[index].name == "2":
+        claimed.touch()
+        misbehave()
+    original(self, index, claim, fetch)
+
+
+claimed = Path(sys.argv[1], "claimed")
+original, NodeCache._finish = NodeCache._finish, finish
+nodes = odc_mpi.World(Pairs(world.comm), job=world.job)
+model = ShardedModel(module, window_transport(nodes, node_cache=True, progress=True), units=[Block])
+world.timeout_s = 3 if world.rank == 0 else 60
+with model.minibatch():
+    while world.rank == 0 and not claimed.exists():
+        time.sleep(0.01)
+    model(torch.randn(2, 8))
+"""
+
 PUSH_HANGS = """
 class Hanging(ShardStorage):
     def allocate(self):
@@ -245,6 +274,13 @@ LIBRARY = pytest.mark.library
         pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
         # A fetch or a push that does not complete names the owners.
         pytest.param(FETCH_HANGS, f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"),
+        pytest.param(
+            FETCHER_HANGS,
+            f"{WAITED}fetching unit 2, which another rank fetches for this node: it waits for rank 1 on \\S+, "
+            f"{LAST_SEEN}in microbatch 1, fetching unit 2",
+            marks=LIBRARY,
+            id="fetcher of a node hangs",
+        ),
         pytest.param(
             PUSH_HANGS, f"{WAITED}accumulating the gradient of unit 2: {OWNERS}", marks=LIBRARY, id="push hangs"
         ),

@@ -211,6 +211,19 @@ def test_the_number_of_windows_does_not_depend_on_the_model(world, monkeypatch):
         made.clear()
 
 
+@pytest.mark.sizes(2, 3)
+def test_of_ranks_that_compare_and_swap_a_word_one_succeeds(world):
+    window = SharedWindow(world, 500, torch.int64)
+    world.gather_objects(None)
+    before = [window.compare_and_swap(0, word, 0, world.rank + 1) for word in range(500)]
+    everyone = np.array(world.gather_objects(before))
+    assert ((everyone == 0).sum(axis=0) == 1).all(), "a word was swapped by no rank, or by several"
+    winner = everyone.argmin(axis=0) + 1
+    assert ((everyone == 0) | (everyone == winner)).all()
+    with world.collective("freeing a window"):
+        window.free()
+
+
 @pytest.mark.sizes(2)
 def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
     """By the memory barrier of the standard, MPI_Win_sync, before the ranks synchronize."""

@@ -1,0 +1,146 @@
+"""Ranks of a node fetch an array once and never see an old one, on two pretended nodes, of two ranks and the others."""
+
+import copy
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from late_device import LateDevice
+from pretended_nodes import on_pretended_nodes
+from torch import nn
+from units import Block
+
+from odc_mpi import shard_model
+from odc_mpi.comm.factory import staged, window_transport
+from odc_mpi.comm.transport import Access
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.shard.cache_budget import CacheBytes
+from odc_mpi.shard.model import ShardedModel
+
+pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.sizes(3, 4)]
+
+SIZES = [1, 33, 70_000, 1000]
+ROUNDS = 8
+
+
+@pytest.fixture(scope="module")
+def nodes(world):
+    return on_pretended_nodes(world)
+
+
+def write_own_parameters(transport, number):
+    for index in range(len(SIZES)):
+        transport.parameters.shard(index).fill_(10 * number + index)
+    transport.publish_parameters()
+
+
+def test_a_node_fetches_each_array_once_and_reads_what_was_published(nodes, allocate):
+    """All ranks want all arrays at once, each in an order of its own."""
+    transport = allocate(window_transport(nodes, node_cache=True, progress=True), SIZES)
+    parameters = transport.parameters
+    assert (parameters.access is Access.NODE) == (nodes.local_size == 2)
+    shared = 0
+    for number in range(ROUNDS):
+        write_own_parameters(transport, number)
+        for index in random.Random(100 * number + nodes.rank).sample(range(len(SIZES)), len(SIZES)):
+            for _ in range(2):
+                fetched = parameters.fetch(index).wait()
+                assert torch.equal(fetched, torch.full((SIZES[index],), 10.0 * number + index))
+                parameters.release(fetched)
+        shared += len(parameters.take_shared_fetches())
+        transport.complete_gradients(np.zeros(1))
+    shared = sum(shared for node, shared in nodes.gather_objects((nodes.node, shared)) if node == nodes.node)
+    assert shared == (3 * ROUNDS * len(SIZES) if nodes.local_size == 2 else 0)
+
+
+def test_a_slow_rank_reads_one_publication_until_gradients_are_complete(nodes, allocate):
+    """The other rank of its node is as far ahead as it may be, and it comes late to the next publication, too."""
+    transport = allocate(window_transport(nodes, node_cache=True, progress=True), SIZES)
+    slow = nodes.rank == 1
+    for number in range(4):
+        write_own_parameters(transport, number)
+        time.sleep(0.05 * slow)
+        fetched = [transport.parameters.fetch(index).wait() for index in range(len(SIZES))]
+        time.sleep(0.05 * slow)
+        for index, array in enumerate(fetched):
+            assert (array == 10 * number + index).all(), "parameters of another publication"
+            transport.parameters.release(array)
+        transport.complete_gradients(np.zeros(1))
+
+
+def test_there_is_no_cache_on_a_single_node(world, allocate):
+    transport = allocate(window_transport(world, node_cache=True), SIZES)
+    assert transport.parameters.access in (Access.VIEW, Access.KEEP)
+    assert transport.parameters.node_cache_bytes == 0
+
+
+def train(nodes, module, node_cache, prefetch, device=None):
+    """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes."""
+    transport = window_transport(nodes, reduce_dtype=torch.int64, node_cache=node_cache, progress=True)
+    transport = transport if device is None else staged(transport, device)
+    model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
+    model.cache_bytes = CacheBytes(1 << 30, 0)
+    optimizer = torch.optim.AdamW(model.shard_parameters(), lr=0.1)
+    outputs, moved = [], []
+    for step in range(3):
+        with model.minibatch() as minibatch:
+            # The last rank has nothing to do in some steps, and others have several microbatches.
+            for microbatch in range(0 if step == 1 and nodes.rank == nodes.size - 1 else nodes.rank + 1):
+                generator = torch.Generator().manual_seed(100 * step + 10 * nodes.rank + microbatch)
+                model(torch.randn(3, 16, generator=generator)).square().sum().backward()
+        moved.append(int(minibatch.local["bytes_fetched_other_nodes"]))
+        optimizer.step()
+        model.publish()
+        if nodes.rank != 0:
+            with torch.no_grad():
+                outputs.append(model(torch.ones(1, 16)).clone())
+        if nodes.rank == 1:
+            with model.unsharded(gradients=False), torch.inference_mode():
+                assert torch.equal(model(torch.ones(1, 16)), outputs[-1])
+    state = model.state_dict()
+    nodes.gather_objects(None)
+    model.close()
+    return state, outputs, moved
+
+
+@pytest.fixture(scope="module")
+def module():
+    """With a frozen unit, and one that is frozen in part."""
+    torch.manual_seed(1)
+    module = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(16, 4))
+    module[1].requires_grad_(False)
+    module[3].linear.bias.requires_grad_(False)
+    return module
+
+
+@pytest.fixture(scope="module")
+def without_cache(nodes, module):
+    return train(nodes, module, node_cache=False, prefetch=1)
+
+
+@pytest.mark.parametrize(("prefetch", "device"), [(0, None), (2, None), (2, LateDevice())], ids=["0", "2", "device"])
+def test_training_gives_the_same_bits_and_moves_half_the_bytes(nodes, module, without_cache, prefetch, device):
+    """With ranks without a microbatch, and forwards between the minibatches."""
+    state, outputs, moved = train(nodes, module, node_cache=True, prefetch=prefetch, device=device)
+    wanted, wanted_outputs, each = without_cache
+    assert all(torch.equal(values, wanted[name]) for name, values in state.items())
+    assert all(map(torch.equal, outputs, wanted_outputs))
+    everyone = nodes.gather_objects((nodes.node, moved, each))
+    for node in range(2):
+        moved, each = (np.array([found[i] for found in everyone if found[0] == node]) for i in (1, 2))
+        # Without a cache every rank that works in a step, or before it, fetches each unit.
+        assert (moved.sum(axis=0) == each.max(axis=0)).all() and (each.max(axis=0) == each[0].max()).all()
+
+
+def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes):
+    modules = [nn.Sequential(*(Block() for _ in range(2))) for _ in range(3)]
+    with pytest.raises(AllRanksUserError, match="node_cache: expected auto or off, got 'on'"):
+        shard_model(modules[0], nodes, node_cache="on")
+    for module, setting in zip(modules[1:], ("auto", "off" if nodes.rank == 0 else "auto"), strict=True):
+        model = shard_model(module, nodes, units=[Block], node_cache=setting)
+        has_cache = module is modules[1] and nodes.local_size == 2
+        assert (model.node_cache_bytes > 0) == has_cache
+        assert (model.cache_needs.maximum.parameters == 0) == has_cache
+        model.close()
