@@ -59,7 +59,10 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message about a missing model: how to download it, or "" if `path` is no Hub name."""
+    """Return the end of an error message about a missing model, which says how to download the model.
+
+    Return "" if `path` is not a Hub model (see `parse_name`).
+    """
     name, revision = parse_name(path) or ("", None)
     return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
 

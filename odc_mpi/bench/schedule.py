@@ -200,7 +200,11 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """Runs plans on collectives. A rank with fewer microbatches than others adds dummy microbatches."""
+    """Runs the plans of minibatches over a collective transport.
+
+    All ranks must run the same number of microbatches. A rank with fewer microbatches than another therefore runs dummy
+    microbatches at the end.
+    """
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)

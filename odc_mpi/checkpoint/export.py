@@ -53,11 +53,13 @@ class Exporter(ABC):
 def export(
     checkpoint: Checkpoint, out: Path, exporter: Exporter, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Export a checkpoint for `from_pretrained` of transformers or peft, and return the names of the files.
+    """Export a checkpoint to a directory for `from_pretrained` of transformers or peft, and return the file names.
 
-    The new directory `out` appears atomically with all files; an existing one must be empty. `dtype` is the type of
-    floating-point weights, by default that of the exporter. `base` is the current directory of the model from which the
-    run started, for its side files, by default `model.path` of the run.
+    Args:
+        out: Directory to create, which appears atomically with all files. It may exist if it is an empty directory.
+        dtype: Name of the torch dtype of floating-point weights; by default `exporter.dtype`.
+        base: Directory that now contains the model from which the run started. Tokenizer files and generation settings
+            are read from it. The default is `model.path` of the run.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or

@@ -29,7 +29,7 @@ def output(text: str) -> Path:
 
 
 def require_config(arguments: argparse.Namespace) -> None:
-    """Raise a UserError if the file CONFIG of a command does not exist."""
+    """Raise `UserError` if the configuration file of a command, its argument CONFIG, does not exist."""
     if not arguments.config.exists():
         raise UserError(
             f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "

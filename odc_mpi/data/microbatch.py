@@ -94,14 +94,15 @@ def _with_targets(
 def packed_inputs(
     tokens: npt.NDArray[np.int64], lengths: Sequence[int], shared_prompts: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a model for concatenated sequences, without labels; see `Microbatch.inputs`.
+    """Return the arguments of a model for concatenated sequences, without labels (see `Microbatch.inputs`).
 
     Args:
         tokens: Tokens of all sequences, int64 [T].
-        lengths: Number of tokens of each sequence.
-        shared_prompts: For each sequence, the number n of tokens of the prompt that it shares with the nearest sequence
-            before it that has a 0 here; 0 for none. It attends to the first n tokens of that sequence, its positions
-            begin at n, and it has n keys more than tokens. None means 0 for all.
+        lengths: Number of tokens of each sequence, without a shared prompt.
+        shared_prompts: For each sequence, the number n of prompt tokens that it shares with an earlier sequence, or 0
+            if it shares none. The earlier sequence is the nearest one before it whose number is 0. A sequence with a
+            shared prompt attends to the first n tokens of the earlier sequence. Its positions begin at n, and it has n
+            more keys than tokens. None means 0 for all sequences.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]

@@ -31,12 +31,12 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """Way in which a model trains.
+    """Decision whether a model trains on packed sequences.
 
     Attributes:
-        unpacked_reason: Reason why the model trains one sequence per microbatch, or None if it trains packed.
-        soft_caps: True if the model trains packed and its attention scores have soft caps, so that they are computed
-            explicitly.
+        unpacked_reason: Reason why the model trains on one sequence per microbatch, or None if it trains packed.
+        soft_caps: True if the model trains packed and its attention applies soft caps to the scores. The scores are
+            then computed explicitly.
     """
 
     unpacked_reason: str | None = None

@@ -197,7 +197,10 @@ class ProbeReport:
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
-        """Return the problem of a trial (see `Problem.where`) as text if it delivered wrong or old data, or None."""
+        """Return `what` of the first problem of a trial if its cause is wrong or stale data, and None otherwise.
+
+        `where` names the trial (see `Problem.where`).
+        """
         problem = self.problem(*where)
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 

@@ -79,8 +79,9 @@ def sample(
 ) -> None:
     """Sample completions of one or more prompts in one decode batch. One-sided if the model is sharded.
 
-    `module` is a causal language model of transformers with positions for the longest prompt plus
-    `max_completion_length`. `on_token` is called with n, from 1, before the n-th tokens of all completions are sampled.
+    `module` is a causal language model of transformers. It must have enough positions for the longest prompt plus
+    `max_completion_length` tokens. `on_token` is called with n = 1, 2, ..., each time before the n-th tokens of all
+    unfinished completions are sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)

@@ -62,7 +62,10 @@ class SimulatedMinibatch:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with windows, including communication with caches."""
+        """Return the duration of a microbatch on a rank that uses windows and caches, including communication.
+
+        `is_first` is True for the first microbatch of the rank, which takes longer because it fills the caches.
+        """
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:

@@ -56,10 +56,14 @@ class SlurmJob:
 
 
 def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
-    """Return the text of a batch script. `headline` and `usage` are in the comment at its start.
+    """Return the text of a batch script.
 
-    `array` is the value of `sbatch --array`, or empty. `settings` is bash code that appends settings to the arguments
-    of the script, such as those of one job of the array.
+    Args:
+        headline: First line of the comment at the start of the script.
+        usage: Command line for submitting the script, which is shown in the same comment.
+        array: Value of `sbatch --array`, or "" for a single job.
+        settings: Bash code that appends settings to the arguments of the script, for example those that belong to one
+            job of an array; or "".
     """
     texts = {
         **vars(job),

@@ -17,7 +17,11 @@ from odc_mpi.training.update import make_optimizer
 
 
 class CollectiveBaseline(Contender):
-    """Contender that trains over MPI collectives, on inputs of its own. Construction is collective."""
+    """Contender that trains over MPI collectives. Construction is collective.
+
+    The contender must be the only user of `inputs`: `step` advances the sequence loader, and `close` closes the data
+    set.
+    """
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
         self._max_norm, self._inputs = config.max_grad_norm, inputs

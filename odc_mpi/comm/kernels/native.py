@@ -134,7 +134,11 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Compute the same as `add_segments_` with torch operators, in one pass per segment."""
+    """Add segments to a shard with torch operators. The result is the same as that of `add_segments_`.
+
+    Each segment is added in one pass. It is copied first if its layout is not strided, or if type promotion with the
+    dtype of the shard gives another dtype.
+    """
     for start, tensor in segments:
         dense = _dense(tensor)
         # The addition casts narrower types itself, without a copy.

@@ -59,14 +59,14 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients with MPI_Put into slots at their owners.
+    """Gradient store that pushes gradients with MPI_Put into slots of the ranks that own the shards.
 
-    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe. Only one thread at a
-    time may call `push`, `flush`, or `wait` of the `Work` that `push` returns.
+    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe, or `complete`. Only
+    one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
-        mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet, in bytes.
-        slots: Factory of the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
+        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes.
+        slots: Function that creates the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def encode_text(text: str) -> np.bytes_:
 
 
 def read_text(attributes: h5py.AttributeManager, name: str) -> str:
-    """Read a text attribute. Raises `KeyError` or `TypeError` if it is missing or of another type."""
+    """Read a fixed-length text attribute. Raises `KeyError` if it is missing, or `TypeError` if it has another type."""
     value = attributes[name]
     if not isinstance(value, bytes):
         raise TypeError(f"the attribute {name!r} is not a text of fixed length")

@@ -61,11 +61,11 @@ def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobat
 
 
 def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
-    """Return a microbatch of one pair as two rows with a copy of the prompt each, padded at the end.
+    """Return a microbatch of one pair as two rows, each with its own copy of the prompt and padded at the end.
 
-    It is for causal models that cannot attend to a prompt that answers share. `inputs` then contains only `input_ids`,
-    int64 `[2, length]`, and `use_cache`; `logit_positions` are indices in the flattened rows. Log-probabilities need no
-    mask for the padding, since no token depends on later ones.
+    The rows are for causal models whose attention does not support a prompt that two answers share. In the result,
+    `inputs` contains only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices in the
+    flattened rows. The padding needs no mask, because in a causal model no token depends on later tokens.
     """
     tokens, bounds = microbatch.inputs["input_ids"][0], microbatch.inputs["cu_seq_lens_q"].tolist()
     assert len(bounds) == 3, f"expected one pair, got {len(bounds) // 2}"

@@ -25,7 +25,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if a name has the form of a data set on the Hub: owner/name or owner/name/configuration."""
+    """Return True if `name` has the form of a data set name on the Hub: owner/name or owner/name/configuration."""
     return _HUB_NAME.fullmatch(name) is not None
 
 

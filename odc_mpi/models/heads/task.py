@@ -75,9 +75,11 @@ def task_of(class_name: str) -> Task:
 
 
 def set_padding(config: Any, padding: int) -> None:
-    """Set the padding token of a reward model. Transformers scores the last token that is not this one.
+    """Set the padding token in the configuration of a reward model.
 
-    Also record that answers end with their end-of-turn token, without the white space that templates append.
+    A sequence classifier of transformers scores the last token that is not the padding token. The entry
+    `ENDS_WITH_TURN` of the configuration is also set. It records that the model is trained on answers that end with the
+    end-of-turn token, without the white space that templates append.
     """
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)

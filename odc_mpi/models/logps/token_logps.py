@@ -38,8 +38,9 @@ class TokenScores(NamedTuple):
 class TokenLogps:
     """Computes log-probabilities of given tokens under a model.
 
-    Computes all logits if the head is not a plain linear layer (it has adapters, for example), or if no
-    `LogitTransform` describes what the model applies to the output of its head.
+    Logits are usually computed only where they predict a given token. The logits of all positions are computed if the
+    head is not a plain linear layer (for example, if it has adapters), or if no `LogitTransform` describes what the
+    model applies to the output of its head.
 
     Args:
         module: A causal language model of transformers, or the `module` of a sharded model.

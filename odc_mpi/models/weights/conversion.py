@@ -25,12 +25,14 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 def loaded_tensors(
     module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
 ) -> dict[str, PlacedTensor]:
-    """Return, for each wanted name in a module, the regions of stored tensors from which its tensor is read.
+    """Return the regions of stored tensors from which each wanted tensor of a module is read.
+
+    The result is keyed by the names in the module. Tensors that the files do not contain are omitted.
 
     Args:
-        stored: Functions that return the descriptions of the tensors in the files, keyed by the names in the files.
-            A function is called only if its tensor is used.
-        wanted: Names of parameters and buffers in the module. Those that the files do not have are not in the result.
+        stored: Functions, keyed by the names of the tensors in the files. Each function returns the description of its
+            tensor. It is called only if the tensor is used.
+        wanted: Names of parameters and buffers in the module.
     """
     transforms = get_model_conversion_mapping(module)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]

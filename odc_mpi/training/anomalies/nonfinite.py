@@ -25,9 +25,10 @@ from odc_mpi.training.rundir.records import ANOMALY
 
 
 class NonFiniteReport(Callback):
-    """Reports, after each skipped step, where a gradient that is not finite came from.
+    """Reports the origin of a gradient that is not finite after each skipped step: rank, sequences and unit, if known.
 
-    With `detect_anomaly`, it writes the data to anomaly.json in `run_dir`, and ends the run.
+    With `detect_anomaly`, the report also ends the run. The origin and the inputs of the model are then written to
+    anomaly.json in `run_dir`.
     """
 
     def __init__(

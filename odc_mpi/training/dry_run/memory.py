@@ -50,10 +50,13 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Estimate the memory of the rank that needs most, at its peak. `config` has device and dtype resolved.
+    """Estimate the peak memory of the rank that needs the most memory. Parts of 0 bytes are omitted.
 
-    `lengths` are those of the sequences of the largest microbatch. `accumulates` is True if a rank has several
-    microbatches per step, so that it caches the sum of their gradients.
+    Args:
+        config: Configuration in which the device and the dtype are already resolved.
+        lengths: Number of tokens of each sequence in the largest microbatch.
+        accumulates: True if a rank may have several microbatches per step. The rank then caches the sum of their
+            gradients.
     """
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)

@@ -24,11 +24,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
-    """Compare the numerics fingerprints of all ranks, and return that of this rank. Collective.
+    """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Between ranks, a different processor only causes a warning, and any other difference an `AllRanksUserError`. If the
-    run was resumed, the fingerprint is also compared with that in the checkpoint. There, a different `run.threads` is
-    an error, and any other difference only causes a warning.
+    Different processors on the ranks only cause a warning. Any other difference between ranks raises
+    `AllRanksUserError`. If the run was resumed, the fingerprint is also compared with the one in the checkpoint. In
+    this comparison, a different `run.threads` raises `AllRanksUserError`, and any other difference only causes a
+    warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)

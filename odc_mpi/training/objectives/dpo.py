@@ -34,10 +34,10 @@ class AnswerScores(NamedTuple):
 
 
 class AnswerLogps:
-    """Computes log-probabilities of the answers of pairs under a model.
+    """Computes the log-probabilities of both answers of each pair under a model.
 
-    `packs` is True for models that train on packed sequences. For others, each answer is a row of its own; see
-    `data.pairs.microbatch.as_padded_rows`.
+    `packs` is True if the model trains on packed sequences. If it is False, each answer is computed in a separate row
+    (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:

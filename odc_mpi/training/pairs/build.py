@@ -41,10 +41,14 @@ def build_dpo(
     weights_digest: Callable[[], str],
     check_stop: Callable[[], None],
 ) -> tuple[DPOObjective, list[Callback]]:
-    """Build the objective and further callbacks of a DPO run. Collective.
+    """Build the objective of a DPO run, and the callbacks for the reference model and the evaluation. Collective.
 
-    Sets the model to evaluation mode: dropout would change the log-probabilities that are compared. `weights_digest`
-    returns a digest of the parameters, and is collective. For the last argument, see `ReferenceLogps`.
+    The model is set to evaluation mode, because dropout would change the log-probabilities that are compared with those
+    of the reference model.
+
+    Args:
+        weights_digest: Function that returns a digest of the parameters. Collective.
+        check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()

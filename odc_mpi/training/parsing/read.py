@@ -39,7 +39,12 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads values of settings. `reasons` has functions that explain, at the end of an error, what is invalid."""
+    """Reads values of settings from a parsed YAML file and a command line.
+
+    `reasons` contains functions, keyed by the name of a setting. If the type of a setting does not allow a value, its
+    function is called with the value. The function returns a text that explains the problem, or "". This text is
+    appended to the error.
+    """
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
         self._settings, self._reasons = settings, reasons

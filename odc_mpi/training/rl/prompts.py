@@ -65,7 +65,10 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Converts prompts and completions. Raises `UserError` if the tokenizer has no end-of-sequence token."""
+    """Prepares prompts for sampling, and converts completions to text and to arguments of reward functions.
+
+    Construction raises `UserError` if the tokenizer has neither an end-of-sequence token nor an end-of-turn token.
+    """
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
