@@ -6,8 +6,9 @@
 
 The hooks of the training loop are called on the callbacks in this order:
 
+    StartReport                                         reports the seconds of the start
     Objective, Update, MinibatchSource                  of the training loop
-    StartReport, StepTimeMetrics, TrafficReport         report times and bytes
+    StepTimeMetrics, TrafficReport                      report times and bytes
     FitCostModel, or those for rewards                  fit costs of sequences, or evaluate rewards
     ExponentCallback                                    only with fixed-point gradients
     LossEvaluator                                       adds the evaluation to the metrics of the step

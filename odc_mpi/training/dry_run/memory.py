@@ -138,9 +138,10 @@ def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
         return 0
     gpu = config.run.device == "cuda"
-    settings = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
-    available = available_bytes() - ranks_per_node * (sizes.shard + sizes.gradient_shard + sizes.states)
-    return num_bytes // ranks_per_node if node_cache_fits(num_bytes, available, ranks_per_node, *settings) else 0
+    caches = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
+    own_bytes = sizes.shard + sizes.gradient_shard + sizes.masters + sizes.states
+    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, *caches)
+    return num_bytes // ranks_per_node if fits else 0
 
 
 def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:

@@ -57,10 +57,11 @@ def build_dpo(
     def compute(microbatch: Microbatch) -> torch.Tensor:
         return answer_logps(microbatch).logps
 
-    def model_digest() -> str:
-        configuration = significant_settings(full_configuration(model.module))
-        settings = [configuration, inputs.model.adapter, config.model.param_dtype]
-        return hashlib.sha256(f"{weights_digest()}{json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
+    configuration = significant_settings(full_configuration(model.module))
+    settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)
+
+    def model_digest() -> str:  # without `inputs`, whose files are closed before the training
+        return hashlib.sha256(f"{weights_digest()}{settings}".encode()).hexdigest()
 
     def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
         return loader.upcoming_indices(config.run.steps - completed_steps)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.errors import AllRanksUserError, warn
+from odc_mpi.errors import AllRanksUserError, one_line_message, warn
 from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
@@ -25,7 +25,8 @@ from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
-#: Number of pairs after which the results are written. It does not depend on the number of ranks, nor does packing.
+#: Number of pairs after which the results are written. Like packing with `run.exact`, it does not depend on the number
+#: of ranks.
 BLOCK = 4096
 #: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
 ComputeLogps = Callable[[Microbatch], torch.Tensor]
@@ -147,7 +148,7 @@ class ReferenceLogps(Callback):
         except FileNotFoundError:
             return
         except (OSError, ValueError, RuntimeError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            warn(f"WARNING: {path} is damaged and not used: {error}")
+            warn(f"WARNING: {path} cannot be read, its log-probabilities are not used: {one_line_message(error)}")
 
     def _write(self) -> None:
         path = self._directories[0] / FILE
