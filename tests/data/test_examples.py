@@ -46,8 +46,8 @@ def test_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     for given, expected in ((tools, tools), (json.dumps(tools), tools), ([], None), ("", None), ("[]", None)):
         assert parse_chat({"messages": CHAT, "tools": given}).tools == expected
-    for bad, words in (("[{", "JSON text"), ({"a": 1}, "got an object"), (["f"], "list of objects")):
-        with pytest.raises(InvalidRecordError, match=rf"^here: expected 'tools' .*{words}"):
+    for bad, words in (("[{", "JSON text"), ({"a": 1}, "got an object"), (["f"], "to be an object, got a string")):
+        with pytest.raises(InvalidRecordError, match=rf"^here: expected .*'tools' .*{words}"):
             parse_chat({"messages": CHAT, "tools": bad})
 
 
