@@ -1,8 +1,8 @@
-"""Estimate of the memory of one rank, by part. Nothing is allocated, so it works for models larger than this machine.
+"""Estimate of the memory of one rank, by part. Nothing is allocated, so the model may be larger than this machine.
 
-The shards are those that the run would have. Activations are counted, not guessed: the model computes the forward of a
-few tokens on the meta device, and the tensors that autograd saves are added up. Attention kernels that keep no scores
-are assumed. Only a model that cannot compute on the meta device is estimated by a formula.
+The shards are those of a real run. Activations are counted: the model computes the forward of a few tokens on the meta
+device, and the sizes of the tensors that autograd saves are added up. The estimate assumes attention kernels that do
+not store scores. A formula is used only for models that cannot compute on the meta device.
 """
 
 from collections.abc import Sequence

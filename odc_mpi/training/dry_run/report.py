@@ -23,9 +23,9 @@ _NUM_MINIBATCHES = 50
 
 
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
-    """Print what a run with these settings would need and do, on rank 0. No file is written. Collective.
+    """Print on rank 0 what a run with these settings would need and do, without writing files. Collective.
 
-    The run has `num_ranks` ranks on one node, by default the ranks of this job. Raises `AllRanksUserError` as training
+    The run has `num_ranks` ranks on one node, by default the ranks of this job. Raises `AllRanksUserError` as `train`
     does.
     """
     config = resolve_settings(config, world)[0]

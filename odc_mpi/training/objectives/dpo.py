@@ -59,8 +59,8 @@ class AnswerLogps:
 class PreferenceScorer(PairScorer):
     """Scores pairs by a loss of DPO and the rewards of their answers.
 
-    `reference` has the log-probabilities under the reference model by index of the pair in its data set, float64
-    `[pairs, 2]`. They need not be known before the first call.
+    `reference` contains the log-probabilities under the reference model by index of the pair in its data set, float64
+    `[pairs, 2]`. The caller may set the values later, before the first call.
     """
 
     statistics = STATISTICS

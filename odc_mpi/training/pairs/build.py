@@ -87,7 +87,7 @@ def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective and the evaluator of a run of a reward model. Collective.
+    """Build the objective of a reward model run, and the evaluator, if there is held-out data. Collective.
 
     Sets the model to evaluation mode, so that there is no dropout, as in TRL.
     """

@@ -1,4 +1,4 @@
-"""Names of settings in other libraries: those that mean the same as one here, and what to set instead of the others.
+"""Names of settings in other libraries: those that are accepted here, and what to set instead of the others.
 
 The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
 and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
@@ -151,11 +151,11 @@ def answer(name: str) -> str | None:
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert a value of a name to that of the setting here. Other values are returned unchanged."""
+    """Convert a value that has another meaning in another library. Other values are returned unchanged."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 
 
 def is_flag(name: str) -> bool:
-    """Return True if a name alone means true, although the setting here is not a truth value."""
+    """Return True if ``--name`` without a value means true, although the setting here is not a boolean."""
     return True in VALUES.get(name, {})

@@ -1,4 +1,4 @@
-"""Files of a run directory, such as configuration, metrics and checkpoints. Only rank 0 changes them."""
+"""Files of a run directory, such as configuration, metrics and checkpoints. Only on rank 0 may they be changed."""
 
 import json
 import math
@@ -34,8 +34,8 @@ def open_run_directory(path: Path, config_text: str) -> None:
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes from the checkpoint of a step.
 
-    The trace, the summary, and metrics and completions of later steps are deleted. Checkpoints of later steps, which
-    are damaged or which the user has rejected by choosing an older one, are moved to `earlier-N`.
+    The trace, the summary, anomaly.json, and metrics and completions of later steps are deleted. Checkpoints of later
+    steps, which are damaged or which the user has rejected by choosing an older one, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)
