@@ -123,7 +123,7 @@ def held_out_pass(
 
 
 class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class of evaluators on the sequences or pairs `indices` of a data set. `close` closes the data set."""
+    """Base class of evaluators on held-out sequences or pairs, given by `indices`. `close` closes the data set."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -148,7 +148,7 @@ class PairEvaluator(HeldOutEvaluator):
     """Base class of evaluators that compute the metrics of a scorer on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
-        """Add the metric named `accuracy` to the progress line and the summary."""
+        """Add the metric named `accuracy`, the fraction of correctly ordered pairs, to progress line and summary."""
         cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,

@@ -23,7 +23,7 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
-#: File name that transformers uses.
+#: Name of the tokenizer file in a model directory of transformers.
 _TOKENIZER = "tokenizer.json"
 #: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
@@ -266,7 +266,7 @@ def build_model(
 ) -> models.MetaModel:
     """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
 
-    For an adapter checkpoint, this is the model without adapters, of which each of `size` ranks verifies some weights.
+    For an adapter checkpoint, the result is the base model. Each of the `size` ranks verifies a part of its weights.
     """
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)

@@ -67,9 +67,9 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
-    The arguments `objective`, `update` and `source` are callbacks, too. The attribute `callbacks` contains these three,
-    followed by the callbacks in the argument of that name. The caller can add callbacks to it before `start`. Hooks are
-    called in this order, except for `on_train_end`, whose order is reversed.
+    The arguments `objective`, `update` and `source` are callbacks, too. The attribute `callbacks` is a list of these
+    three, followed by the callbacks in the argument of that name. The caller can add callbacks to the list before
+    `start`. Hooks are called in the order of the list, except for `on_train_end`, which is called in reverse order.
 
     `clock` returns a time in seconds, with which the duration of microbatches is measured. The time must not advance
     while this rank waits for slower ranks. `completed_steps` includes the steps before the run was resumed.
@@ -138,7 +138,7 @@ class Trainer(AbstractContextManager["Trainer"]):
     def _run_microbatches(self, step: Step) -> bool:
         """Run this rank's microbatches and complete the gradients. Return True if they are finite on all ranks."""
         names = (name for callback in self.callbacks for name in callback.gathered_names)
-        with self.model.minibatch(*names) as gathered:  # leaving it is A, until which no rank waits for another
+        with self.model.minibatch(*names) as gathered:  # complete gradients on exit (A in docs/ordering.md)
             for callback in self.callbacks:
                 callback.on_step_begin(step)
             count = self._source.num_microbatches(step.minibatch)

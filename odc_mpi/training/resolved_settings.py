@@ -1,6 +1,6 @@
 """Replacement of settings that depend on the machine or on another run: names of models, runs to continue, and auto.
 
-The settings are replaced once, at the start of a run. So config.yaml and checkpoints contain directories and types.
+The settings are replaced once, at the start of a run. So config.yaml and checkpoints contain directories and dtypes.
 """
 
 from collections.abc import Callable, Mapping

@@ -57,12 +57,12 @@ def validate_value(
     """Check a value from YAML, and return it converted to the type `hint` of its setting.
 
     `name` is the source and name of the setting, for errors. The conditions `checks` do not apply to None. Raises
-    `UserError` if a condition is not met, or if the value has another type, with the text that `explain` returns for
-    it.
+    `UserError` if a condition is not met, or the type is wrong. For a wrong type, `explain` returns the end of the
+    message.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
-        # One name without brackets, or several with commas. Of numbers, only if all of them are.
+        # A list without brackets: one item, or several with commas. In a list of numbers, all items must be numbers.
         names = [name.strip() for name in value.split(",")]
         lists: dict[Any, list[Any]] = {list[str]: names, list[float]: [*map(read_value, names)]}
         lists[list[int]] = lists[list[float]]
@@ -100,7 +100,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind is float:  # neither bool nor nan and inf
+    if kind is float:  # excludes bool, nan and inf
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if get_origin(kind) is list:
         return type(value) is list and all(any(_fits(each, member) for member in get_args(kind)) for each in value)
@@ -160,10 +160,10 @@ def is_objective(
 ) -> bool:
     """Return True if the user's settings `values` choose `objective`, and check the settings that depend on it.
 
-    `kind` is the dataclass of `section`, which has the settings of this objective. `required` contains the only value
-    of a setting that the objective supports, and the reason. `source` names the configuration in errors. Raises
-    `UserError` if another objective is chosen and a setting in `section` is not the default, or if this objective is
-    chosen and a setting in `required` has an unsupported value.
+    `kind` is the dataclass of `section`, which has the settings of this objective. `required` maps settings to the only
+    value that this objective supports, and the reason. `source` names the configuration in errors. Raises `UserError`
+    if another objective is chosen but a setting in `section` differs from its default, or if this objective is chosen
+    but a setting in `required` has another value.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

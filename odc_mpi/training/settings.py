@@ -282,7 +282,7 @@ def default_learning_rate(config: Config) -> float:
     """Return the learning rate for the value auto of `optim.learning_rate`.
 
     The values are the defaults of TRL, multiplied by five to ten for adapters. A new model also has a larger learning
-    rate than a pretrained one, but a value that depends on its size is better.
+    rate, but the user should choose one for the size of the model.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):

@@ -27,12 +27,11 @@ REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Context manager that handles `SIGNALS`. The first signal sets `requested`.
+    """Context manager that handles `SIGNALS`. The first signal sets `requested`. A later signal ends this process.
 
-    A signal more than `REPEAT_S` later ends this process. Outside the main thread, where Python allows no signal
-    handlers, no signals are handled. As a callback, it passes a request on one rank to all ranks.
-    `requested_on_any_rank` is True on all ranks if any rank had received a request at the end of the microbatches of a
-    step.
+    Signals in the first `REPEAT_S` seconds after the first one are ignored. Outside the main thread, where Python
+    allows no signal handlers, no signals are handled. As a callback, the object passes a request on one rank to all
+    ranks: `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
     """
 
     gathered_names = ("stop",)

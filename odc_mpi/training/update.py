@@ -43,17 +43,17 @@ class Update(Callback):
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # before clipping
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             with self._model.spans.span("optimize"):
                 self.optimizer.step()
-        self._model.publish()  # B
+        self._model.publish()
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` consecutive skipped steps, counted across a resumption by `metadata`."""
+    """Ends a run after `max_skipped_steps` consecutive skipped steps. Checkpoint `metadata` continues the count."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
@@ -82,9 +82,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the settings select, with the peak learning rate.
 
-    `named_parameters` are pairs of a name and a parameter, or this rank's shard of it. `shapes` are the shapes of the
-    parameters before sharding, by name. `fused` is True to use the fused kernel of PyTorch; by default, only AdamW uses
-    it.
+    `named_parameters` are pairs of a name and a parameter or this rank's shard of it. `shapes` are the unsharded shapes
+    by name. `fused` is True to use the fused kernel of PyTorch; by default, only AdamW uses it.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

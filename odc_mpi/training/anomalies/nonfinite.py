@@ -109,9 +109,9 @@ def _name(found: dict[str, Any]) -> str:
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
     """Find the first unit in the enclosed forward whose output is not finite. Yields a dictionary for the result.
 
-    The dictionary stays empty if all outputs are finite. `unit` is the name of the unit, or "", the root unit with the
-    embeddings, if already the input of the unit was not finite. `token` is the index of the first such token in the
-    first row of the output, or None if the output does not have three dimensions.
+    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
+    root unit, which has the embeddings) if the input of a unit was already not finite. `token` is the index of the
+    first non-finite token in the first row of the output, or None if the output does not have three dimensions.
     """
     found: dict[str, Any] = {}
 

@@ -14,8 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Summed gradients can be larger than those of a mean loss, by the number by which they are then divided. Construction
-    therefore subtracts log2 of its maximum `loss_normalizer`, rounded up, from the exponents.
+    Sums of gradients are divided by at most `loss_normalizer`, and are larger than the gradients of a mean loss by up
+    to this factor. Construction therefore subtracts log2 of the factor, rounded up, from the exponents.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}

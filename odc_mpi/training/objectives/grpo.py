@@ -32,7 +32,7 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
+    """Loss of GRPO. Its normalizer uses the numbers of tokens and completions that `RolloutSource` gathers.
 
     `module` is the module of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps`
     is required unless `rl.beta` is 0.

@@ -1,4 +1,4 @@
-"""Base classes of objectives that are means over pairs of answers, and of the scorers with which they differ."""
+"""Base classes of objectives that average a loss over pairs of answers, and of scorers, which compute the losses."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
 _MAX_SUMMAND = 2.0**16
-#: Statistics that are reduced to an extreme over all pairs, and its value without pairs. The others are averaged.
+#: Statistics that are reduced to a minimum or maximum over all pairs, with its initial value. Others are averaged.
 EXTREMES = {"min_reward": (min, math.inf), "max_reward": (max, -math.inf)}
 
 

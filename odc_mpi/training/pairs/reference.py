@@ -34,9 +34,9 @@ NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Log-probabilities of answers under the reference model, by index of the pair in its data set.
+    """Computes the log-probabilities of answers under the reference model, or loads them from a file.
 
-    Must precede the evaluation in the callbacks of a run.
+    This callback must precede the evaluation in the callbacks of a run.
 
     Args:
         compute: Function that computes log-probabilities under the current model.
@@ -67,12 +67,12 @@ class ReferenceLogps(Callback):
 
     @property
     def training(self) -> torch.Tensor:
-        """Log-probabilities of the answers in the training data, float64 `[pairs, 2]`. NaN where they are missing."""
+        """Log-probabilities by index of the pair in the training data, float64 `[pairs, 2]`. Missing ones are NaN."""
         return self._values[0]
 
     @property
     def evaluation(self) -> torch.Tensor:
-        """Log-probabilities of the answers in the held-out data, float64 `[pairs, 2]`. Only if there is such data."""
+        """Log-probabilities by index of the pair in the held-out data, if there is such data, float64 `[pairs, 2]`."""
         return self._values[1]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:

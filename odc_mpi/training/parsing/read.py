@@ -16,7 +16,7 @@ from odc_mpi.training.setting_types import Setting, format_value, is_verbatim, t
 COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
 _SIMILAR = 0.75
-#: Pairs of settings of which the later one wins, and replaces the other.
+#: Pairs of settings that exclude each other. The one that is given later replaces the other.
 _EXCLUSIVE = {
     "run.steps": "run.num_train_epochs",
     "run.num_train_epochs": "run.steps",

@@ -90,7 +90,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Disable the adapters of a model in the context, without a change of `requires_grad`, unlike peft."""
+    """Disable the adapters of a model in the context. Unlike peft, leave `requires_grad` unchanged."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

@@ -17,7 +17,7 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, in random order."""
+    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, shuffled by `seed`."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)

@@ -98,7 +98,7 @@ class RolloutSource(MinibatchSource):
         self.gathered_names = self._metrics.gathered_names
         #: Mean length of the completions that were last generated for a prompt, in tokens, by index of the prompt.
         self._observed_lengths: dict[int, float] = {}
-        self._step = 0  # its number
+        self._step = 0  # number of the current step
         self._note: Callable[[str], None] = world.set_status
         #: Completions that this rank generated in the last step, if they are to be logged.
         self._logged_completions: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Files of a run directory, such as configuration, metrics and checkpoints. Only on rank 0 may they be changed."""
+"""Files of a run directory, such as configuration, metrics and checkpoints. Only rank 0 may change the files."""
 
 import json
 import math
@@ -16,7 +16,7 @@ COMPLETIONS = "completions.jsonl"
 #: File with the data of a gradient that is not finite, if `run.detect_anomaly` is set.
 ANOMALY = "anomaly.json"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
-#: Names of all files and subdirectories that a run writes. A later run in the directory must not mix them with its own.
+#: Names of files and subdirectories of a run. A new run in the same directory moves them to `earlier-N`.
 RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS, ANOMALY)
 
 

@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = {
     *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
     *(f"comm.{item.name}" for item in fields(CommConfig)),
 }
-#: Metadata that a checkpoint of a training run has at least.
+#: Metadata that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
 _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
 
@@ -85,7 +85,7 @@ class ResumePoint:
 
 
 class DeferredErrorWeights(CheckpointWeights):
-    """Weights of a checkpoint that store errors in reading, so that all ranks can raise them together afterwards."""
+    """Reads weights of a checkpoint, and stores errors so that all ranks can raise them together after reading."""
 
     _error: UserError | None = None
 
@@ -134,7 +134,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
     """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`.
 
-    It is empty if there is neither, unless the user may expect a checkpoint in the directory.
+    The line is empty if there is neither, unless the user may expect a checkpoint in the directory.
     """
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
