@@ -114,7 +114,7 @@ class ForwardPass:
 def held_out_pass(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
-    """Return the forward pass over held-out data and the indices to evaluate, or [] if there is none. Collective."""
+    """Return a list of the forward pass over held-out data and the indices to evaluate; empty if none. Collective."""
     dataset = inputs.evaluation
     if not isinstance(dataset, Dataset):
         return []

@@ -60,7 +60,7 @@ class Inputs:
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data sets, build the model without its weights and the loader of `rank`, and check that they match.
+    """Open the data sets, build the loader of `rank` and the model without its weights, and check that they match.
 
     Raises `UserError` if settings, data and model do not match, or a file cannot be used.
     """

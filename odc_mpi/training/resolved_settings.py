@@ -23,8 +23,8 @@ def resolve_settings(
 ) -> tuple[Config, dict[str, str]]:
     """Replace the settings that depend on the machine or on another run. Collective.
 
-    While a model is downloaded, all ranks call `check_stop` every half second. It may be collective and raise an error.
-    Returns the configuration, and remarks to print at start-up by setting. The configuration is equal on all ranks,
+    While a model is downloaded, all ranks call `check_stop` every half second; it may be collective and raise an error.
+    Returns the configuration, and remarks to print at start-up, by setting. The configuration is equal on all ranks,
     except for directories if nodes have different caches. Raises `AllRanksUserError` if a model is not found, or if the
     adapter settings differ from those of the run to continue.
     """
@@ -68,7 +68,10 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return the configuration with auto replaced in learning rate, device, dtype and gradient checkpointing."""
+    """Return the configuration with auto replaced in learning rate, device, dtype and gradient checkpointing.
+
+    `device` is the value of `run.device` if that is auto. The dtype and gradient checkpointing depend on the device.
+    """
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":

@@ -57,8 +57,7 @@ def validate_value(
     """Check a value from YAML, and return it converted to the type `hint` of its setting.
 
     `name` is the source and name of the setting, for errors. The conditions `checks` do not apply to None. Raises
-    `UserError` if a condition is not met, or the type is wrong. For a wrong type, `explain` returns the end of the
-    message.
+    `UserError` if a condition is not met or the type is wrong. `explain` returns the end of the message about a type.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):

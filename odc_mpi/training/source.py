@@ -23,8 +23,7 @@ class DatasetSource(MinibatchSource):
     """Source of the minibatches of a loader over a prepared data set. `close` closes the data set.
 
     The plan of a minibatch assigns microbatches to ranks, except for a pool, from which ranks claim them one at a time
-    by `tickets`. Plans that split sequences require `chunks`. `seed` is for random numbers in the model, such as
-    dropout.
+    by `tickets`. Plans that split sequences require `chunks`. `seed` is for random numbers of the model, as in dropout.
 
     If a rank cannot read a sequence, `on_gathered` restores the position of the loader before the minibatch, and raises
     `DamageFoundError` on every rank.

@@ -29,9 +29,9 @@ REPEAT_S = 1.0
 class StopRequest(Callback):
     """Context manager that handles `SIGNALS`. The first signal sets `requested`. A later signal ends this process.
 
-    Signals in the first `REPEAT_S` seconds after the first one are ignored. Outside the main thread, where Python
-    allows no signal handlers, no signals are handled. As a callback, the object passes a request on one rank to all
-    ranks: `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
+    Signals in the first `REPEAT_S` seconds after the first one are ignored. If the context is entered outside the main
+    thread, where Python allows no signal handlers, no signals are handled. As a callback, the object passes a request
+    on one rank to all ranks: `requested_on_any_rank` becomes True on all when the gradients of a step are complete.
     """
 
     gathered_names = ("stop",)

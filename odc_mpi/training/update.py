@@ -53,7 +53,7 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` consecutive skipped steps. Checkpoint `metadata` continues the count."""
+    """Ends a run after `max_skipped_steps` consecutive skipped steps. Checkpoint `metadata` has the initial count."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps

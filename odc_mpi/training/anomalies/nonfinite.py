@@ -43,11 +43,11 @@ class NonFiniteReport(Callback):
         self._results = []
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Keep the microbatch until the end of the step."""
+        """Keep the result of the microbatch until the end of the step."""
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """Report a skipped step, with `detect_anomaly` as `step.failure`. Collective if the step was skipped."""
+        """Report a skipped step, as a warning or as `step.failure`. Collective if the step was skipped."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
@@ -100,7 +100,7 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return the name of one sequence or of several, by their numbers in the data set."""
+    """Return the text that names one or more sequences by their numbers in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 

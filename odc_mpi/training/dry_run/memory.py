@@ -157,7 +157,7 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that autograd saves in the forward of a microbatch, and those of its logits."""
+    """Return the bytes that autograd saves in the forward of a microbatch, and the bytes of its logits."""
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
     narrow = dtype.itemsize < 4
     logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))

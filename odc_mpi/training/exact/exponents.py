@@ -14,8 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Sums of gradients are divided by at most `loss_normalizer`, and are larger than the gradients of a mean loss by up
-    to this factor. Construction therefore subtracts log2 of the factor, rounded up, from the exponents.
+    Gradients are later divided by at most `loss_normalizer`. Until then, they can be larger than the gradients of a
+    mean loss by this factor. Construction therefore subtracts log2 of it, rounded up, from the exponents.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}

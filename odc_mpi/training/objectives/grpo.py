@@ -100,7 +100,7 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a value of a microbatch to the sum of its first prompt. In an exact run, it has only one prompt."""
+        """Add a value of a microbatch to the sum of its first prompt, which is the only one in an exact run."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
 

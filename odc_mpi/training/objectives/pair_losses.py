@@ -12,7 +12,7 @@ of r over the loss tokens of the answer, s the logistic function, and e the labe
     apo_down       s(beta r_chosen) + 1 - s(d)                                          arXiv 2408.06266
     sft            cross entropy of the chosen answers, mean over their tokens in the minibatch
 
-Names and definitions are those of `DPOTrainer` in TRL 1.16, except that it ignores e in `sigmoid`.
+Names and definitions are those of `DPOTrainer` in TRL 1.16, except that TRL ignores e in `sigmoid`.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class PairLogps:
 
     @property
     def mean_margins(self) -> torch.Tensor:
-        """Margin between the means of the log-ratios over the loss tokens of each answer, float64 `[pairs]`."""
+        """Mean log-ratio per loss token of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
         means = self.ratios / self.lengths
         return means[:, 0] - means[:, 1]
 

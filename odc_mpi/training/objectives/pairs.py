@@ -25,7 +25,7 @@ class PairScores(NamedTuple):
 
     Attributes:
         losses: Loss of each pair, float64 `[pairs]`, with gradients.
-        statistics: Values of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
+        statistics: Statistics of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
         token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`, without gradients, or None.
         router_loss: Auxiliary loss of routers, as in `TokenScores`.
     """

@@ -25,11 +25,11 @@ from odc_mpi.training.settings import Config
 
 
 class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the DPO loss, the rewards and the accuracy of held-out pairs."""
 
 
 class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the loss, the rewards and the accuracy of a reward model on held-out pairs."""
 
 
 def build_dpo(

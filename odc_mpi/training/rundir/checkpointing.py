@@ -94,7 +94,7 @@ class CheckpointCallback(Callback):
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Save a checkpoint if one is due or a stop is requested. Collective if the previous one may be incomplete."""
+        """Save a checkpoint if one is due or a stop was requested. Collective if the previous one may be incomplete."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -145,7 +145,7 @@ class CheckpointCallback(Callback):
             )
 
     def _wait_for_pending(self) -> None:
-        """Wait until the last checkpoint is published or has failed. Collective if it may not be written yet."""
+        """Wait until the last checkpoint is published or has failed. Collective if its files may be incomplete."""
         if self._saver.pending:
             with (
                 self._trainer.model.spans.span("save"),

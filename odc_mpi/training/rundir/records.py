@@ -1,4 +1,4 @@
-"""Files of a run directory, such as configuration, metrics and checkpoints. Only rank 0 may change the files."""
+"""Files of a run directory, such as metrics and checkpoints. Only rank 0 may call the functions that change them."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def _parse_step(line: str) -> float:
 
 
 def next_earlier(path: Path) -> Path:
-    """Return the directory to which the files of an earlier run will be moved."""
+    """Return the directory `earlier-N` to which the files of an earlier run would be moved. It does not exist yet."""
     return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
 
 

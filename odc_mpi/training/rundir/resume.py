@@ -66,7 +66,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
-        """Return "NAME BEFORE -> NOW" for each setting that has changed since the checkpoint, except `ignored` ones."""
+        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` ones and some such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
