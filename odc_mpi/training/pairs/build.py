@@ -25,11 +25,11 @@ from odc_mpi.training.settings import Config
 
 
 class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the DPO loss, the rewards and the accuracy of held-out pairs."""
 
 
 class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the loss, the rewards and the accuracy of a reward model on held-out pairs."""
 
 
 def build_dpo(
@@ -88,7 +88,7 @@ def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective and the evaluator of a run of a reward model. Collective.
+    """Build the objective of a reward model run, and the evaluator, if there is held-out data. Collective.
 
     Sets the model to evaluation mode, so that there is no dropout, as in TRL.
     """
