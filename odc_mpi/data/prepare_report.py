@@ -138,7 +138,8 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a UserError for an invalid record, unless these are skipped, and for pairs mixed with other examples.
+        Raises a UserError for pairs mixed with other examples, and for an invalid record, unless invalid records are
+        skipped.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
@@ -159,7 +160,7 @@ class PrepareStats:
             self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport` by attribute name. They are JSON-serializable.
+        """Return the counts of a `PrepareReport`, except `vocab_size`, by attribute name. They are JSON-serializable.
 
         Args:
             writer: Writer of the sequences for training.

@@ -63,11 +63,11 @@ class EncodedPair(Encoded):
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
-    """Tokenize pairs, and return an `EncodedPair` for each, in a list of its own.
+    """Tokenize pairs, and return a list with one `EncodedPair` for each pair.
 
-    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair is the tokens with which both
-    sequences begin, up to the first loss token of either; for texts without a prompt, up to the first difference. Each
-    answer keeps at least one token.
+    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair consists of the tokens with which
+    both sequences begin, up to the first loss token of either sequence. For texts without a prompt, it extends to the
+    first difference. Each answer keeps at least one token.
 
     Raises:
         UserError: See `encode`.

@@ -38,13 +38,15 @@ class SequenceSplit:
 
 
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
-    """Return the bounds of at most `count` chunks of a sequence that minimize the cost of the costliest chunk.
+    """Split a sequence into at most `count` chunks whose largest cost is minimal, and return their bounds in tokens.
 
     The minimum is found by bisection. For a given maximum cost, the fewest chunks result from making each chunk as long
     as possible, beginning at the first token. The result has fewer chunks than `count` only if more chunks would not
-    reduce the maximum cost.
+    reduce the largest cost. For the form of the result, see `SequenceSplit.bounds`.
 
-    `length` is the number of tokens of the sequence, from 1 to `count * max_tokens`; a chunk has at most `max_tokens`.
+    Args:
+        length: Number of tokens of the sequence, from 1 to `count * max_tokens`.
+        max_tokens: Maximum number of tokens in a chunk.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share.
@@ -66,7 +68,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds of chunks as long as `max_cost` allows, from the first token on.
+    """Return the bounds of chunks as long as `max_cost` and `max_tokens` allow, from the first token on.
 
     Returns None if more than `count` chunks would be needed.
     """

@@ -2,20 +2,22 @@
 
 A minibatch cannot end before its longest sequence. So sequences above some cost are split into chunks of equal cost
 (`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each other. Hybrid context
-parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) do this
-with collectives in groups of ranks. Here any number of ranks can share a sequence, and no other rank is involved.
+parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) split
+sequences with collectives in groups of ranks. Here any number of ranks can share a sequence, and no other rank is
+involved.
 
-    1. chunks    each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
+    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
                  the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
+    2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
                  next microbatch). This evens out the costs of chunks.
 
-This is free of deadlocks: a chunk waits for chunks of its own sequence only, and the first unfinished sequence in the
-common order is on ranks that have nothing else to run first.
+This order cannot cause a deadlock. A chunk waits only for chunks of its own sequence, and the ranks of the first
+unfinished sequence have nothing else to run before it.
 
-Several cost thresholds are tried. Each sequence above the threshold is split into the fewest chunks that are below it.
-The plan used is the one that ends earliest, with equal ranks and with ranks whose speeds differ. Chunks cost more than
-their part of a sequence (`CostModel.chunk`), so nothing is split where unsplit sequences end about as early.
+Several cost thresholds are tried. For each threshold, every costlier sequence is split into the fewest chunks whose
+costs are below the threshold. The best plan is the one with the earliest estimated end, summed over equal and different
+speeds of ranks (`SPREADS`). Chunks cost more than their part of a sequence (`CostModel.chunk`), so no sequence is split
+if unsplit sequences end about as early.
 
 Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
@@ -50,7 +52,7 @@ MAX_RELATIVE_TIME = 0.98
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
     """Split the sequences that cost too much for one rank, and put all others in the pool. A `BalanceStrategy`.
 
-    If splitting gains nothing, the plan is that of `balance.dynamic`.
+    If splits save less than 2% of the time, the plan is that of `balance.dynamic`, unless `max_tokens` requires splits.
 
     Args:
         max_tokens: Maximum number of tokens in a microbatch and in a chunk. A sequence may have `size` times as many.
@@ -77,7 +79,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
 
 
 class _Planner:
-    """Planner of one minibatch. `counts` are numbers of chunks of each sequence, int64 [n]."""
+    """Planner of one minibatch. In its methods, `counts` are the numbers of chunks of the sequences, int64 [n]."""
 
     def __init__(self, lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> None:
         self._lengths, self._size, self._max_tokens, self._cost = lengths, size, max_tokens, cost
@@ -90,7 +92,7 @@ class _Planner:
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 
     def promising(self) -> list[tuple[float, ChunkCounts]]:
-        """Return estimated end and chunk counts of the `NUM_FINALISTS` best plans, the best first."""
+        """Return the estimated end and the chunk counts of the `NUM_FINALISTS` best plans, the best first."""
         candidates = list({counts.tobytes(): counts for counts in self._candidates()}.values())
         ends = [self._estimate(counts) for counts in candidates]
         return [(ends[i], candidates[i]) for i in argsort_descending(-np.array(ends))[:NUM_FINALISTS]]
@@ -155,7 +157,7 @@ class _Planner:
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
-        """Assign chunks, given as number and cost for each sequence, to the ranks that are idle first.
+        """Assign the chunks of each sequence, given as their number and cost, to the ranks that are idle first.
 
         Chunks of a sequence begin together and end with the slowest. Returns the ranks of each sequence, and the time
         at which each rank becomes idle, float64 [size].

@@ -18,7 +18,8 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Model of the costs of sequences, microbatches and chunks.
 
-    A sequence of s tokens costs linear * s + quadratic * s². The cost of a microbatch is their sum plus `constant`.
+    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs the sum of its sequences plus
+    `constant`.
 
     Attributes:
         linear: Cost per token, for all operations on single tokens.

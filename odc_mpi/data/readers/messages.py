@@ -1,4 +1,4 @@
-"""Messages and tools of conversations, converted to those of chat templates.
+"""Conversion of the messages and tools in a record to the form that chat templates require.
 
 Errors are `InvalidRecordError`s that begin with the location of the record.
 """
@@ -31,7 +31,7 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
+    """Return the messages in the field `name`, with the roles of chat templates and with one string as content."""
     if not isinstance(messages, list):
         kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
         raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")
@@ -56,7 +56,7 @@ def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, An
 
 
 def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
+    """Return a message with the tool calls that its content describes as JSON text, as in LLaMA-Factory."""
     calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):

@@ -35,7 +35,7 @@ _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bra
 
 
 class _Format(NamedTuple):
-    """A format: what its numbers count, and a function that yields number, value and size of each item of a stream."""
+    """Format of a file: the unit of its items, and a function that yields number, value and size of each item."""
 
     unit: str
     find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
@@ -59,7 +59,7 @@ def count_records(path: Path) -> int:
 
 
 def is_array(path: Path) -> bool:
-    """Return True if the content of a file begins with ``[``. Raises a UserError if it cannot be read."""
+    """Return True if the content of a file begins with ``[``. Raises a UserError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             begin: bytes = decompressed(file, path).peek(1)
@@ -186,7 +186,7 @@ class _JsonArray:
         return value, end - begin
 
     def skip_invalid(self, error: ValueError) -> str:
-        """Skip to the next object that begins with the key of the last element. Return an error message."""
+        """Skip to the next object that begins with the key of the last element, and return an error message."""
         place, reason = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (self._position, error)
         found = self._text[place : place + _SHOWN_CHARS]
         problem = f"invalid JSON ({reason}) at character {self._offset + place + 1:,}, {found!r}; "
@@ -205,7 +205,10 @@ class _JsonArray:
         return f"{problem}the next element is at character {self._offset + self._position + 1:,}"
 
     def _extend(self) -> bool:
-        """Read more text, at least as much as remains, so that few values are decoded repeatedly. False at the end."""
+        """Read more text, and return False at the end of the file.
+
+        The new text is at least as long as the remaining text, so that few values are decoded repeatedly.
+        """
         rest = self._text[self._position :]
         if more := self._stream.read(max(_READ_CHARS, len(rest))):
             self._offset += self._position
@@ -224,7 +227,7 @@ class _JsonArray:
                 return ""
 
     def _take(self, character: str) -> None:
-        """Skip a character; "" is the end of the file. Raises a ValueError if another one follows."""
+        """Skip a character; "" is the end of the file. Raises a ValueError if another character follows."""
         found = self._peek()
         if found != character:
             expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
