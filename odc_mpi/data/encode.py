@@ -98,8 +98,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
     Args:
-        examples: At least one prompt without completion or conversation. The generation prompt is appended to
-            conversations.
+        examples: Prompts without completion, and conversations, to which the generation prompt is added. At least one.
 
     Raises:
         UserError: A conversation is given, but the tokenizer has no chat template.
@@ -120,7 +119,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the token that ends an assistant turn. Returns None if turns do not end with a special token."""
+    """Return the special token that ends an assistant turn, or None without such a token or a chat template."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     chats = ChatRenderer(tokenizer)
     try:

@@ -192,7 +192,7 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Return True for about this fraction of all sequences. The result depends on the tokens of the sequence only."""
+    """Return True if a sequence is held out: about `fraction` of all sequences, selected by their tokens only."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()

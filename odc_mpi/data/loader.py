@@ -106,9 +106,8 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 class ShuffledSampler:
     """Endless sampler of the sequences or prompts of minibatches.
 
-    Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller
-    than the others. The order depends on the seed and the data epoch only, so a run can resume on another number of
-    ranks.
+    Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
+    The order depends on the seed and the data epoch only, so a run can resume on another number of ranks.
 
     Args:
         dataset: Data set. The caller remains responsible for closing it.
@@ -195,16 +194,14 @@ class Loader(ShuffledSampler):
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
             rank: Rank whose microbatches the minibatches yield, from 0 to `size` - 1.
-            size: Number of ranks.
             cost: Initial value of the attribute `cost`.
-            context_parallel: True to allow split sequences. Use it only with the balance `dynamic`, and without
-                `exact`.
+            context_parallel: True to allow split sequences. Requires the balance `dynamic`, and `exact` to be False.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
             packs: False for one sequence in each microbatch. Not allowed with `context_parallel`.
 
         Raises:
-            UserError: A setting is out of range, `balance` is unknown or not available with `exact`, or a sequence is
-                too long.
+            UserError: A setting is out of range, `balance` is unknown or excluded by `exact`, or a sequence is too
+                long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
@@ -217,7 +214,7 @@ class Loader(ShuffledSampler):
         ):
             if value < minimum:
                 raise UserError(f"expected {setting} of at least {minimum}, got {value}")
-        # Here instead of in the middle of the training.
+        # Checked here, so that training does not fail in the middle.
         check_fit(dataset.lengths, max_tokens_per_microbatch, size if context_parallel else 1)
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch

@@ -47,7 +47,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import printable_text, truncate_text
 
-#: Bytes of text. One process tokenizes most of a smaller text before other processes have loaded their libraries.
+#: Minimum size of text for several processes, in bytes. With less, one process is nearly done before others start.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
 _MAX_PROCESSES = 1024
@@ -295,7 +295,7 @@ class _Reader:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on. Invalid lines are not counted here, but when they are tokenized."""
+        """Yield the texts to train a tokenizer on. Skipped lines are counted later, when examples are tokenized."""
         invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():

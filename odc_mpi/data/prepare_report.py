@@ -138,8 +138,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a UserError for pairs mixed with other examples, and for an invalid record, unless invalid records are
-        skipped.
+        Raises a UserError for pairs mixed with other examples, and for an invalid record that is not skipped.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))

@@ -1,4 +1,4 @@
-"""Display of sequences of a data set, with the loss tokens marked: a wrong loss mask is seen before training."""
+"""Display of sequences of a data set with marked loss tokens, so that wrong loss masks are seen before training."""
 
 import itertools
 import re

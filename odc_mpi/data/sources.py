@@ -96,8 +96,7 @@ class DataSource:
         """Yield the examples in blocks.
 
         Args:
-            num_repeats: Function that returns the number of times to use an example. It is called once per example, in
-                order.
+            num_repeats: Function that returns how often to use an example. It is called for each example, in order.
             on_bytes_read: Function that is called now and then with the number of bytes read since its last call.
         """
         if self.dataset is not None:
@@ -164,7 +163,7 @@ def _looks_like_path(path: Path) -> bool:
 
 
 def suggest_name(path: Path) -> str:
-    """Return " (did you mean NAME?)" with the most similar name beside a missing file, or "" if none is similar."""
+    """Return " (did you mean NAME?)" with the most similar file name in the directory of a missing file, or ""."""
     return did_you_mean(path.name, (each.name for each in path.parent.glob("*")))
 
 
@@ -213,8 +212,7 @@ class Mixture:
 
     Attributes:
         sources: Sources, in the order in which they are read.
-        counts: For each source, its number of examples and the number of examples to use; None to use each example
-            once.
+        counts: Number of examples in each source, and number to use; None to use each example once.
         seed: Seed for the random selection of examples.
     """
 

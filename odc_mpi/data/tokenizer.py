@@ -20,7 +20,7 @@ _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
 )
-#: Configuration of a model, by whose `model_type` transformers chooses the class of the tokenizer beside it.
+#: Configuration file of a model. By its `model_type`, transformers chooses the class of the tokenizer beside it.
 MODEL_CONFIG = "config.json"
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -77,14 +77,11 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
             f"{one_line_message(error)}"
         ) from error
     except TemplateError:
-        pass  # it rejects these messages
+        pass  # the template is valid, but rejects this message
 
 
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name, with `chat_template` instead of their chat template.
-
-    The new template is in chat_template.jinja, which transformers prefers to a template in tokenizer_config.json.
-    """
+    """Return a tokenizer's files with `chat_template` in chat_template.jinja, which transformers prefers to others."""
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
 

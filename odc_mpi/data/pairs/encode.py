@@ -51,7 +51,7 @@ class EncodedPair(Encoded):
 
     @override
     def truncate(self, length: int | None) -> "EncodedPair":
-        """Truncate the prompt with each answer to `length` tokens."""
+        """Truncate each answer to at most `length` tokens including the prompt, which is not truncated."""
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
         return replace(self, **_row(self.tokens[:num_prompt], *(answer.truncate(rest) for answer in self._answers())))

@@ -28,7 +28,7 @@ Costs = npt.NDArray[np.float64]
 #:     the length in tokens of each of its sequences, int64 [n],
 #:     the number of ranks, which may exceed the number of sequences,
 #:     the maximum number of tokens in a microbatch,
-#:     the cost to balance.
+#:     the cost model to balance by.
 #: Raises a `UserError` if a sequence is longer than a microbatch may be.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 

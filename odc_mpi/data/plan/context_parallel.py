@@ -11,13 +11,12 @@ involved.
     2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
                  next microbatch). This evens out the costs of chunks.
 
-This order cannot cause a deadlock. A chunk waits only for chunks of its own sequence, and the ranks of the first
-unfinished sequence have nothing else to run before it.
+Deadlocks cannot occur. A chunk waits only for chunks of its own sequence, and the ranks of the first unfinished
+sequence have nothing else to run first.
 
-Several cost thresholds are tried. For each threshold, every costlier sequence is split into the fewest chunks whose
-costs are below the threshold. The best plan is the one with the earliest estimated end, summed over equal and different
-speeds of ranks (`SPREADS`). Chunks cost more than their part of a sequence (`CostModel.chunk`), so no sequence is split
-if unsplit sequences end about as early.
+Several cost thresholds are tried. Each costlier sequence is split into the fewest chunks below the threshold. The plan
+with the earliest estimated end, summed over equal and different speeds of ranks (`SPREADS`), is used. Chunks cost more
+than their part of a sequence (`CostModel.chunk`), so no sequence is split if unsplit sequences end about as early.
 
 Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
@@ -40,12 +39,12 @@ ChunkCounts = npt.NDArray[np.int64]
 #: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of each threshold to the previous
 #: one. The thresholds rise up to the costliest sequence.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
-#: Maximum number of chunks, in total or per rank, unless max_tokens requires more. Planning with thousands of chunks
-#: takes long and gains nothing.
+#: Maximum number of chunks: the larger of the first number and the second number times the number of ranks. There is no
+#: maximum if max_tokens requires splits. Planning with thousands of chunks takes long and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
 #: Number of the most promising plans that are computed completely.
 NUM_FINALISTS = 3
-#: Maximum time of a plan with splits, relative to the plan without splits. Smaller gains are within the error of costs.
+#: Maximum time of a plan with splits, relative to the plan without splits. Costs are too inexact for smaller gains.
 MAX_RELATIVE_TIME = 0.98
 
 

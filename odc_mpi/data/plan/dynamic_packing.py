@@ -28,10 +28,10 @@ PER_RANK = (1, 2, 3, 4, 8)
 TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
 #: Ratios of the cost of a large microbatch to the cost of a microbatch in the tail.
 TAIL_RATIOS = (2, 4)
-#: Relative differences of the slowest and the fastest rank from the mean speed, for which packings are evaluated.
+#: Values of `spread` in `makespan` for which packings are evaluated: ranks of equal and of different speeds.
 SPREADS = (0.0, 0.1)
-#: Limits of the differencing method: with this many sequences per microbatch, costs are even without it, and with this
-#: many sequences in total, it takes too long.
+#: Limits of the differencing method. From this number of sequences per microbatch on, costs are even without it. From
+#: this total number of sequences on, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
@@ -50,7 +50,6 @@ def pack_pool(
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        size: Number of ranks.
         available_at: For each value of `SPREADS`, the time at which each rank begins to claim, in units of cost,
             float64 [size]; None if all ranks begin at 0.
     """
@@ -78,8 +77,7 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds. The time of an item is its cost times a factor of the rank. The factors of the ranks
-            are evenly spaced from 1 - spread to 1 + spread.
+        spread: Spread of speeds. Factors from 1 - spread to 1 + spread, evenly spaced over ranks, multiply the cost.
         available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
     """
     left = np.asarray(work, dtype=np.float64)

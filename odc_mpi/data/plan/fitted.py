@@ -33,15 +33,15 @@ _Vector = tuple[float, float, float]
 #: microbatches; then the sum of the factors of chunks, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. It is a half after 30 of them: enough to average noise,
-#: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
+#: Factor on the weight of an observation after each minibatch. The weight is halved in 30 minibatches: enough to average
+#: noise, and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
 DECAY = 0.97716
 #: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
 #: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
 HISTORY = 256
-#: Weight of the prior, relative to an observation. Times scatter by a tenth, the prior by its own size, and Bayes' rule
-#: compares the squares of these.
+#: Weight of the prior, relative to an observation: the ratio of their variances. The relative standard deviation of
+#: times is a tenth, and that of the prior is 1.
 PRIOR_WEIGHT = 0.01
 #: Weight of the prior factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
@@ -87,25 +87,21 @@ class FittedCostModel:
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
         """Record the time that this rank took for a chunk, the tokens `begin:end` of a sequence.
 
-        `seconds` excludes waits for other chunks. The call does nothing if the chunk is empty, or if `seconds` is not a
-        finite number above 0.
+        `seconds` excludes waits for other chunks. The call does nothing if `seconds` is not a finite number above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return a row with sums over this rank's observations since the last report, float64 [ROW_LENGTH].
-
-        Chunks are left out as long as no microbatch has been observed, because the speed of the rank is then unknown.
-        """
+        """Return a row with sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._new:
             usual = self._usual()
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
-                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and none has more
-                # influence than one of twice the expected time. And if the current cost is far too low, as a prior may
-                # be, short sequences do not outweigh all others.
+                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and no outlier
+                # has more influence than a time of twice the expected time. If the current cost is far too low, as a
+                # prior may be, short sequences do not outweigh all others.
                 unit = max(usual * self._estimate(tokens, squares), seconds)
                 time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: If there are fewer changed bins than other bins by this factor, each is inserted. Otherwise all are sorted.
+#: If the other bins outnumber the changed bins by this factor, each changed bin is inserted. Otherwise all are sorted.
 FEW = 16
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As

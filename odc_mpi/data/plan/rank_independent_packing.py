@@ -19,7 +19,7 @@ from odc_mpi.errors import UserError
 
 #: Function that forms microbatches from lengths, the largest number of tokens and a cost.
 Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
-#: Number of sequences per assumed rank. A minibatch is packed as `dynamic` does it for this assumed number of ranks.
+#: Number of sequences per assumed rank. A minibatch of n sequences is packed as by `dynamic` for n / 4 ranks.
 SEQUENCES_PER_RANK = 4
 
 
@@ -36,8 +36,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
     Args:
         name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost model for packing. The cost model passed to the strategy is used for the assignment to ranks
-            only.
+        packing_cost: Cost model for packing. The strategy's own cost model is used for the assignment to ranks only.
         pack: Function that forms the microbatches from lengths, the token limit and `packing_cost`.
 
     Raises:

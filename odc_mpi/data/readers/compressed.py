@@ -21,10 +21,7 @@ def bare_suffix(path: Path) -> str:
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream of a file's decompressed bytes that has a method `peek`; `file` itself if it is not compressed.
-
-    Raises a UserError if a package that is required for Zstandard is missing.
-    """
+    """Return a stream of a file's decompressed bytes, with a method `peek`. Raises a UserError without zstandard."""
     if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix.lower() == ".zst":

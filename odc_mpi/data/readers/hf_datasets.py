@@ -71,7 +71,7 @@ def read_rows(
     `num_bytes` is the size of the data set's files. `on_bytes_read` receives shares of it in proportion to the rows
     read. For the other arguments, see `DataSource.read`. Raises a UserError if the rows cannot be read.
     """
-    # Features of media have this attribute, and would be decoded; so do `Json` columns, whose text is to be decoded.
+    # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, and is to be decoded.
     columns = [
         column
         for column, feature in dataset.features.items()

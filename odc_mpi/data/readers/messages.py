@@ -20,7 +20,7 @@ LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, 
 
 
 def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
+    """Return a list of tools, or None without tools. The list may be JSON text, since tools differ in their fields."""
     if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:

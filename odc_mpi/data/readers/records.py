@@ -14,7 +14,7 @@ _MAX_EXAMPLES = 3
 _BLOCK_CHARS = 1 << 19
 _BLOCK_RECORDS = 1024
 
-#: Function that returns how often to use a record. It is called once for each, in the order of the file.
+#: Function that returns how often to use a record. It is called once for each record, in the order of the file.
 RepeatFn = Callable[[], int]
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record and keep its message. Raises a UserError unless invalid records are skipped."""
+        """Count an invalid record. Raises a UserError unless invalid records are skipped."""
         if not self._skip:
             raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
         self.num_skipped += 1

@@ -24,10 +24,10 @@ ARRAY_SUFFIX = ".json"
 
 _REPORTED_RECORDS = 1024  # between two calls of `on_bytes_read`
 _READ_CHARS = 1 << 20  # of an array at a time
-#: A value whose decoding fails so few characters before the end of the buffer may be incomplete, such as `-Infinit`.
+#: If decoding fails within this number of characters of the end of the buffer, a value may be incomplete: `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
-#: Begin of an object, with its first key.
+#: Beginning of an object, with its first key.
 _OPENING = re.compile(r'\{\s*("[^"\\]*")\s*:')
 _MAX_OPENING_CHARS = 1000
 _SHOWN_CHARS = 30  # of invalid text
@@ -156,7 +156,7 @@ class _JsonArray:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._text, self._position = "", 0
-        self._offset = 0  # of the text in the file, in characters
+        self._offset = 0  # of `_text` in the file, in characters
         self._raw_decode = json.JSONDecoder().raw_decode
         self._is_after_element = False
         self._first_key = ""  # of the last element, with its quotes
@@ -205,10 +205,7 @@ class _JsonArray:
         return f"{problem}the next element is at character {self._offset + self._position + 1:,}"
 
     def _extend(self) -> bool:
-        """Read more text, and return False at the end of the file.
-
-        The new text is at least as long as the remaining text, so that few values are decoded repeatedly.
-        """
+        """Read at least as much text as remains, so that few values are decoded twice. Returns False at the end."""
         rest = self._text[self._position :]
         if more := self._stream.read(max(_READ_CHARS, len(rest))):
             self._offset += self._position
