@@ -51,9 +51,9 @@ class CostModel:
 
 
 #: Constant cost of a microbatch, as the number of tokens with that cost. This cost exists because each parameter's
-#: gradient is computed, flattened and pushed once, for any number of tokens. Measured: 79 on CPUs (benchmarks/notes/balance.md).
-#: Memory bandwidth and matrix speed of an A100 suggest several hundred. Where it is 79, `dynamic` packs about equally
-#: well with values of 40 to 250. With 0, its microbatches are far too small.
+#: gradient is computed, flattened and pushed once, for any number of tokens. Measured: 79 on CPUs
+#: (benchmarks/notes/balance.md). Memory bandwidth and matrix speed of an A100 suggest several hundred. Where 79 was
+#: measured, `dynamic` packs about equally well with values of 40 to 250. With 0, its microbatches are far too small.
 MICROBATCH_TOKENS = 100
 
 

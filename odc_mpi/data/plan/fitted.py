@@ -33,15 +33,15 @@ _Vector = tuple[float, float, float]
 #: microbatches; then the sum of the factors of chunks, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. The weight is halved in 30 minibatches: enough to average
-#: noise, and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
+#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches: enough to average noise,
+#: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
 DECAY = 0.97716
 #: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
 #: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
 HISTORY = 256
-#: Weight of the prior, relative to an observation: the ratio of their variances. The relative standard deviation of
-#: times is a tenth, and that of the prior is 1.
+#: Weight of the prior, relative to an observation: the variance of times divided by that of the prior. The relative
+#: standard deviation of times is a tenth, and that of the prior is 1.
 PRIOR_WEIGHT = 0.01
 #: Weight of the prior factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
