@@ -60,7 +60,7 @@ class FilterCounts:
         num_own_special: Number of texts that contained the bos or eos token, which was not added again.
         num_split_turns: Number of conversations that were written as one sequence per answer.
         num_omitted: Number of conversations in which an answer does not contain the end of the generation prompt.
-        omitted: This missing end of the generation prompt, from the first such conversation.
+        omitted: Missing end of the generation prompt in the first of these conversations.
     """
 
     num_truncated: int = 0

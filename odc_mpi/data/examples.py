@@ -111,7 +111,7 @@ class Columns:
 
     Attributes:
         names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If a required field of a
-            format is renamed, no other format is accepted.
+            format is renamed, only formats that contain this field are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -301,8 +301,7 @@ def _conversation(
 ) -> Conversation:
     """Return a conversation of messages, with the system prompt and the tools from other fields of the record.
 
-    Messages without loss are the first `num_context`, messages with a flag against loss, and an answer that comes
-    first.
+    The first `num_context` messages, messages that `LOSS_FLAGS` exclude and an answer at index 0 have no loss.
     """
     untrained = [
         index < num_context or any(message.get(flag) == values[0] for flag, values in LOSS_FLAGS.items())

@@ -77,8 +77,8 @@ class Minibatch:
     def dummy_microbatches(self) -> Iterator[Microbatch]:
         """Yield dummy microbatches, so that this rank runs as many microbatches as the rank with the most.
 
-        They are for training with collectives, which all ranks call once per microbatch. Each dummy consists of the
-        minibatch's shortest sequence. The losses and gradients of dummy microbatches must be ignored.
+        Dummy microbatches are for training with collectives, which all ranks call once per microbatch. Each consists of
+        the minibatch's shortest sequence. The losses and gradients of dummy microbatches must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -87,6 +87,8 @@ class Minibatch:
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, then the microbatches that it claims from the pool, one at a time.
+
+        Split sequences are not in these microbatches.
 
         Args:
             claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
@@ -121,7 +123,7 @@ class ShuffledSampler:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch. It is the same on every rank.
+        """Return the position of the next minibatch, which is the same on every rank.
 
         `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts already sampled
         in this data epoch.
@@ -142,7 +144,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
-        """Return all indices in the next minibatches, int64 [n], ascending. The sampler does not advance."""
+        """Return the distinct indices in the next minibatches, int64 [n], ascending. The sampler does not advance."""
         state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
             if found.all():
@@ -195,13 +197,13 @@ class Loader(ShuffledSampler):
             balance: Name of one of `BALANCE_STRATEGIES`.
             rank: Rank whose microbatches the minibatches yield, from 0 to `size` - 1.
             cost: Initial value of the attribute `cost`.
-            context_parallel: True to allow split sequences. Requires the balance `dynamic`, and `exact` to be False.
+            context_parallel: True to split sequences. Plans are those of `split_longest`, for any `balance` and
+                `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
             packs: False for one sequence in each microbatch. Not allowed with `context_parallel`.
 
         Raises:
-            UserError: A setting is out of range, `balance` is unknown or excluded by `exact`, or a sequence is too
-                long.
+            UserError: A setting is invalid, `exact` excludes this `balance`, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"

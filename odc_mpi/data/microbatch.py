@@ -22,9 +22,9 @@ class Microbatch:
             except for chunks, pairs and rollouts, `labels` are int64 [1, T]. Labels are -100 for tokens without loss
             and for the first token of each sequence, so a model that shifts labels never predicts that token from
             another sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the
-            sequences and of their keys (see `packed_inputs`); `max_length_q` and `max_length_k` are ints. `use_cache`
-            is False, because only then transformers separates sequences by their positions where attention ignores the
-            bounds.
+            sequences and of their keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache`
+            is False. Otherwise, transformers would not separate sequences by their positions where attention ignores
+            the bounds.
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
         indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].

@@ -61,8 +61,7 @@ class PrepareOptions:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens of a sequence, or of the prompt and one answer of a pair; None for no
-            limit.
+        max_length: Maximum number of tokens of a sequence, or of prompt and one answer of a pair; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.
@@ -110,13 +109,12 @@ def prepare(
 ) -> PrepareReport:
     """Tokenize sources, and write a data set.
 
-    The data set is not written again if an earlier call wrote it with the same options from the same, unchanged
-    sources.
+    If an earlier call wrote the data set with the same options from the same, unchanged sources, the file is kept.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
-        out: New file, or data set of the same sources to replace (see `PrepareOptions.force`). It remains unchanged if
-            an error occurs.
+        out: New file, or data set of the same sources to replace (see `PrepareOptions.force`). If an error occurs, the
+            file does not change.
         options: Options; None for the defaults.
         console: Console for a progress bar; None for no progress bar. The report is not printed.
 

@@ -34,8 +34,8 @@ class PrepareReport(FilterCounts):
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source. It is
             empty for a single source and for more than 50 sources.
-        folders: Line of text about the files in each folder.
-        elapsed_s: Time for tokenizing and writing, in seconds; None if the data set existed already.
+        folders: For each folder, a line of text about its files.
+        elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
         num_proc: Number of processes that tokenized.
     """
 

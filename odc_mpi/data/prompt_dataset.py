@@ -33,9 +33,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Value of each column by name. Reward functions receive them as keyword arguments. The columns are all
-            fields of the file's records that are not part of the prompt. A field that this record does not have is
-            None.
+        columns: Value of each column by name, for the keyword arguments of reward functions. The columns are all fields
+            in the file that are not part of a prompt. The value is None if this record does not have the field.
     """
 
     tokens: list[int]

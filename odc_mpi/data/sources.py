@@ -35,7 +35,7 @@ class DataSource:
         name: Path, "stdlib" or name on the Hugging Face Hub, as specified by the user, without the weight.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
         files: Files, in the order in which they are read; empty for the standard library.
-        dataset: Data set of the library `datasets`, which `files` store; None for other sources.
+        dataset: Data set of the library `datasets`, which is stored in `files`; None for other sources.
     """
 
     name: str
@@ -97,7 +97,7 @@ class DataSource:
 
         Args:
             num_repeats: Function that returns how often to use an example. It is called for each example, in order.
-            on_bytes_read: Function that is called now and then with the number of bytes read since its last call.
+            on_bytes_read: Function that is called repeatedly with the number of bytes read since its last call.
         """
         if self.dataset is not None:
             yield from hf_datasets.read_rows(self.name, self.dataset, num_repeats, on_bytes_read, self.num_bytes)
@@ -212,7 +212,7 @@ class Mixture:
 
     Attributes:
         sources: Sources, in the order in which they are read.
-        counts: Number of examples in each source, and number to use; None to use each example once.
+        counts: For each source, the number of its examples and the number to use; None to use each example once.
         seed: Seed for the random selection of examples.
     """
 

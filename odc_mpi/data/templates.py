@@ -109,8 +109,7 @@ class ChatRenderer:
     def end_of_turn(self, turn: str) -> int:
         """Return the number of characters of a turn up to and including its end-of-turn token, a special token.
 
-        White space after this token, which templates append, is not counted. Without such a token, the complete turn is
-        counted.
+        White space that templates append to the token is not counted. Without the token, the complete turn is counted.
         """
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)

@@ -81,7 +81,7 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Return a tokenizer's files with `chat_template` in chat_template.jinja, which transformers prefers to others."""
+    """Return a tokenizer's files with another chat template, in the file that takes precedence in transformers."""
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
 

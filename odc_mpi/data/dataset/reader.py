@@ -47,7 +47,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         """Open a file written by `prepare`. Each rank opens the file independently.
 
         Raises:
-            UserError: The file is missing, or not a data set of this version.
+            UserError: The file is missing, is not a data set of this version, or contains no sequences.
             DamagedDatasetError: The file is damaged. The tokens and the loss mask are verified when they are read.
         """
         self.path = Path(path)
@@ -157,9 +157,10 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set by name. Raises `DamagedDatasetError`.
+    """Return the contents of the tokenizer's files in a data set, by name.
 
-    The result is empty if the data set contains no tokenizer, or if `path` is not a data set.
+    The result is empty if the data set contains no tokenizer, or if `path` is not a data set. Raises
+    `DamagedDatasetError` if a file is damaged.
     """
     if not is_dataset(path):
         return {}

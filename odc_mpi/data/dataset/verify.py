@@ -50,10 +50,10 @@ def read_origin(path: Path) -> str:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Verify data sets, and return the counts, by name, that the call of `prepare` which wrote them stored.
+    """Verify data sets, and return the counts by name that the call of `prepare` stored in them.
 
     The result is None if a data set is missing, unfinished or damaged, if its stored digest `request` differs from this
-    `request`, or if different calls wrote the data sets.
+    `request`, or if different calls of `prepare` wrote the data sets.
     """
     reports = set()
     for path in paths:

@@ -71,7 +71,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes, and the dataset `report`. They are written when the context ends without an exception."""
+        """Set attributes, or the dataset `report`. They are written when the context ends without an exception."""
         self._attributes.update(attributes)
 
     def append(

@@ -3,8 +3,7 @@
 A minibatch cannot end before its longest sequence. So sequences above some cost are split into chunks of equal cost
 (`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each other. Hybrid context
 parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) split
-sequences with collectives in groups of ranks. Here any number of ranks can share a sequence, and no other rank is
-involved.
+sequences with collectives in groups of ranks. Here any number of ranks can share a sequence, without involving others.
 
     1. chunks    Each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
                  the minibatch together, so the chunks of a sequence begin together.
@@ -86,7 +85,7 @@ class _Planner:
         self._fewest = -(-lengths // max_tokens)
 
     def even_end(self) -> float:
-        """Return the end of all ranks, summed over `SPREADS`, if all work were distributed evenly."""
+        """Return the time at which all ranks would end with evenly distributed work, summed over `SPREADS`."""
         fewest = -(-int(self._lengths.sum()) // self._max_tokens)
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 
@@ -120,7 +119,7 @@ class _Planner:
         return Plan(((),) * self._size, pool, splits)
 
     def estimate_end(self, plan: Plan) -> float:
-        """Return the end of the last rank, summed over `SPREADS`."""
+        """Return the estimated time at which the last rank ends, summed over `SPREADS`."""
         work = [self._cost.constant + math.fsum(self._costs[list(indices)].tolist()) for indices in plan.pool]
         return math.fsum(
             makespan(work, self._size, spread, self._available_at(plan.splits, spread)) for spread in SPREADS
@@ -152,7 +151,7 @@ class _Planner:
         return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
 
     def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        """Return the end of each rank's chunks, float64 [size]."""
+        """Return the time at which each rank has run its chunks, float64 [size]."""
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:

@@ -7,8 +7,7 @@ first, about equally many per rank, and then a tail of small microbatches of the
 microbatches per rank and several sizes of the tail are tried. Since costs are estimates, the best packing is the one
 with the earliest end, summed over equal and different speeds of ranks (`SPREADS`).
 
-Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so every process computes the same
-packing.
+Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
 """
 
 import math

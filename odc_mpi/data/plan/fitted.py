@@ -33,8 +33,8 @@ _Vector = tuple[float, float, float]
 #: microbatches; then the sum of the factors of chunks, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches: enough to average noise,
-#: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
+#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches: enough to average
+#: noise, and few enough to follow lasting changes. A literal, since powers of libraries may differ in a bit.
 DECAY = 0.97716
 #: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
@@ -129,7 +129,7 @@ class FittedCostModel:
         self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the fit as floats and lists. It is the same on every rank."""
+        """Return the state of the fit as floats and lists. The state is the same on every rank."""
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -32,8 +32,7 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     smallest bins, until one split is left. A join combines the largest bins of one split with the smallest bins of the
     other. Empty bins are not stored, so the first joins are fast.
 
-    `costs` are at least 0. Returns the indices of the items in each part, sorted. The part with the largest cost comes
-    first.
+    `costs` are at least 0. Returns the sorted indices of the items in each part, beginning with the costliest part.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]

@@ -65,7 +65,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
 
 def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
-    """Return a variant of one of `BALANCE_STRATEGIES` with one sequence per microbatch, costliest or longest first."""
+    """Return the variant of the balance strategy `name` that forms microbatches of one sequence each."""
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
 
 

@@ -21,7 +21,7 @@ def bare_suffix(path: Path) -> str:
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream of a file's decompressed bytes, with a method `peek`. Raises a UserError without zstandard."""
+    """Return a stream of a file's decompressed bytes, with `peek`. Raises a UserError if zstandard is missing."""
     if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix.lower() == ".zst":

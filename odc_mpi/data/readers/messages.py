@@ -31,7 +31,11 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Return the messages in the field `name`, with the roles of chat templates and with one string as content."""
+    """Return messages in the form that chat templates require, with converted roles and one string as `content`.
+
+    `name` is the field of the record that contains `messages`, for errors. Null fields are removed. If the role is
+    function_call, the tool calls in the content become the field `tool_calls`.
+    """
     if not isinstance(messages, list):
         kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
         raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")

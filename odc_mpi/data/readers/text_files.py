@@ -115,7 +115,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
-    """Yield each row of a table by the number of its first line. The first row contains the names of the columns."""
+    """Yield each row of a table, with the number of its first line. The first row contains the column names."""
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
     names = next(reader, [])
@@ -138,7 +138,7 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
 
 
 def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
-    """Yield each element of a JSON array. An error stands for invalid text up to the next element."""
+    """Yield each element of a JSON array, or an error instead of invalid text up to the next element."""
     array = _JsonArray(stream)
     for number in itertools.count(1):
         try:
