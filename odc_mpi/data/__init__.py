@@ -1,4 +1,4 @@
-"""Data: preparing text as HDF5 data sets, and planning and loading minibatches from them.
+"""Preparation of text as HDF5 data sets, and planning and loading of minibatches.
 
-Does not use MPI. Ranks and sizes are plain integers, and every rank computes the same plan independently.
+This package does not use MPI. Ranks and world sizes are plain integers, and every rank computes the same plan.
 """

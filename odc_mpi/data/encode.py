@@ -24,7 +24,7 @@ class Encoded:
         loss_mask: True for each loss token, bool [length].
         is_plain_text: True for a text without prompt, which may be split.
         starts_with_bos: True if the tokenizer begins plain texts with the bos token.
-        has_own_special: True if the text contained the bos or eos token that would have been added.
+        has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
         omitted: Text at the end of the generation prompt that the tokens do not contain; see `templates.Rendered`.
         pair: Parts of a pair of answers (see `pairs.encode`); None for other sequences.
     """
@@ -39,7 +39,7 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Number of tokens that `--max-length` bounds."""
+        """Number of tokens, to which `--max-length` applies."""
         return len(self.tokens)
 
     @property
@@ -48,7 +48,7 @@ class Encoded:
         return bool(self.loss_mask[1:].any())
 
     def truncate(self, length: int | None) -> "Encoded":
-        """Return the first `length` tokens; all of them if it is None."""
+        """Return the sequence of the first `length` tokens, or of all tokens if `length` is None."""
         return replace(self, tokens=self.tokens[:length], loss_mask=self.loss_mask[:length])
 
 
@@ -98,7 +98,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
     Args:
-        examples: Prompts without completion, and conversations, to which the generation prompt is appended. At least 1.
+        examples: Prompts without completion, and conversations, to which the generation prompt is added. At least one.
 
     Raises:
         UserError: A conversation is given, but the tokenizer has no chat template.
@@ -119,7 +119,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the token that ends an assistant turn. Returns None if turns do not end with a special token."""
+    """Return the special token that ends an assistant turn, or None without such a token or a chat template."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     chats = ChatRenderer(tokenizer)
     try:

@@ -55,12 +55,12 @@ class FilterCounts:
         num_split: Number of plain texts that were split into several sequences.
         num_dropped: Number of sequences dropped because they were longer than the maximum length.
         num_dropped_tokens: Number of tokens of the dropped sequences.
-        num_untrained_dropped: Number of sequences dropped because they have no loss tokens (after truncation), or of
-            pairs because an answer has none, or both are equal.
+        num_untrained_dropped: Number of sequences dropped because no loss tokens remained after truncation, and of
+            pairs dropped because an answer had no loss tokens or both answers were equal.
         num_own_special: Number of texts that contained the bos or eos token, which was not added again.
         num_split_turns: Number of conversations that were written as one sequence per answer.
-        num_omitted: Number of conversations in which an answer does not begin at the end of the generation prompt.
-        omitted: Text at the end of the generation prompt of the first of them, which the answer does not contain.
+        num_omitted: Number of conversations in which an answer does not contain the end of the generation prompt.
+        omitted: Missing end of the generation prompt in the first of these conversations.
     """
 
     num_truncated: int = 0
@@ -82,7 +82,7 @@ class FilterCounts:
         self.omitted = omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count the properties of an example that is encoded as these sequences, which are not filtered yet."""
+        """Count the properties of an example. `parts` are its encoded sequences before filtering."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -92,14 +92,14 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Tokenized block.
+    """Result of tokenizing a block.
 
     Attributes:
         sequences: Sequences for training, and held-out sequences.
         counts: Numbers of sequences that were truncated or dropped.
         invalid: Error message of each invalid record.
-        kinds: Location of the first pair of answers under True, and of the first other example under False, in the
-            order of the records. If there are both, there are no sequences.
+        kinds: Location of the first pair of answers, with the key True, and of the first other example, with the key
+            False. If both exist, there are no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
@@ -192,7 +192,7 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Return True for about this fraction of all sequences. The result depends on the tokens of the sequence only."""
+    """Return True if a sequence is held out: about `fraction` of all sequences, selected by their tokens only."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -204,7 +204,7 @@ def encode_blocks(
     worker_arguments: tuple[Path | Mapping[str, bytes], str | None, SequenceFilter],
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, and yield the results, with the index of the source, in the same order.
+    """Tokenize blocks in worker processes, and yield the results in order, each with the index of its source.
 
     The worker processes end when the generator ends or is closed.
 

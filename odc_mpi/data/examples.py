@@ -19,12 +19,12 @@ from odc_mpi.formatting import truncate_text
 
 #: Formats of records, by their required fields. The first format whose fields are all present is used.
 _PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
-#: Fields with the prompt of a pair of answers. Without them the prompt is what both answers begin with.
+#: Fields with the prompt of a pair of answers. Without them, the prompt is the beginning that both answers share.
 _PROMPTS = ("prompt", "conversations", "instruction")
 _ANSWERS = ("chosen", "rejected")
 _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
-#: Fields that may have messages, whose JSON text is accepted, too, because cells of tables contain only text.
+#: Fields that may contain messages. JSON text is accepted, too, because cells of tables contain only text.
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
@@ -51,7 +51,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages. The model is trained on those of the assistant.
+    """Chat messages. The model is trained on the messages of the assistant.
 
     Attributes:
         location: File and line of the record, for error messages.
@@ -85,9 +85,10 @@ Example = PromptCompletion | Conversation
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to the same prompt, each with this prompt.
+    """Two answers to the same prompt. Each example consists of the prompt and one answer.
 
-    Texts without the field `prompt` are two completions without prompt: their prompt is what both begin with.
+    If a record has texts without the field `prompt`, both examples are completions without a prompt. Their prompt is
+    then the text with which both begin.
     """
 
     chosen: Example
@@ -106,17 +107,17 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the fields of a source that has other names for them.
+    """Mapping from the names of fields in this module to their names in a source.
 
     Attributes:
         names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If a required field of a
-            format is renamed, no other format is accepted.
+            format is renamed, only formats that contain this field are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise a UserError if a field does not exist, or the fields belong to several formats."""
+        """Raise a UserError if a field does not exist, or if no format has all renamed fields."""
         known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
         for name, source in self.names.items():
             if name not in known or not source:
@@ -128,9 +129,10 @@ class Columns:
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
 
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record with the fields' own names, and only with the required fields of an accepted format.
+        """Return a record whose renamed fields have the names of this module.
 
-        Raises an InvalidRecordError if a required field of each accepted format is missing.
+        If a required field is renamed, the result contains only the fields of the first accepted format that is
+        complete. Raises an InvalidRecordError if a required field of each accepted format is missing.
         """
         if not self.names:
             return record
@@ -149,7 +151,7 @@ class Columns:
         return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
     def _formats(self) -> list[tuple[str, ...]]:
-        """Return the formats that have all renamed fields which are not optional."""
+        """Return the formats that contain all renamed fields. Optional fields are ignored."""
         renamed = self.names.keys() - set(_OPTIONAL)
         return [required for required in _FORMATS if renamed <= set(required)]
 
@@ -157,12 +159,18 @@ class Columns:
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
     """Return the example or pair that a record contains.
 
-    The form of the record is the first of these whose fields are all present: `chosen` and `rejected`, optionally with
-    a prompt in `prompt`, `conversations` or `instruction`; `messages`; `prompt` and `completion`, both texts or both
-    lists of messages; `conversations`, a list of objects with `from` and `value`; `instruction` and `output`,
-    optionally with `input`; `text`. Conversations also use the fields `tools`, a list, and `system`, unless the first
-    message is a system message. Lists may be given as their JSON text. `columns` renames the fields. Raises an
-    InvalidRecordError for a record of another form, and for invalid values.
+    The form of the record is the first of these whose fields are all present:
+
+        `chosen` and `rejected`       a pair, optionally with a prompt in `prompt`, `conversations` or `instruction`
+        `messages`                    a list of messages
+        `prompt` and `completion`     both texts or both lists of messages
+        `conversations`               a list of objects with `from` and `value`
+        `instruction` and `output`    texts, optionally with `input`
+        `text`                        a text without prompt
+
+    Conversations also use the fields `tools`, a list, and `system`, unless the first message is a system message. Lists
+    may be given as their JSON text. `columns` renames the fields. Raises an InvalidRecordError for a record of another
+    form, and for invalid values.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
@@ -194,8 +202,8 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without completion.
 
     The prompt is the field `messages`, or the field `prompt`, a text or a list of messages. Assistant messages at the
-    end are removed, because the model generates them. Conversations also use the fields `system` and `tools`. All other
-    fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
+    end are removed, because the model generates them. Conversations also use the fields `system` and `tools`, and all
+    other fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
@@ -210,7 +218,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
 
 def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record in which the JSON texts of lists of messages are these lists. Other texts are not changed."""
+    """Return a record with lists of messages instead of their JSON texts. Other texts are not changed."""
     decoded = dict(record)
     for name in _WITH_MESSAGES:
         if isinstance(text := record.get(name), str) and _OBJECTS.match(text):
@@ -252,7 +260,7 @@ def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> P
 
 
 def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
-    """Return the conversations with either answer. The messages that both begin with have no loss."""
+    """Return the conversations with either answer. The messages with which both begin have no loss."""
     context: list[dict[str, Any]] = []
     if prompt == "instruction":
         context = _instruction(record, location)
@@ -295,7 +303,7 @@ def _conversation(
 ) -> Conversation:
     """Return a conversation of messages, with the system prompt and the tools from other fields of the record.
 
-    Messages without loss: the first `num_context`, those whose flags say so, and an answer that no message precedes.
+    The first `num_context` messages, messages that `LOSS_FLAGS` exclude and an answer at index 0 have no loss.
     """
     untrained = [
         index < num_context or any(message.get(flag) == values[0] for flag, values in LOSS_FLAGS.items())

@@ -1,7 +1,7 @@
 """Loader: an endless, resumable sequence of minibatches, and the microbatches of each rank as tensors.
 
-All ranks construct the loader with the same arguments, except for `rank`. They get the same minibatches and plans in
-the same order without communication. A rank reads only its own sequences, and each of them only when it is needed.
+All ranks construct the loader with the same arguments, except for `rank`. Without communication, they get the same
+minibatches and plans in the same order. A rank reads only its own sequences, and only when it needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,16 +25,16 @@ from odc_mpi.formatting import did_you_mean
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Sequences of one optimizer step, on all ranks. Iterating reads and yields the microbatches of one rank.
+    """Sequences of one optimizer step, on all ranks. Iteration reads and yields the microbatches of this rank.
 
-    Iteration raises a UserError if the plan has split sequences, or a pool (microbatches that any idle rank may claim).
-    `microbatches` also yields the microbatches that this rank claims from the pool.
+    Iteration raises a UserError if the plan has split sequences, or a pool of microbatches that any idle rank may
+    claim. For a plan with a pool, use `microbatches`.
 
     Attributes:
-        data_epoch: Number of complete passes over the data set before the current one.
+        data_epoch: Number of complete passes over the data set before the current pass.
         position: Number of sequences of the current pass that precede this minibatch.
         indices: Indices of all ranks' sequences in the data set, int64 [n].
-        num_tokens: Number of loss tokens of all ranks. The sum of all losses is divided by it.
+        num_tokens: Number of loss tokens of all ranks. A mean over loss tokens divides by this number.
         num_input_tokens: Number of tokens of all ranks.
         plan: Assignment of the sequences to microbatches and ranks. It refers to sequences by positions in `indices`.
     """
@@ -75,10 +75,10 @@ class Minibatch:
             yield _read(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield dummy microbatches, so that this rank runs as many microbatches as any other rank.
+        """Yield dummy microbatches, so that this rank runs as many microbatches as the rank with the most.
 
-        Use them with collectives, which all ranks call once per microbatch. Each dummy consists of the minibatch's
-        shortest sequence. The losses and gradients of dummy microbatches must be ignored.
+        Dummy microbatches are for training with collectives, which all ranks call once per microbatch. Each consists of
+        the minibatch's shortest sequence. The losses and gradients of dummy microbatches must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -86,11 +86,13 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, then those that it claims from the pool, one at a time.
+        """Yield this rank's microbatches, then the microbatches that it claims from the pool, one at a time.
+
+        Split sequences are not in these microbatches.
 
         Args:
-            claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool, and yields
-                positions in the pool. It yields each position on one rank only.
+            claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
+                positions in the pool. Each position must be yielded on one rank only.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -106,7 +108,7 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 class ShuffledSampler:
     """Endless sampler of the sequences or prompts of minibatches.
 
-    Each data epoch is one pass over the data set in a new random order. Its last minibatch may be smaller than others.
+    Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
     The order depends on the seed and the data epoch only, so a run can resume on another number of ranks.
 
     Args:
@@ -121,7 +123,7 @@ class ShuffledSampler:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch. It is the same on every rank.
+        """Return the position of the next minibatch, which is the same on every rank.
 
         `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts already sampled
         in this data epoch.
@@ -142,7 +144,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
-        """Return the indices of all sequences in the next minibatches, int64 [n], ascending. The position is kept."""
+        """Return the distinct indices in the next minibatches, int64 [n], ascending. The sampler does not advance."""
         state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
             if found.all():
@@ -193,14 +195,15 @@ class Loader(ShuffledSampler):
             minibatch_sequences: Number of sequences in the minibatch of all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
-            rank: Rank, of `size`, whose microbatches the minibatches yield.
+            rank: Rank whose microbatches the minibatches yield, from 0 to `size` - 1.
             cost: Initial value of the attribute `cost`.
-            context_parallel: True to allow split sequences. Only with the balance `dynamic`, and without `exact`.
+            context_parallel: True to split sequences. Plans are those of `split_longest`, for any `balance` and
+                `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
-            packs: False for one sequence in each microbatch. Only without `context_parallel`.
+            packs: False for one sequence in each microbatch. Not allowed with `context_parallel`.
 
         Raises:
-            UserError: A setting is out of range, `balance` is unknown, or a sequence is too long.
+            UserError: A setting is invalid, `exact` excludes this `balance`, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
@@ -213,7 +216,7 @@ class Loader(ShuffledSampler):
         ):
             if value < minimum:
                 raise UserError(f"expected {setting} of at least {minimum}, got {value}")
-        # Here instead of in the middle of the training.
+        # Checked here, so that training does not fail in the middle.
         check_fit(dataset.lengths, max_tokens_per_microbatch, size if context_parallel else 1)
         super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch

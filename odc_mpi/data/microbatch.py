@@ -18,18 +18,19 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (in the sequence) and, except for
-            chunks, pairs and rollouts, `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32
-            [num_sequences + 1], the bounds of the sequences and of their keys (see `packed_inputs`); `max_length_q` and
-            `max_length_k`, ints; `use_cache`, which is False, because transformers then separates sequences by their
-            positions where attention ignores the bounds. Labels are -100 for tokens without loss and for the first
-            token of each sequence, so a model that shifts labels never predicts that token from another sequence.
-        num_tokens: Number of loss tokens K, which are the `targets`.
-        num_input_tokens: Number of tokens T.
+        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (positions in the sequence) and,
+            except for chunks, pairs and rollouts, `labels` are int64 [1, T]. Labels are -100 for tokens without loss
+            and for the first token of each sequence, so a model that shifts labels never predicts that token from
+            another sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the
+            sequences and of their keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache`
+            is False. Otherwise, transformers would not separate sequences by their positions where attention ignores
+            the bounds.
+        num_tokens: Number K of loss tokens.
+        num_input_tokens: Number T of tokens.
         indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. That of the last token of a prompt
-            occurs once for each answer that shares the prompt.
-        targets: The loss tokens, int64 [K].
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The position of the last token of a
+            prompt occurs once for each answer that shares the prompt.
+        targets: Loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
 
@@ -69,9 +70,9 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read a chunk of a sequence, its tokens `begin:end`, and return it as a microbatch.
+    """Read the tokens `begin:end` of a sequence, and return them as a microbatch that is a chunk.
 
-    Its `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
+    The `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)

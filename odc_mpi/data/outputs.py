@@ -1,4 +1,4 @@
-"""Files that `prepare` may write: new ones, and data sets made from the same sources. Nothing else is overwritten."""
+"""Checks of the files that `prepare` may write: new files and existing data sets. Other files are never overwritten."""
 
 import stat
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from odc_mpi.errors import UserError, file_error, one_line_message
 def check_outputs(
     paths: Sequence[Path], sources: Sequence[DataSource], tokenizer: Path | None, origin: str, force: bool
 ) -> list[str]:
-    """Check that `prepare` may write these files, and return a line for each one that is a data set already.
+    """Check that `prepare` may write these files, and return a line of text for each existing data set among them.
 
     Args:
+        paths: Files to write.
         tokenizer: Directory or data set of the tokenizer, if any.
-        origin: Digest of the resolved paths of the sources.
+        origin: Digest of the origins of the sources (see `DataSource.origin`).
         force: True to permit the replacement of a data set whose stored `origin` differs or cannot be read.
 
     Raises:
-        UserError: A file is neither new nor a data set, is an input, has another `origin` without `force`, or would be
-            read as a source by the next call.
+        UserError: A file is neither new nor a data set, cannot be accessed, is an input, has another `origin` without
+            `force`, or would be read as a part of a source by the next call.
     """
     replaced = []
     for path in paths:
@@ -53,7 +54,7 @@ def check_outputs(
 
 
 def write_error(error: OSError, out: Path) -> UserError:
-    """Convert an `OSError` of a call that writes `out` to a `UserError`, without the name of a temporary file."""
+    """Convert an `OSError` of a call that writes `out` to a `UserError` that does not name a temporary file."""
     path = Path(str(error.filename))
     if error.filename is None or ".tmp" in (path.suffix, path.parent.suffix):
         reason = error.strerror or one_line_message(error)
@@ -66,7 +67,7 @@ def _error(expected: str, path: Path, found: str = "the same file") -> UserError
 
 
 def _is_regular_file(path: Path) -> bool:
-    """Return False if there is no file. Raises a UserError if it is not a regular file, or a link to none."""
+    """Return True for a regular file, or False if `path` does not exist. Raises a UserError for other paths."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

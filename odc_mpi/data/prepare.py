@@ -2,8 +2,8 @@
 
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
 one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
-sequences are written to a second data set. Files are written atomically, and replace data sets only (`outputs`). They
-are byte for byte identical for any number of processes. This module does not use MPI.
+sequences are written to a second data set. Files are written atomically, and replace data sets only (`outputs`). The
+files are byte for byte identical for any number of processes. This module does not use MPI.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import printable_text, truncate_text
 
-#: Bytes of text. One process tokenizes most of a smaller text before other processes have loaded their libraries.
+#: Minimum size of text for several processes, in bytes. With less, one process is nearly done before others start.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
 _MAX_PROCESSES = 1024
@@ -61,16 +61,15 @@ class PrepareOptions:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
         chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens of a sequence, or of the prompt and one answer of a pair; None: no limit.
+        max_length: Maximum number of tokens of a sequence, or of prompt and one answer of a pair; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.
-        split: Split of data sets of the library `datasets`; None for "train", or the only one of a directory.
+        split: Split of data sets of the library `datasets`; None for "train", or for the only split of a directory.
         vocab_size: Maximum number of tokens of a tokenizer that is trained.
         bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
         eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. All
-            sequences of an example are held out together. Whether they are depends on their tokens only, not on other
-            examples.
+            sequences of an example are held out together. The selection depends on the tokens of the example only.
         seed: Seed for the random selection of examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
         num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
@@ -110,13 +109,12 @@ def prepare(
 ) -> PrepareReport:
     """Tokenize sources, and write a data set.
 
-    If an earlier call wrote the data set with the same options from the same sources, which have not changed since, it
-    is not written again.
+    If an earlier call wrote the data set with the same options from the same, unchanged sources, the file is kept.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
-        out: File to write. It must not exist, or be a data set of the same sources (see `PrepareOptions.force`). It
-            remains unchanged if an error occurs.
+        out: New file, or data set of the same sources to replace (see `PrepareOptions.force`). If an error occurs, the
+            file does not change.
         options: Options; None for the defaults.
         console: Console for a progress bar; None for no progress bar. The report is not printed.
 
@@ -159,12 +157,12 @@ class _Plan:
 
     Attributes:
         output_paths: Path of the data set, then path of the data set with held-out sequences, if any.
-        replaced: A line for each data set that will be replaced unless it is up to date, or that is no longer held out.
+        replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
         chat_template: Chat template that replaces that of the tokenizer, if any.
         request: Digest of everything that determines the result.
-        origin: Digest of the names of the sources.
+        origin: Digest of the origins of the sources (see `DataSource.origin`).
     """
 
     def __init__(self, source_specs: Sequence[str], out: Path, options: PrepareOptions) -> None:
@@ -297,7 +295,7 @@ class _Reader:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on. Invalid lines are not counted here, but when they are tokenized."""
+        """Yield the texts to train a tokenizer on. Skipped lines are counted later, when examples are tokenized."""
         invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():

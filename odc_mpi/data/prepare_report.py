@@ -34,8 +34,8 @@ class PrepareReport(FilterCounts):
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source. It is
             empty for a single source and for more than 50 sources.
-        folders: Line of text about the files in each folder.
-        elapsed_s: Time for tokenizing and writing, in seconds; None if the data set existed already.
+        folders: For each folder, a line of text about its files.
+        elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
         num_proc: Number of processes that tokenized.
     """
 
@@ -138,7 +138,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a UserError for an invalid record, unless these are skipped, and for pairs mixed with other examples.
+        Raises a UserError for pairs mixed with other examples, and for an invalid record that is not skipped.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
@@ -159,7 +159,7 @@ class PrepareStats:
             self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport` by attribute name. They are JSON-serializable.
+        """Return the counts of a `PrepareReport`, except `vocab_size`, by attribute name. They are JSON-serializable.
 
         Args:
             writer: Writer of the sequences for training.

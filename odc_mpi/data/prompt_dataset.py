@@ -1,4 +1,4 @@
-"""Prompts for generation, with columns for reward functions, read from a file of any format of `prepare`.
+"""Prompts for generation, with columns for reward functions, read from a file in any format that `prepare` reads.
 
 This module does not use MPI. Each rank reads the file independently. Ranks for which `PromptDataset.digest` returns the
 same value have the same prompts.
@@ -33,8 +33,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Other fields by name, which reward functions receive as keyword arguments: those of all records of the
-            file. Fields that this record does not have are None.
+        columns: Value of each column by name, for the keyword arguments of reward functions. The columns are all fields
+            in the file that are not part of a prompt. The value is None if this record does not have the field.
     """
 
     tokens: list[int]
@@ -114,7 +114,7 @@ class PromptDataset:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> PromptRecord:
-        """Return the prompt with this index."""
+        """Return the prompt with this index, and its columns."""
         content = json.loads(self._texts[index])
         return PromptRecord(self._tokens[index].tolist(), content["prompt"], self._columns | content["columns"])
 

@@ -1,4 +1,4 @@
-"""Display of sequences of a data set, with the loss tokens marked: a wrong loss mask is seen before training."""
+"""Display of sequences of a data set with marked loss tokens, so that wrong loss masks are seen before training."""
 
 import itertools
 import re
@@ -20,12 +20,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks a
 
 
 def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
-    """Print sequences of a data set, decoded with its tokenizer. The two answers of a pair follow lines of their own.
+    """Print sequences of a data set, decoded with its tokenizer. Each answer of a pair follows a line with its name.
 
-    Loss tokens are printed in green, and between double brackets if the console has no colors.
-
-    Indices beyond the end of the data set are left out. Raises a UserError if the data set is damaged, or has no
-    tokenizer.
+    Loss tokens are printed in green, and between double brackets if the console has no colors. Printing stops at the
+    first index beyond the end of the data set. Raises a UserError if the data set is damaged, or has no tokenizer.
     """
     tokenizer = load_tokenizer(path)
     has_colors = console.color_system is not None and not console.no_color

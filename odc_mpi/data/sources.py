@@ -1,7 +1,7 @@
 """Sources of text: files, folders, data sets of `datasets` and the standard library, optionally mixed by weights.
 
-Without weights, each example of each source is used once. With weights, the numbers of examples (lines or rows) used
-from the sources are proportional to the weights. The examples are selected at random. None is used twice, unless the
+Without weights, each example (line or row) of each source is used once. With weights, the numbers of examples from the
+sources are proportional to the weights, and the examples are selected at random. No example is used twice, unless the
 strategy allows it (see `mix`). Sources are read in the order of the command line, since training shuffles sequences. A
 source that cannot be read raises a UserError.
 """
@@ -34,8 +34,8 @@ class DataSource:
     Attributes:
         name: Path, "stdlib" or name on the Hugging Face Hub, as specified by the user, without the weight.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
-        files: Files, in the order in which they are read. There are none for the standard library.
-        dataset: Data set of the library `datasets`, of which `files` are only the storage; None for other sources.
+        files: Files, in the order in which they are read; empty for the standard library.
+        dataset: Data set of the library `datasets`, which is stored in `files`; None for other sources.
     """
 
     name: str
@@ -45,7 +45,7 @@ class DataSource:
 
     @property
     def origin(self) -> str:
-        """Absolute path of the source, or its name if it has none."""
+        """Absolute path of the source, or its name if there is no file or folder of this name."""
         return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
@@ -80,7 +80,7 @@ class DataSource:
         return list(stdlib.functions())
 
     def columns(self, columns: Columns) -> Columns:
-        """Return the names of the records' fields: the defaults for the standard library, otherwise `columns`."""
+        """Return the names of the fields in the records: the defaults for the standard library, otherwise `columns`."""
         return Columns() if self.name == STDLIB else columns
 
     def count(self) -> int:
@@ -97,7 +97,7 @@ class DataSource:
 
         Args:
             num_repeats: Function that returns how often to use an example. It is called for each example, in order.
-            on_bytes_read: Function that is called now and then with the number of bytes read since its last call.
+            on_bytes_read: Function that is called repeatedly with the number of bytes read since its last call.
         """
         if self.dataset is not None:
             yield from hf_datasets.read_rows(self.name, self.dataset, num_repeats, on_bytes_read, self.num_bytes)
@@ -122,8 +122,8 @@ def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSou
         split: Split of data sets of the library `datasets`; see `hf_datasets.load`.
 
     Raises:
-        UserError: A source does not exist, a folder has no data files, only some of the sources have a weight, or a
-            split is given without a data set that can have one.
+        UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not above 0,
+            only some of the sources have a weight, or a split is given without a data set that can have one.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -163,7 +163,7 @@ def _looks_like_path(path: Path) -> bool:
 
 
 def suggest_name(path: Path) -> str:
-    """Return " (did you mean NAME?)" with the most similar name beside a missing file, or "" if none is similar."""
+    """Return " (did you mean NAME?)" with the most similar file name in the directory of a missing file, or ""."""
     return did_you_mean(path.name, (each.name for each in path.parent.glob("*")))
 
 
@@ -196,7 +196,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 
 def is_supported(path: Path) -> bool:
-    """Return True if the name of a file in a folder is that of a format that can be read."""
+    """Return True if `path` has the suffix of a format that can be read, and its name does not begin with a dot."""
     if path.name.startswith("."):
         return False
     return compressed.bare_suffix(path) in _TEXT_SUFFIXES or _is_parquet(path)
@@ -212,7 +212,7 @@ class Mixture:
 
     Attributes:
         sources: Sources, in the order in which they are read.
-        counts: Number of examples in each source and number of examples to use from it; None to use each example once.
+        counts: For each source, the number of its examples and the number to use; None to use each example once.
         seed: Seed for the random selection of examples.
     """
 
@@ -222,18 +222,18 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read. A file that is read several times is counted as often."""
+        """Number of bytes to read. It includes each pass over a source that is read several times."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the index of a source and a block of its examples, until all examples to use were yielded."""
+        """Yield the examples to use in blocks, each with the index of its source."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
     def _passes(self, index: int) -> list[RepeatFn]:
-        """Return the function that selects the examples, for each pass over a source."""
+        """Return, for each pass over a source, the function that selects the examples."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]

@@ -1,10 +1,10 @@
 """Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
 
-A template renders all messages into one text. An answer is found by comparing two renderings: the messages before it
-with the generation prompt, together the text that the model continues at inference, and the messages up to and
-including it. The loss begins where the two texts differ. If a template marks the answers with `{% generation %}`, the
-marks are the loss, and the comparison only selects the marks of single answers. This module works with characters only;
-`encode` converts them to tokens.
+A template renders all messages into one text. An answer is found by comparing two renderings. The first contains the
+messages before the answer and the generation prompt, which is the text that the model continues at inference. The
+second contains the messages up to and including the answer. The loss begins where the two texts differ. If a template
+marks the answers with `{% generation %}`, the marked text has loss, and the comparison only selects the marks of single
+answers. This module works with characters only; `encode` converts characters to tokens.
 """
 
 import functools
@@ -30,7 +30,8 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: Rendered messages.
-        spans: Character range (begin, end) of each trained answer, including its end-of-turn token.
+        spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
+            marks of the chat template.
         omitted: End of the generation prompt that the text does not contain, such as "<think>"; empty if there is none.
     """
 
@@ -41,7 +42,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer in the rendering of the messages up to it. `omitted` is explained in `Rendered`."""
+    """An answer from character `begin` of `text`, the rendering that ends with it. For `omitted`, see `Rendered`."""
 
     index: int
     text: str
@@ -58,8 +59,8 @@ class ChatRenderer:
     Args:
         tokenizer: Fast tokenizer of transformers.
         split_turns: "never" for one example per conversation. "always" for one example per answer to train on, each
-            ending with that answer. "auto" for one example if appending later messages does not change the text before
-            them, except for special tokens after an end of turn, and otherwise one example per answer.
+            ending with that answer. "auto" for one example per conversation if later messages do not change the text of
+            earlier ones, except for special tokens after an end of turn, and otherwise one example per answer.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -71,11 +72,11 @@ class ChatRenderer:
         return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
-        """Render messages, with the generation prompt, the beginning of an assistant turn, if `for_generation`."""
+        """Render all messages of a conversation, with the generation prompt at the end if `for_generation`."""
         return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0].text
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:
-        """Render the examples of a conversation, which together contain each trained answer exactly once.
+        """Render the examples of a conversation, in which each trained answer has loss exactly once.
 
         Raises:
             InvalidRecordError: The chat template leaves out a part of an answer, or changes earlier text so that an
@@ -106,10 +107,9 @@ class ChatRenderer:
         return examples
 
     def end_of_turn(self, turn: str) -> int:
-        """Return the length of a turn up to its end-of-turn token, which is a special token, in characters.
+        """Return the number of characters of a turn up to and including its end-of-turn token, a special token.
 
-        White space after this token, which templates append, is not counted. Without such a token, the turn is counted
-        completely.
+        White space that templates append to the token is not counted. Without the token, the complete turn is counted.
         """
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
@@ -136,7 +136,7 @@ class ChatRenderer:
 
         Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
         end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
-        with <|return|>, which stops the generation, and others with <|end|>, which does not.
+        with <|return|>, which stops the generation, and other answers with <|end|>, which does not.
         """
         if self._split_turns == "always":
             return None
@@ -156,7 +156,7 @@ class ChatRenderer:
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
-        """Return the number of equal characters at the beginning of two texts, without a part of a special token."""
+        """Return the number of common first characters of two texts, without an incomplete special token at the end."""
         low, high = 0, min(len(a), len(b))
         while low < high:
             middle = (low + high + 1) // 2
@@ -188,7 +188,7 @@ class ChatRenderer:
     def _render(
         self, chat: Conversation, counts: Sequence[int], *, for_generation: bool = False, with_marks: bool = False
     ) -> list[Rendered]:
-        """Render the first `count` messages for each count. The spans are the marks of the chat template.
+        """Render the first `count` messages for each of `counts`. The spans are the marks of the chat template.
 
         All counts are rendered in one call, because each call also converts tools and special tokens, which takes as
         long as rendering.
@@ -253,11 +253,11 @@ def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan
 
 
 def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) -> str | None:
-    """Return words for an error message about the first message that the spans of an example do not fit, or None.
+    """Return an error description for the first message that does not match the spans of an example, or None.
 
     The content and the called functions of the messages with these indices must be in the spans, in order. The
-    beginning of the content may be before a span: it is then a part of the generation prompt, such as "<think>". The
-    content of a message of the user must not be only in spans.
+    beginning of the content may be before a span, if it is a part of the generation prompt, such as "<think>". The
+    content of a user message must not be in spans only.
     """
     text, spans, position = example.text, list(example.spans), 0
     is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
@@ -302,7 +302,7 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the messages with the arguments of tool calls as objects, and as JSON texts, if there are tool calls.
 
-    Data sets contain both forms. Most templates convert an object to JSON, and would quote a text; the others need
+    Data sets contain both forms. Most templates convert an object to JSON, and would quote a text. Other templates need
     texts, and raise an exception for an object.
     """
     if not any(message.get("tool_calls") for message in messages):

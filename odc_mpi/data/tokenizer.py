@@ -20,7 +20,7 @@ _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
 )
-#: Configuration of a model, by whose `model_type` transformers chooses the class of the tokenizer beside it.
+#: Configuration file of a model. By its `model_type`, transformers chooses the class of the tokenizer beside it.
 MODEL_CONFIG = "config.json"
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -38,10 +38,12 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a directory or data set, by name. Without files it is empty.
+    """Return the contents of a tokenizer's files by name. The result is empty if there is no tokenizer.
 
-    Those of a directory include config.json of the `model` directory, by default the same one, because the class of the
-    tokenizer, and with it the tokens, may depend on it.
+    Args:
+        location: Directory, or data set that contains a tokenizer.
+        model: Directory whose config.json is added to the files of a directory; None for `location`. The class of the
+            tokenizer, and with it the tokens, may depend on config.json.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -53,7 +55,7 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
 
 
 def read_chat_template(path: Path) -> str:
-    """Read a chat template. Raises a UserError if the file cannot be read or is not text in UTF-8."""
+    """Return the text of a chat template file. Raises a UserError if it cannot be read or is not text in UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,7 +65,7 @@ def read_chat_template(path: Path) -> str:
 
 
 def set_chat_template(tokenizer: Any, chat_template: str) -> None:
-    """Replace the chat template of a tokenizer. Raises a UserError if Jinja cannot compile it."""
+    """Replace the chat template of a tokenizer. Raises a UserError if Jinja cannot compile `chat_template`."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     tokenizer.chat_template = chat_template
@@ -75,11 +77,11 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
             f"{one_line_message(error)}"
         ) from error
     except TemplateError:
-        pass  # it rejects these messages
+        pass  # the template is valid, but rejects this message
 
 
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer with another chat template, which transformers prefers to one in other files."""
+    """Return a tokenizer's files with another chat template, in the file that takes precedence in transformers."""
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
 
@@ -89,7 +91,7 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write the files of a tokenizer into a directory."""
+    """Write files, given as contents by name, into an existing directory."""
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
@@ -118,10 +120,10 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer from the contents of its files by name.
+    """Load a fast tokenizer of transformers from the contents of its files by name.
 
-    Raises a UserError, with the names of the origin of the files and of the setting that specifies it, if the tokenizer
-    does not load, or has no fast implementation.
+    Raises a UserError if the tokenizer does not load, or has no fast implementation. The message contains `location`,
+    the origin of the files, and `setting`, the name of the setting or option that specifies `location`.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
@@ -150,7 +152,8 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and add the ChatML chat template to it.
 
-    It splits texts into words as Qwen2's does, because transformers splits so beside a model of the type qwen2.
+    The tokenizer splits texts into words as Qwen2's does. Beside a model of the type qwen2, transformers would replace
+    any other splitting by this one.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -1,4 +1,4 @@
-"""Data sets: tokenized sequences in an HDF5 file, verified where they are read.
+"""Data sets: tokenized sequences in an HDF5 file, verified when they are read.
 
 | dataset              | type   | shape        | contents                                                              |
 |----------------------|--------|--------------|-----------------------------------------------------------------------|
@@ -7,23 +7,22 @@
 | `offsets`            | int64  | [n + 1]      | first token of each sequence in `tokens`, then `num_tokens`           |
 | `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token            |
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
+| `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
 
 A data set of pairs also has the datasets of `format.PairCounts`, int32 [n]. Each of its sequences is a pair: a prompt,
-followed by the chosen and the rejected answer to it.
-
-The first token of a sequence is never predicted, so it does not contribute to the loss. The group `tokenizer` contains
-each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes]. So does `report` (counts of
-`prepare` as JSON).
+followed by the chosen and the rejected answer to it. The first token of a sequence is never predicted, so it does not
+contribute to the loss. The group `tokenizer` contains each file of the tokenizer under its name, as a dataset of bytes,
+uint8 [num_bytes].
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
-(digest of offsets, loss tokens and checksums), `tokenizer` and `source` (names, for display), `num_untrained_dropped`
-and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options, tokenizer and versions that
-`prepare` used) and `sources` (digest of the names of the sources). They are written last, so a file without them is
-unfinished.
+(digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
+display), `num_untrained_dropped` and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options,
+tokenizer and versions that `prepare` used) and `sources` (digest of the origins of the sources). The attributes are
+written last, so a file without them is unfinished.
 
 Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="v110"`; texts have a fixed
-length and at most 4 KiB, because HDF5 stores others without checksums). A checksum of HDF5 covers what was stored.
-`checksums` and `content` also detect data that were exchanged, moved or never written.
+length and at most 4 KiB, because HDF5 stores other texts without checksums). Checksums of HDF5 detect changes of stored
+data. `checksums` and `content` also detect data that were exchanged, moved or never written.
 
 Any number of ranks may have a file open for reading.
 """

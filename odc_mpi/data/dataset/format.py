@@ -32,8 +32,8 @@ TYPES = {
 class PairCounts(NamedTuple):
     """Numbers of tokens of a pair, which consists of a prompt, a chosen answer and a rejected answer.
 
-    Each of the three parts has at least one token, and each answer at least one loss token. The counts of the rejected
-    answer follow from those of the pair. A data set stores each field as an HDF5 dataset of this name, int32 [n].
+    Each of the three parts has at least one token, and each answer at least one loss token. The rejected answer has the
+    remaining tokens of the pair. A data set stores each field as an HDF5 dataset of this name, int32 [n].
     """
 
     num_prompt_tokens: int
@@ -42,7 +42,7 @@ class PairCounts(NamedTuple):
 
 
 class DamagedDatasetError(UserError):
-    """A data set that does not contain what was written."""
+    """Error for a data set that does not contain what was written."""
 
     def __init__(self, path: Path, description: str) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ def hdf5_errors(path: Path, description: str) -> Iterator[None]:
     """Context manager that converts the exceptions of h5py to `DamagedDatasetError`.
 
     Args:
-        description: What is read, such as "sequence 3", for the error.
+        description: Name of the data being read, such as "sequence 3", for the error message.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def hdf5_errors(path: Path, description: str) -> Iterator[None]:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of a vocabulary, in hexadecimal. It covers all tokens and their numbers."""
+    """Return the SHA-256 of the tokens of a vocabulary and their numbers, in hexadecimal."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 of the arrays of a data set other than tokens and masks, in hexadecimal."""
+    """Return the SHA-256 of the arrays of a data set, except tokens and loss masks, in hexadecimal."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 
@@ -86,7 +86,7 @@ def _little_endian(array: npt.NDArray) -> bytes:
 
 
 def encode_text(text: str) -> np.bytes_:
-    """Return a text as the value of an attribute, with a fixed length. Bytes of file names may not be UTF-8."""
+    """Convert a text to a fixed-length attribute. Bytes of file names that are not UTF-8 become escape sequences."""
     return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
@@ -99,7 +99,7 @@ def read_text(attributes: h5py.AttributeManager, name: str) -> str:
 
 
 def read_size(attributes: h5py.AttributeManager, name: str) -> int:
-    """Read an integer attribute. Raises `KeyError` or `TypeError` if it is missing or of another type."""
+    """Read an integer attribute. Raises `KeyError` if it is missing, or `TypeError` if it has another type."""
     value = attributes[name]
     if not isinstance(value, np.integer):
         raise TypeError(f"the attribute {name!r} is not an integer")
@@ -107,6 +107,6 @@ def read_size(attributes: h5py.AttributeManager, name: str) -> int:
 
 
 def has_signature(file: h5py.File) -> bool:
-    """Return True if `prepare` of any version wrote the file."""
+    """Return True if the file is a data set that any version of `prepare` wrote, by its attribute `format`."""
     value = file.attrs.get("format")
     return value.decode(errors="replace") == FORMAT if isinstance(value, bytes) else bool(np.all(value == FORMAT))

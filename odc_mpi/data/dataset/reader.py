@@ -1,4 +1,4 @@
-"""Reader of data sets, which verifies what it reads."""
+"""Reader of data sets, which verifies all data that it reads."""
 
 import hashlib
 import operator
@@ -47,7 +47,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         """Open a file written by `prepare`. Each rank opens the file independently.
 
         Raises:
-            UserError: The file is missing, or not a data set of this version.
+            UserError: The file is missing, is not a data set of this version, or contains no sequences.
             DamagedDatasetError: The file is damaged. The tokens and the loss mask are verified when they are read.
         """
         self.path = Path(path)
@@ -107,6 +107,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Raises:
             DamagedDatasetError: The sequence cannot be read, or is not the one that was written.
+            IndexError: `index` is negative, or not below the number of sequences.
             ValueError: The data set is closed.
         """
         if not self._file:
@@ -125,7 +126,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the longest sequence. Both answers of a pair are at those after the prompt."""
+        """Number of positions of the longest sequence. Both answers of a pair start at the end of the prompt."""
         if self.pair_counts is None:
             return int(self.lengths.max())
         prompt, chosen, _ = self.pair_counts.T
@@ -134,7 +135,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     def digest(self) -> str:
         """Return a digest of the data. Ranks with equal digests compute the same plans and train on the same data.
 
-        It covers the checksums of all sequences, so this method does not read the tokens.
+        The digest covers the checksums of all sequences, so this method does not read the tokens.
         """
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
@@ -147,7 +148,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def is_dataset(path: Path) -> bool:
-    """Return True if `path` is a file that `prepare` has finished, of any version, damaged or not."""
+    """Return True if `path` is a completely written data set of any version. Its contents may be damaged."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return has_signature(file)
@@ -156,9 +157,10 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set, by name. Raises an error if they are damaged.
+    """Return the contents of the tokenizer's files in a data set, by name.
 
-    The result is empty if the data set contains no tokenizer, or if `path` is not a data set.
+    The result is empty if the data set contains no tokenizer, or if `path` is not a data set. Raises
+    `DamagedDatasetError` if a file is damaged.
     """
     if not is_dataset(path):
         return {}
@@ -200,10 +202,10 @@ def _check_format(file: h5py.File, path: Path) -> None:
 
 
 def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
-    """Return an HDF5 dataset. Raises `DamagedDatasetError` unless all its data are in this file, with checksums.
+    """Return an HDF5 dataset. Raises `DamagedDatasetError` unless it is a vector of `dtype` with checksums in the file.
 
-    Storage elsewhere (a link, external or virtual storage) would be followed to any file, and read as zeros if it is
-    missing; so would chunks that were never written.
+    HDF5 would follow links, external storage and virtual storage to any file. It would read missing storage, and chunks
+    that were never written, as zeros.
     """
     parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
     if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):

@@ -1,4 +1,4 @@
-"""Verification of complete data sets."""
+"""Verification of complete data sets, and reading the counts and the origin that `prepare` stored in them."""
 
 import json
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _MAX_NUMBERS = 3
 
 
 def verify_dataset(path: Path) -> str:
-    """Read everything in a data set, and return a line that describes it.
+    """Read and verify all contents of a data set, and return a line of text that describes it.
 
-    Raises a UserError, which names the first damaged sequences, if the file is damaged or not a data set.
+    Raises a UserError if the file is not a data set, or is damaged. The message names the first damaged sequences.
     """
     with Dataset(path) as dataset:
         damaged: dict[int, DamagedDatasetError] = {}
@@ -41,7 +41,7 @@ def verify_dataset(path: Path) -> str:
 
 
 def read_origin(path: Path) -> str:
-    """Return the digest of the names of the sources of a data set. It is empty if the file has none or is damaged."""
+    """Return the digest of the origins of a data set's sources, or "" if the file has none or is damaged."""
     try:
         with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
             return read_text(file.attrs, "sources")
@@ -50,10 +50,10 @@ def read_origin(path: Path) -> str:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Verify these data sets, and return the counts of the call of `prepare` that wrote them, by name of the count.
+    """Verify data sets, and return the counts by name that the call of `prepare` stored in them.
 
-    The result is None if a data set is missing, unfinished or damaged, if the digest of the call that it contains is
-    not `request`, or if different calls wrote the data sets.
+    The result is None if a data set is missing, unfinished or damaged, if its stored digest `request` differs from this
+    `request`, or if different calls of `prepare` wrote the data sets.
     """
     reports = set()
     for path in paths:

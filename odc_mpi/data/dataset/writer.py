@@ -71,13 +71,13 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes of the file. They are written when the context of the writer ends without an exception."""
+        """Set attributes, or the dataset `report`. They are written when the context ends without an exception."""
         self._attributes.update(attributes)
 
     def append(
         self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
     ) -> None:
-        """Append a sequence of at least two tokens. At least one token after the first must be a loss token.
+        """Append a sequence of at least two tokens, of which at least one after the first is a loss token.
 
         Args:
             tokens: Tokens of the sequence, uint32 [length].

@@ -21,7 +21,7 @@ class _Answer(NamedTuple):
     loss_mask: npt.NDArray[np.bool_]
 
     def truncate(self, length: int | None = None) -> "_Answer":
-        """Return the first `length` tokens, without those after the last loss token, which no loss depends on."""
+        """Return the first `length` tokens, without the tokens after the last loss token. No loss depends on these."""
         loss = np.flatnonzero(self.loss_mask[:length])
         end = loss[-1] + 1 if len(loss) else 0
         return _Answer(self.tokens[:end], self.loss_mask[:end])
@@ -51,7 +51,7 @@ class EncodedPair(Encoded):
 
     @override
     def truncate(self, length: int | None) -> "EncodedPair":
-        """Truncate the prompt with each answer to `length` tokens."""
+        """Return the pair with each answer truncated to `length` tokens minus those of the prompt, which is kept."""
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
         return replace(self, **_row(self.tokens[:num_prompt], *(answer.truncate(rest) for answer in self._answers())))
@@ -63,11 +63,11 @@ class EncodedPair(Encoded):
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
-    """Tokenize pairs, and return an `EncodedPair` for each, in a list of its own.
+    """Tokenize pairs, and return a list with one `EncodedPair` for each pair.
 
-    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair is the tokens with which both
-    sequences begin, up to the first loss token of either; for texts without a prompt, up to the first difference. Each
-    answer keeps at least one token.
+    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair consists of the tokens with which
+    both sequences begin, up to the first loss token of either sequence. For texts without a prompt, the prompt extends
+    to the first difference. Each answer keeps at least one token.
 
     Raises:
         UserError: See `encode`.

@@ -12,11 +12,10 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class PairMicrobatch(Microbatch):
-    """A microbatch of pairs. `inputs` contains no labels.
+    """A microbatch of pairs. `inputs` contains no labels, and `indices` are the indices of the pairs.
 
     The tokens of each pair are two sequences: the prompt with the chosen answer, and the rejected answer, which shares
     the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of both answers.
-    `indices` are those of the pairs.
 
     Attributes:
         answers: For each target, the index of its answer, int64 `[K]`: 2 i for the chosen answer of the i-th pair, and
@@ -87,8 +86,9 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
 def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobatch:
     """Return a microbatch whose `logit_positions` are the last token of each answer that is not the token `padding`.
 
-    At this token a sequence classifier of transformers computes its output. If an answer consists of padding, as an
-    empty one may, the token is in the prompt, and if all tokens are padding, it is the first one of the pair.
+    A sequence classifier of transformers computes its output at this token. If all tokens of an answer are padding, the
+    token is in the prompt. If the prompt is padding, too, it is the first token of the pair. The result has one target
+    per answer, the token itself.
     """
     tokens = microbatch.inputs["input_ids"][0]
     bounds, bounds_k = (microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64) for name in "qk")

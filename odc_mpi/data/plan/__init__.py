@@ -1,1 +1,1 @@
-"""Plans of minibatches: cost of sequences, balance over ranks, packing into microbatches, and split sequences."""
+"""Plans of minibatches: costs of sequences, balance over ranks, packing into microbatches, and split sequences."""

@@ -1,12 +1,12 @@
 """Balance strategies: assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-    local_sort   does not balance (for comparison)
-    lb_micro     equal numbers of microbatches on all ranks, and about equal costs of the k-th ones (for collectives)
-    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
+    local_sort   no balance (for comparison)
+    lb_micro     equal numbers of microbatches, and k-th microbatches of about equal cost (for collectives)
+    lb_mini      about equal total cost, with different numbers of microbatches (for windows)
     dynamic      microbatches that idle ranks claim (for windows)
 
-Every rank computes the same plan, because plans depend only on values that are equal on all ranks, and ties are broken
-by index. All strategies have the signature `BalanceStrategy`.
+All strategies have the signature `BalanceStrategy`. Every rank computes the same plan, because plans depend only on
+values that are equal on all ranks, and ties are broken by index.
 """
 
 import math
@@ -28,7 +28,7 @@ Costs = npt.NDArray[np.float64]
 #:     the length in tokens of each of its sequences, int64 [n],
 #:     the number of ranks, which may exceed the number of sequences,
 #:     the maximum number of tokens in a microbatch,
-#:     the cost to balance.
+#:     the cost model to balance by.
 #: Raises a `UserError` if a sequence is longer than a microbatch may be.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 
@@ -40,8 +40,8 @@ class Plan:
     Attributes:
         microbatches: Microbatches of each rank, in order. Each microbatch is a tuple of positions of sequences in the
             minibatch. Ranks may have different numbers of microbatches, or none. An empty microbatch is skipped, or
-            replaced by a dummy microbatch where ranks synchronize in each microbatch.
-        pool: Microbatches that are not assigned to a rank. An idle rank claims the next of them. None of them is empty.
+            replaced by a dummy microbatch if ranks synchronize in each microbatch.
+        pool: Microbatches that are not assigned to a rank, none of them empty. Idle ranks claim them in this order.
         splits: Sequences that are split into chunks on several ranks, and are not in any microbatch. Ranks run their
             chunks in this order, before all microbatches. See `data.plan.context_parallel`.
     """
@@ -67,12 +67,13 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
     """Assign equal numbers of microbatches to all ranks, so that the k-th microbatches have about equal costs.
 
-    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching. It is for collectives, with which all
-    ranks run their k-th microbatches together and wait for the costliest. Sequences are assigned to ranks by
-    differencing (`partition_evenly`), in numbers that differ by at most one. The sequences of each rank are split, also
-    by differencing, into the largest number of microbatches that any rank needs. They run by decreasing cost. A rank
-    with fewer sequences than that ends with empty microbatches. If differencing overfills a microbatch, verl adds
-    another microbatch. Here packing is used instead, so the number remains the minimum that packing finds.
+    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching. It is for collectives: all ranks run
+    their k-th microbatches together and wait for the costliest. Sequences are assigned to ranks by differencing
+    (`partition_evenly`), in numbers that differ by at most one. The sequences of each rank are then split into
+    microbatches, also by differencing. The number of microbatches is the largest that packing finds for any rank.
+    Microbatches run in order of decreasing cost, and a rank with too few sequences ends with empty microbatches. If
+    differencing overfills a microbatch, verl adds a microbatch on all ranks. This function packs the sequences greedily
+    instead, and keeps the number.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -88,9 +89,9 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     """Assign about equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
     This is LB-Mini of ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
-    synchronize between microbatches. Ranks are balanced with the largest differencing method (`partition`).
-    Microbatches are packed first-fit decreasing and run by decreasing cost, so memory
-    peaks at once. The last microbatches are the shortest, so ranks end at about the same time.
+    synchronize between microbatches. Sequences are assigned to ranks with the largest differencing method
+    (`partition`), and packed into microbatches by first-fit decreasing. Microbatches run in order of decreasing cost,
+    so the peak of memory is reached early. The cheapest microbatches are the last, so ranks end at about the same time.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -102,7 +103,7 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     """Pack microbatches for idle ranks to claim, the costliest first.
 
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
-    A rank that is slow, or whose microbatches cost more than estimated, claims fewer of them. See
+    A rank that is slow, or whose microbatches take longer than estimated, claims fewer microbatches. See
     `data.plan.dynamic_packing`.
     """
     check_fit(lengths, max_tokens)
@@ -136,7 +137,7 @@ def _split(
 ) -> tuple[SequenceIndices, ...]:
     """Split the sequences of a rank into `count` microbatches of about equal cost, costliest first.
 
-    `packed` is a split into at most `count` microbatches, none of which exceeds `max_tokens`.
+    `packed` is another split into at most `count` microbatches, none of which exceeds `max_tokens`. It is the fallback.
     """
     part_lengths, part_costs = lengths[part], costs[part]
     bins = partition(part_costs.tolist(), count)

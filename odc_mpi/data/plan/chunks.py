@@ -13,7 +13,7 @@ from itertools import pairwise
 from odc_mpi.data.plan.cost import CostModel
 
 #: Number of bisections in the search for the cost of the costliest chunk. The first interval is as wide as the cost of
-#: one token.
+#: the last token, or wider by a power of 4.
 NUM_BISECTIONS = 20
 
 
@@ -38,13 +38,13 @@ class SequenceSplit:
 
 
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
-    """Return the bounds of at most `count` chunks of a sequence that minimize the cost of the costliest chunk.
+    """Split a sequence into at most `count` chunks whose largest cost is minimal, and return `SequenceSplit.bounds`.
 
     The minimum is found by bisection. For a given maximum cost, the fewest chunks result from making each chunk as long
     as possible, beginning at the first token. The result has fewer chunks than `count` only if more chunks would not
-    reduce the maximum cost.
+    reduce the largest cost.
 
-    `length` is the number of tokens of the sequence, from 1 to `count * max_tokens`; a chunk has at most `max_tokens`.
+    `length` is the number of tokens of the sequence, from 1 to `count * max_tokens`. A chunk has at most `max_tokens`.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share.
@@ -66,7 +66,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds of chunks as long as `max_cost` allows, from the first token on.
+    """Return the bounds of chunks as long as `max_cost` and `max_tokens` allow, from the first token on.
 
     Returns None if more than `count` chunks would be needed.
     """

@@ -2,20 +2,20 @@
 
 A minibatch cannot end before its longest sequence. So sequences above some cost are split into chunks of equal cost
 (`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each other. Hybrid context
-parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) do this
-with collectives in groups of ranks. Here any number of ranks can share a sequence, and no other rank is involved.
+parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) split
+sequences with collectives in groups of ranks. Here any number of ranks can share a sequence, without involving others.
 
-    1. chunks    each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
+    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
                  the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
+    2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
                  next microbatch). This evens out the costs of chunks.
 
-This is free of deadlocks: a chunk waits for chunks of its own sequence only, and the first unfinished sequence in the
-common order is on ranks that have nothing else to run first.
+Deadlocks cannot occur. A chunk waits only for chunks of its own sequence, and the ranks of the first unfinished
+sequence have nothing else to run first.
 
-Several cost thresholds are tried. Each sequence above the threshold is split into the fewest chunks that are below it.
-The plan used is the one that ends earliest, with equal ranks and with ranks whose speeds differ. Chunks cost more than
-their part of a sequence (`CostModel.chunk`), so nothing is split where unsplit sequences end about as early.
+Several cost thresholds are tried. Each costlier sequence is split into the fewest chunks below the threshold. The plan
+with the earliest estimated end, summed over equal and different speeds of ranks (`SPREADS`), is used. Chunks cost more
+than their part of a sequence (`CostModel.chunk`), so no sequence is split if unsplit sequences end about as early.
 
 Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
@@ -38,19 +38,19 @@ ChunkCounts = npt.NDArray[np.int64]
 #: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of each threshold to the previous
 #: one. The thresholds rise up to the costliest sequence.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
-#: Maximum number of chunks, in total or per rank, unless max_tokens requires more. Planning with thousands of chunks
-#: takes long and gains nothing.
+#: Maximum number of chunks: the larger of the first number and the second number times the number of ranks. There is no
+#: maximum if max_tokens requires splits. Planning with thousands of chunks takes long and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
 #: Number of the most promising plans that are computed completely.
 NUM_FINALISTS = 3
-#: Maximum time of a plan with splits, relative to the plan without splits. Smaller gains are within the error of costs.
+#: Maximum time of a plan with splits, relative to the plan without splits. Costs are too inexact for smaller gains.
 MAX_RELATIVE_TIME = 0.98
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
     """Split the sequences that cost too much for one rank, and put all others in the pool. A `BalanceStrategy`.
 
-    If splitting gains nothing, the plan is that of `balance.dynamic`.
+    If splits save less than 2% of the time, the plan is that of `balance.dynamic`, unless `max_tokens` requires splits.
 
     Args:
         max_tokens: Maximum number of tokens in a microbatch and in a chunk. A sequence may have `size` times as many.
@@ -77,7 +77,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
 
 
 class _Planner:
-    """Planner of one minibatch. `counts` are numbers of chunks of each sequence, int64 [n]."""
+    """Planner of one minibatch. In its methods, `counts` are the numbers of chunks of the sequences, int64 [n]."""
 
     def __init__(self, lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> None:
         self._lengths, self._size, self._max_tokens, self._cost = lengths, size, max_tokens, cost
@@ -85,12 +85,12 @@ class _Planner:
         self._fewest = -(-lengths // max_tokens)
 
     def even_end(self) -> float:
-        """Return the end of all ranks, summed over `SPREADS`, if all work were distributed evenly."""
+        """Return the time at which all ranks would end with evenly distributed work, summed over `SPREADS`."""
         fewest = -(-int(self._lengths.sum()) // self._max_tokens)
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 
     def promising(self) -> list[tuple[float, ChunkCounts]]:
-        """Return estimated end and chunk counts of the `NUM_FINALISTS` best plans, the best first."""
+        """Return the estimated end and the chunk counts of the `NUM_FINALISTS` best plans, the best first."""
         candidates = list({counts.tobytes(): counts for counts in self._candidates()}.values())
         ends = [self._estimate(counts) for counts in candidates]
         return [(ends[i], candidates[i]) for i in argsort_descending(-np.array(ends))[:NUM_FINALISTS]]
@@ -119,7 +119,7 @@ class _Planner:
         return Plan(((),) * self._size, pool, splits)
 
     def estimate_end(self, plan: Plan) -> float:
-        """Return the end of the last rank, summed over `SPREADS`."""
+        """Return the estimated time at which the last rank ends, summed over `SPREADS`."""
         work = [self._cost.constant + math.fsum(self._costs[list(indices)].tolist()) for indices in plan.pool]
         return math.fsum(
             makespan(work, self._size, spread, self._available_at(plan.splits, spread)) for spread in SPREADS
@@ -151,11 +151,11 @@ class _Planner:
         return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
 
     def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        """Return the end of each rank's chunks, float64 [size]."""
+        """Return the time at which each rank has run its chunks, float64 [size]."""
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
-        """Assign chunks, given as number and cost for each sequence, to the ranks that are idle first.
+        """Assign the chunks of each sequence, given as their number and cost, to the ranks that are idle first.
 
         Chunks of a sequence begin together and end with the slowest. Returns the ranks of each sequence, and the time
         at which each rank becomes idle, float64 [size].

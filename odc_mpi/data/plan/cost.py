@@ -18,7 +18,7 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Model of the costs of sequences, microbatches and chunks.
 
-    A sequence of s tokens costs linear * s + quadratic * s². The cost of a microbatch is their sum plus `constant`.
+    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs its sequences' sum plus `constant`.
 
     Attributes:
         linear: Cost per token, for all operations on single tokens.
@@ -50,10 +50,10 @@ class CostModel:
         return self.constant + float(self.sequence(lengths).sum())
 
 
-#: Constant cost of a microbatch, as the number of tokens with that cost. It exists because each parameter's gradient is
-#: computed, flattened and pushed once, for any number of tokens. Measured: 79 on CPUs (benchmarks/notes/balance.md).
-#: Memory bandwidth and matrix speed of an A100 suggest several hundred. Where it is 79, `dynamic` packs about equally
-#: well with values of 40 to 250. With 0, its microbatches are far too small.
+#: Constant cost of a microbatch, as the number of tokens with that cost. This cost exists because each parameter's
+#: gradient is computed, flattened and pushed once, for any number of tokens. Measured: 79 on CPUs
+#: (benchmarks/notes/balance.md). Memory bandwidth and matrix speed of an A100 suggest several hundred. Where 79 was
+#: measured, `dynamic` packs about equally well with values of 40 to 250. With 0, its microbatches are far too small.
 MICROBATCH_TOKENS = 100
 
 

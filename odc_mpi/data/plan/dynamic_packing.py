@@ -1,14 +1,13 @@
 """Packing a minibatch into microbatches that idle ranks claim, costliest first.
 
-Ranks end at times that differ by up to one microbatch, so the last microbatches must be small. But each microbatch has
-a constant cost in addition to its sequences, so there should be few microbatches. Hence large microbatches come first,
-about equally many per rank, and then a tail of small microbatches of the shortest sequences, as in factoring (Hummel,
-Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers per rank and sizes of
-the tail are tried. Since costs are estimates, the packing used is the one that ends earliest, with equal ranks and with
-ranks whose speeds differ.
+The times at which ranks end differ by up to one microbatch, so the last microbatches must be small. But each microbatch
+has a constant cost in addition to its sequences, so there should be few microbatches. Hence large microbatches come
+first, about equally many per rank, and then a tail of small microbatches of the shortest sequences, as in factoring
+(Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of large
+microbatches per rank and several sizes of the tail are tried. Since costs are estimates, the best packing is the one
+with the earliest end, summed over equal and different speeds of ranks (`SPREADS`).
 
-Decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so every process computes the same
-packing.
+Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
 """
 
 import math
@@ -28,10 +27,10 @@ PER_RANK = (1, 2, 3, 4, 8)
 TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
 #: Ratios of the cost of a large microbatch to the cost of a microbatch in the tail.
 TAIL_RATIOS = (2, 4)
-#: Relative differences of the slowest and the fastest rank from the mean speed, for which packings are evaluated.
+#: Values of `spread` in `makespan` for which packings are evaluated: ranks of equal and of different speeds.
 SPREADS = (0.0, 0.1)
-#: Limits of the differencing method: with this many sequences per microbatch, costs are even without it, and with this
-#: many sequences in total, it takes too long.
+#: Limits of the differencing method. From this number of sequences per microbatch on, costs are even without it. From
+#: this total number of sequences on, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
@@ -43,15 +42,15 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch into microbatches of positions in `lengths`, costliest first.
+    """Pack a minibatch into microbatches, and return the positions of their sequences in `lengths`, costliest first.
 
     Args:
         lengths: Number of tokens of each sequence, int64 [n], n at least 1, each at most `max_tokens`.
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        available_at: Time at which each rank begins to claim, in units of cost, float64 [size], for each value of
-            `SPREADS`; None for 0.
+        available_at: For each value of `SPREADS`, the time at which each rank begins to claim, in units of cost,
+            float64 [size]; None if all ranks begin at 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
@@ -73,11 +72,11 @@ def pack_pool(
 def makespan(
     work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
 ) -> float:
-    """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in their order.
+    """Return the time at which the last rank ends, in units of cost, if idle ranks claim items in the given order.
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds. Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
+        spread: Spread of speeds. Factors from 1 - spread to 1 + spread, evenly spaced over ranks, multiply the cost.
         available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
     """
     left = np.asarray(work, dtype=np.float64)

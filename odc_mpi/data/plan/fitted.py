@@ -1,9 +1,9 @@
-"""A cost model fitted to the measured times of a run's microbatches.
+"""A cost model that is fitted to the measured times of a run's microbatches.
 
 The model is seconds = slowness of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). The
-time of a chunk is its part of this time, multiplied by a factor (`CostModel.chunk`). Each rank observes its own
-microbatches and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows together
-with other values, and every rank fits the same cost to the same rows.
+time of a chunk is its part of the sequence's time, multiplied by a factor (`CostModel.chunk`). Each rank observes its
+own microbatches and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows
+together with other values, and every rank fits the same cost model to the same rows.
 
     observe   call after each microbatch
     report    call before the exchange, for this rank's row
@@ -33,15 +33,15 @@ _Vector = tuple[float, float, float]
 #: microbatches; then the sum of the factors of chunks, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. It is a half after 30 of them: enough to average noise,
-#: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
+#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches: enough to average
+#: noise, and few enough to follow lasting changes. A literal, since powers of libraries may differ in a bit.
 DECAY = 0.97716
 #: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
 #: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
 HISTORY = 256
-#: Weight of the prior, relative to an observation. Times scatter by a tenth, the prior by its own size, and Bayes' rule
-#: compares the squares of these.
+#: Weight of the prior, relative to an observation: the variance of times divided by that of the prior. The relative
+#: standard deviation of times is a tenth, and that of the prior is 1.
 PRIOR_WEIGHT = 0.01
 #: Weight of the prior factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
@@ -52,13 +52,13 @@ NUM_ALTERNATIONS = 4
 class FittedCostModel:
     """Fit of the coefficients of a `CostModel` during a run.
 
-    The fit is robust against outliers. The expected time of a microbatch is its current cost times the median ratio of
-    time to cost on this rank. The more a time exceeds it, the lower is its weight. Relative errors are minimized, so
-    short microbatches matter, too. Ranks may have different speeds. If the data does not determine the coefficients,
-    for example if all lengths are equal, they keep the ratios of the prior.
+    The fit minimizes relative errors, so short microbatches matter, too. It is robust against outliers: a microbatch
+    has less weight the more its time exceeds the expected time, which is its current cost times the median ratio of
+    time to cost on this rank. Ranks may have different speeds. If the data does not determine the coefficients, for
+    example because all lengths are equal, the coefficients keep the ratios of the prior.
 
     Args:
-        prior: Cost to use until there is enough data, in any unit.
+        prior: Cost model to use until there is enough data, in any unit.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -70,7 +70,7 @@ class FittedCostModel:
 
     @property
     def cost(self) -> CostModel:
-        """Current cost, the same on every rank: first the prior, later the time in seconds on a rank of mean speed."""
+        """Current cost model, the same on every rank: first the prior, later in seconds on a rank of mean speed."""
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
@@ -87,7 +87,7 @@ class FittedCostModel:
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
         """Record the time that this rank took for a chunk, the tokens `begin:end` of a sequence.
 
-        `seconds` excludes waits for other chunks. The call does nothing if it is not a finite number above 0.
+        `seconds` excludes waits for other chunks. The call does nothing if `seconds` is not a finite number above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
@@ -99,9 +99,9 @@ class FittedCostModel:
             usual = self._usual()
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
-                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and none has more
-                # influence than one of twice the expected time. And if the current cost is far too low, as a prior may
-                # be, short sequences do not outweigh all others.
+                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and no outlier
+                # has more influence than a time of twice the expected time. If the current cost is far too low, as a
+                # prior may be, short sequences do not outweigh all others.
                 unit = max(usual * self._estimate(tokens, squares), seconds)
                 time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
@@ -118,7 +118,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed sums of earlier rows."""
+        """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and decayed sums of earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         if len(self._rows) != len(rows):
@@ -129,11 +129,11 @@ class FittedCostModel:
         self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the fit as floats and lists. It is the same on every rank."""
+        """Return the state of the fit as floats and lists. The state is the same on every rank."""
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, which may come from another number of ranks."""
+        """Continue from a `state_dict`, which may come from another number of ranks. Drops unreported observations."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
@@ -150,7 +150,7 @@ class FittedCostModel:
             self._cost = replace(self._cost, chunk_factor=max(1.0, factor))
 
     def _usual(self) -> float:
-        """Return the median ratio of this rank's times to the cost."""
+        """Return the median ratio of time to cost of this rank's latest microbatches."""
         return float(
             np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._observations])
         )
@@ -161,7 +161,7 @@ class FittedCostModel:
         return estimate if estimate > 0 else 1.0
 
     def _spread(self, size: int) -> ReportRows:
-        """Return the sums for another number of ranks: all scaled to mean speed, with an equal share for each rank."""
+        """Return the rows for another number of ranks: the sum of all rows, scaled to mean speed, in equal shares."""
         total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
         return np.zeros((size, ROW_LENGTH)) + total / size
 
@@ -183,7 +183,7 @@ def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
 
 
 def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
-    """Divide each row by its rank's slowness under these coefficients."""
+    """Scale the features in each row by its rank's slowness under these coefficients, as if all speeds were equal."""
     # Least squares estimate of a factor on all times, without matrix products (see the module's docstring).
     moment = _times(rows[:, 6:9].T, coefficients)
     power = _quadratic_form(rows[:, :6].T, coefficients)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: If there are fewer changed bins than other bins by this factor, each is inserted. Otherwise all are sorted.
+#: If the other bins outnumber the changed bins by this factor, each changed bin is inserted. Otherwise all are sorted.
 FEW = 16
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
@@ -27,12 +27,12 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split items into `size` parts of nearly equal cost with the largest differencing method.
 
     The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
-    82/113, 1982), for any number of parts. It starts with one split into `size` bins per item. It repeatedly joins the
-    two splits whose largest and smallest bins differ most, the largest bins of one with the smallest bins of the other,
-    until one split is left. Empty bins are not stored, so the first joins are fast.
+    82/113, 1982), for any number of parts. At the beginning, each item is a split of its own into `size` bins, all but
+    one of them empty. The method repeatedly joins the two splits with the largest differences between their largest and
+    smallest bins, until one split is left. A join combines the largest bins of one split with the smallest bins of the
+    other. Empty bins are not stored, so the first joins are fast.
 
-    `costs` are at least 0. Returns the indices of the items in each part, sorted. The part with the largest cost comes
-    first.
+    `costs` are at least 0. Returns the sorted indices of the items in each part, beginning with the costliest part.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -79,7 +79,7 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
 
 
 def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
-    """Swap single items of the costliest and the cheapest part, as long as that brings both closer."""
+    """Swap single items of the costliest and the cheapest part, as long as their costs come closer."""
     loads = np.array([costs[part].sum() for part in parts])
     for _ in range(4 * len(parts)):  # few are needed; the bound limits the time
         high, low = int(loads.argmax()), int(loads.argmin())
@@ -98,7 +98,7 @@ def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[i
 
 
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Return the first pair of a high and a low item whose difference is closest to half of a gap.
+    """Return the positions of a high and a low item whose difference is closest to half of a gap, the first such pair.
 
     For each high item, only the low items next to the target value are examined: all pairs would need quadratic memory.
     """
@@ -155,8 +155,8 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
     The number of bins is at most 11/9 times the minimum, plus 6/9 (Dósa 2007).
 
-    `sizes` are those of the items, int64 [n], at most `capacity`, the maximum total size in a bin. Returns the indices
-    of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
+    `sizes` are the sizes of the items, int64 [n], each at most `capacity`, the maximum total size in a bin. Returns the
+    indices of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -183,13 +183,14 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 def even_fit(
     sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
-    """Pack items by decreasing cost, each into the cheapest bin, or into a new bin if it does not fit there.
+    """Pack items by decreasing cost, each into the cheapest bin, or into a new bin if the item does not fit there.
 
     The bins have about equal costs. The complexity is O(n log n).
 
     Args:
-        sizes: Size of each item, int64 [n], at most `capacity`, the maximum total size of the items in a bin.
+        sizes: Size of each item, int64 [n], each at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
+        capacity: Maximum total size of the items in a bin.
         max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
 
     Returns:

@@ -1,9 +1,9 @@
 """Balance strategies whose microbatches do not depend on the number of ranks.
 
 The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
-So packing depends only on the sequences and on a cost that never changes. Complete microbatches are then assigned to
-ranks, for which the cost may change, such as a fitted cost. Microbatches of one sequence each, for models that cannot
-keep packed sequences apart, do not depend on the number of ranks either.
+So packing depends only on the sequences and on a cost model that never changes. Complete microbatches are then assigned
+to ranks by a cost model that may change, such as a fitted one. Models that cannot keep packed sequences apart use
+microbatches of one sequence each, which do not depend on the number of ranks either.
 """
 
 import math
@@ -19,7 +19,7 @@ from odc_mpi.errors import UserError
 
 #: Function that forms microbatches from lengths, the largest number of tokens and a cost.
 Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
-#: Number of sequences per assumed rank. A minibatch is packed as `dynamic` does it for this assumed number of ranks.
+#: Number of sequences per assumed rank. A minibatch of n sequences is packed as by `dynamic` for n / 4 ranks.
 SEQUENCES_PER_RANK = 4
 
 
@@ -36,7 +36,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
     Args:
         name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost for packing. The cost passed to the strategy is used for the assignment to ranks only.
+        packing_cost: Cost model for packing. The strategy's own cost model is used for the assignment to ranks only.
         pack: Function that forms the microbatches from lengths, the token limit and `packing_cost`.
 
     Raises:
@@ -65,7 +65,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
 
 def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
-    """Return the variant of one of `BALANCE_STRATEGIES` whose microbatches have one sequence each, costliest first."""
+    """Return the variant of the balance strategy `name` that forms microbatches of one sequence each."""
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
 
 
@@ -75,7 +75,7 @@ def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[Seque
 
 
 def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign equal numbers of microbatches to the ranks. Some may be empty."""
+    """Assign equal numbers of microbatches to the ranks, one sequence in each. Some microbatches may be empty."""
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]

@@ -1,4 +1,4 @@
-"""Decompression of files with gzip and Zstandard, chosen by the suffix of their names."""
+"""Decompression of gzip and Zstandard files, which are recognized by the suffixes of their names."""
 
 import gzip
 import io
@@ -16,12 +16,12 @@ _PACKED_BYTES = 1 << 14
 
 
 def bare_suffix(path: Path) -> str:
-    """Return the suffix of a file's name in lower case, without that of the compression."""
+    """Return the suffix of a file name in lower case, without a suffix of compression: ".csv" for "a.csv.gz"."""
     return (path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).suffix.lower()
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream of the file's decompressed bytes, with a method `peek`. Raises a UserError without zstandard."""
+    """Return a stream of a file's decompressed bytes, with `peek`. Raises a UserError if zstandard is missing."""
     if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix.lower() == ".zst":
@@ -53,7 +53,7 @@ def _open_zstd(file: BinaryIO, path: Path) -> Any:
 class _ZstdText(io.RawIOBase):
     """Stream of the decompressed bytes of Zstandard frames.
 
-    It raises an error if the file is truncated. The stream of the package zstandard would end silently.
+    Reading a truncated file raises an error. The stream of the package zstandard would end silently.
     """
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:

@@ -1,7 +1,7 @@
 """Reading data sets of the library `datasets`: directories of `save_to_disk`, and data sets of the Hugging Face Hub.
 
-Requires the library, which the extra `datasets` installs. It is imported only if such a source is given. Code of data
-sets is never run: the library does not support it since version 4.
+The extra `datasets` installs the library, which is imported only if the user specifies such a source. Code of data sets
+is never run: the library does not support it since version 4.
 """
 
 import re
@@ -19,7 +19,7 @@ _DEFAULT_SPLIT = "train"
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Return True for a directory that `save_to_disk` wrote."""
+    """Return True if `path` is a directory that `save_to_disk` wrote."""
     names = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
     return any(all((path / name).is_file() for name in each) for each in names)
 
@@ -34,7 +34,7 @@ def load(name: str, split: str | None) -> Any:
 
     Args:
         name: Directory of `save_to_disk`, or name on the Hub.
-        split: Split to read, such as "train[:1%]" on the Hub; None for "train", or the only one of a directory.
+        split: Split to read, such as "train[:1%]" on the Hub; None for "train", or for the only split of a directory.
 
     Raises:
         UserError: The library is missing, or the data set or its split cannot be loaded.
@@ -68,10 +68,10 @@ def read_rows(
 ) -> Iterator[Block]:
     """Yield the rows of a data set in blocks, without columns of images, sound and other media.
 
-    `num_bytes` is the size of its files, of which `on_bytes_read` receives approximate parts. Raises a UserError if the
-    rows cannot be read.
+    `num_bytes` is the size of the data set's files. `on_bytes_read` receives shares of it in proportion to the rows
+    read. For the other arguments, see `DataSource.read`. Raises a UserError if the rows cannot be read.
     """
-    # Features of media have this attribute, and would be decoded; so do `Json` columns, whose text is to be decoded.
+    # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, and is to be decoded.
     columns = [
         column
         for column, feature in dataset.features.items()

@@ -67,7 +67,7 @@ def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, An
 
 
 def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
+    """Return a message with the tool calls that its content describes as JSON text, as in LLaMA-Factory."""
     calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:

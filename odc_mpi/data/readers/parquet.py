@@ -16,9 +16,9 @@ _BUFFER_BYTES = 1 << 20
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-    """Yield the rows of a file in blocks, in the order of the file.
+    """Yield the rows of a file in blocks, in the order of the file, without columns of dates and times.
 
-    `DataSource.read` explains the other arguments. The number of bytes that `on_bytes_read` receives is approximate.
+    For the other arguments, see `DataSource.read`. The number of bytes that `on_bytes_read` receives is approximate.
     Raises a UserError if the file or a value cannot be read, or pyarrow is missing.
     """
     pyarrow = _library(str(path))
@@ -43,7 +43,7 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows. Raises a UserError if the file cannot be read or pyarrow is missing."""
+    """Return the number of rows. Raises a UserError if the file cannot be read, or pyarrow is missing."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 

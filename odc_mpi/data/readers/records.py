@@ -14,13 +14,13 @@ _MAX_EXAMPLES = 3
 _BLOCK_CHARS = 1 << 19
 _BLOCK_RECORDS = 1024
 
-#: Function that returns how often to use a record. It is called once for each, in the order of the file.
+#: Function that returns how often to use a record. It is called once for each record, in the order of the file.
 RepeatFn = Callable[[], int]
 T = TypeVar("T")
 
 
 class InvalidRecordError(UserError):
-    """Error that a line or row cannot be used. The message contains the file and the line."""
+    """Error for a line or row that cannot be used. The message contains the file and the line."""
 
 
 class InvalidRecords:
@@ -31,7 +31,7 @@ class InvalidRecords:
 
     Attributes:
         num_skipped: Number of records skipped so far.
-        first: Error messages of up to three skipped records, the first ones.
+        first: Error messages of the first three skipped records.
     """
 
     def __init__(self, skip: bool = False) -> None:
@@ -40,7 +40,7 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record and keep its message. Raises a UserError unless invalid records are skipped."""
+        """Count an invalid record. Raises a UserError unless invalid records are skipped."""
         if not self._skip:
             raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
         self.num_skipped += 1
@@ -49,7 +49,7 @@ class InvalidRecords:
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record. Raises an InvalidRecordError if it is not a JSON object in UTF-8."""
+    """Decode a line into a record. Raises an InvalidRecordError if the line is not a JSON object in UTF-8."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def check_object(value: Any, location: str) -> dict[str, Any]:
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text of a required field. Raises an InvalidRecordError if it is missing or not Unicode text."""
+    """Return the text of a required field. Raises an InvalidRecordError if the field is missing or not Unicode text."""
     if field not in record:
         raise InvalidRecordError(f"{location}: expected the field {field!r}, got {field_names(record)}")
     text = record[field]
@@ -94,20 +94,20 @@ def field_names(record: Mapping[str, Any]) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """Return the JSON name of a value's type."""
+    """Return the JSON type of a value, with an article, such as "an object"."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records of one file or data set. Blocks are pickled to be sent to worker processes.
+    """Some records of one file or data set, in order. Blocks are pickled to be sent to worker processes.
 
     Attributes:
         name: Path of the file, or name of the data set.
-        unit: What the numbers count, such as "row".
-        numbers: Number of each record, from 1.
-        values: The records; lines of JSON, which are not parsed yet; or an error for each record that is invalid.
+        unit: Unit that `numbers` count, such as "row".
+        numbers: Number of each record in the file or data set, from 1. Repeated records have equal numbers.
+        values: For each record, the record itself, a line of JSON that is not parsed yet, or an error if it is invalid.
     """
 
     name: str
@@ -136,11 +136,11 @@ def _to_record(value: Any, location: str) -> dict[str, Any]:
 def split_into_blocks(
     items: Iterable[tuple[int, T, int]], num_repeats: RepeatFn
 ) -> Iterator[tuple[list[int], list[T]]]:
-    """Yield the numbers and the values of the items of each block.
+    """Yield the numbers and the values of the items of each block, at most 1,024 items.
 
     Args:
         items: Number, value and number of characters of each item.
-        num_repeats: Function that returns how often to use an item.
+        num_repeats: Function that returns the number of times to use the next item.
     """
     numbers: list[int] = []
     values: list[T] = []
@@ -158,9 +158,9 @@ def split_into_blocks(
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the fields that are null, in all its structures.
+    """Return a value of a table without its null fields, at any depth.
 
-    A field that one record of a table has is null in all other records.
+    In a table, a field that only some records have is null in the other records.
     """
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}

@@ -24,10 +24,10 @@ ARRAY_SUFFIX = ".json"
 
 _REPORTED_RECORDS = 1024  # between two calls of `on_bytes_read`
 _READ_CHARS = 1 << 20  # of an array at a time
-#: A value whose decoding fails so few characters before the end of the buffer may be incomplete, such as `-Infinit`.
+#: If decoding fails within this number of characters of the end of the buffer, a value may be incomplete: `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
-#: Begin of an object, with its first key.
+#: Beginning of an object, with its first key.
 _OPENING = re.compile(r'\{\s*("[^"\\]*")\s*:')
 _MAX_OPENING_CHARS = 1000
 _SHOWN_CHARS = 30  # of invalid text
@@ -35,7 +35,7 @@ _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bra
 
 
 class _Format(NamedTuple):
-    """A format: what its numbers count, and a function that yields number, value and size of each item of a stream."""
+    """Format of a file: the unit of its items, and a function that yields number, value and size of each item."""
 
     unit: str
     find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
@@ -59,7 +59,7 @@ def count_records(path: Path) -> int:
 
 
 def is_array(path: Path) -> bool:
-    """Return True if the content of a file begins with ``[``. Raises a UserError if it cannot be read."""
+    """Return True if the content of a file begins with ``[``. Raises a UserError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             begin: bytes = decompressed(file, path).peek(1)
@@ -115,7 +115,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
-    """Yield each row of a table by the number of its first line. The first row contains the names of the columns."""
+    """Yield each row of a table, with the number of its first line. The first row contains the column names."""
     csv.field_size_limit(_MAX_VALUE_CHARS)
     reader = csv.reader(stream, delimiter=delimiter, strict=True)
     names = next(reader, [])
@@ -138,7 +138,7 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
 
 
 def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
-    """Yield each element of a JSON array. An error stands for invalid text up to the next element."""
+    """Yield each element of a JSON array, or an error instead of invalid text up to the next element."""
     array = _JsonArray(stream)
     for number in itertools.count(1):
         try:
@@ -156,7 +156,7 @@ class _JsonArray:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._text, self._position = "", 0
-        self._offset = 0  # of the text in the file, in characters
+        self._offset = 0  # of `_text` in the file, in characters
         self._raw_decode = json.JSONDecoder().raw_decode
         self._is_after_element = False
         self._first_key = ""  # of the last element, with its quotes
@@ -186,7 +186,7 @@ class _JsonArray:
         return value, end - begin
 
     def skip_invalid(self, error: ValueError) -> str:
-        """Skip to the next object that begins with the key of the last element. Return an error message."""
+        """Skip to the next object that begins with the key of the last element, and return an error message."""
         place, reason = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (self._position, error)
         found = self._text[place : place + _SHOWN_CHARS]
         problem = f"invalid JSON ({reason}) at character {self._offset + place + 1:,}, {found!r}; "
@@ -205,7 +205,7 @@ class _JsonArray:
         return f"{problem}the next element is at character {self._offset + self._position + 1:,}"
 
     def _extend(self) -> bool:
-        """Read more text, at least as much as remains, so that few values are decoded repeatedly. False at the end."""
+        """Read at least as much text as remains, so that few values are decoded twice. Returns False at the end."""
         rest = self._text[self._position :]
         if more := self._stream.read(max(_READ_CHARS, len(rest))):
             self._offset += self._position
@@ -224,7 +224,7 @@ class _JsonArray:
                 return ""
 
     def _take(self, character: str) -> None:
-        """Skip a character; "" is the end of the file. Raises a ValueError if another one follows."""
+        """Skip a character; "" is the end of the file. Raises a ValueError if another character follows."""
         found = self._peek()
         if found != character:
             expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
