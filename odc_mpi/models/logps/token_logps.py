@@ -120,7 +120,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of `hidden`, `weight` and `bias`. Weight and bias gradients accumulate in float32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. Those of the parameters are at least float32."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)
