@@ -81,8 +81,7 @@ class Manifest:
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter: for each key such as "step", a mapping from parameter
-            name to number.
+        scalars: Optimizer state with one number per parameter, keyed by its key, such as "step", and parameter name.
         optimizer: Name of the optimizer class.
         metadata: JSON-serializable values: configuration of the run, position in the data, software versions, etc.
         files: Records of the files of all ranks and of the index, if any, keyed by file name.
@@ -125,10 +124,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of the checkpoint in `directory`.
-
-    Raises `UserError` if the manifest is missing or damaged, and `VersionError` if its format has another version.
-    """
+    """Read a checkpoint's manifest. Raise `UserError` if missing or damaged, or `VersionError` for another version."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())

@@ -47,10 +47,7 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
 
 
 def prune(directory: Path, keep: int, protected_step: int | None = None) -> None:
-    """Remove complete checkpoints except the newest `keep` (at least 1) and that of `protected_step`.
-
-    An `OSError` is ignored; the checkpoint then remains.
-    """
+    """Remove complete checkpoints except the newest `keep` (at least 1) and that of `protected_step`. Ignore errors."""
     complete = [(step, path) for step, path in steps_in(directory).items() if (path / MANIFEST).exists()]
     for path in (path for step, path in complete[:-keep] if step != protected_step):
         with suppress(OSError):

@@ -41,12 +41,11 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Range of a flattened tensor that is stored as the data set `path`.
+    """Range of a flattened tensor with the full shape `shape`, to be stored as the data set `path`.
 
     Attributes:
         values: Elements of the range in the stored type, contiguous, `[n]`.
         start: Index of the first element of the range in the flattened tensor.
-        shape: Shape of the full tensor.
         dtype: Name of the torch dtype of the tensor.
     """
 
@@ -167,8 +166,7 @@ class _Stored:
 class ShardFile(AbstractContextManager["ShardFile"]):
     """The file of a rank, open for reading. The checksums of data are verified on reading.
 
-    Construction raises `UserError` if the file is missing or damaged, or differs from `expected`, its record in the
-    manifest.
+    Construction raises `UserError` if the file is missing, damaged, or differs from `expected`, the manifest's record.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:

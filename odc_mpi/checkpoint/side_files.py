@@ -27,9 +27,8 @@ class SideFiles:
         base: Directory that now contains the model from which the run started ("the base"); by default `model.path`.
 
     Attributes:
-        tokenizer: Contents of the files to export, keyed by file name. These are the files of the base if its tokenizer
-            has a chat template, even if the data was prepared with another template. Otherwise, they are the files that
-            `read_tokenizer_files` returns.
+        tokenizer: Contents of the files to export, keyed by file name: those of the base if its tokenizer has a chat
+            template, even if the run used another template; otherwise, those that `read_tokenizer_files` returns.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:

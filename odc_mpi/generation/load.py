@@ -24,10 +24,9 @@ class GenerateArguments:
     """Options of `odc-mpi generate` and `odc-mpi chat`.
 
     `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of the run: its
-    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
-    tokenizer; by default, the tokenizer of the model is used. Exactly one of `prompt`, `prompts` and `chat` is given
-    for `generate`, and none for `odc-mpi chat`. Without `out`, completions are printed. For the other options, see
-    `load_model` and `shard_model`.
+    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set, by
+    default that of the model. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat` uses
+    none. Without `out`, completions are printed. For the other options, see `load_model` and `shard_model`.
     """
 
     source: Path

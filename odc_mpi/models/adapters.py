@@ -6,8 +6,7 @@ of transformers with the parameter names of peft:
     ...q_proj.base_layer.weight               base weight, frozen
     ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform; the seed and this name seed it
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
-    ...experts.base_layer.gate_up_proj        fused experts, frozen; each further adapted parameter of the same module
-                                              adds another `base_layer` to the name
+    ...experts.base_layer.gate_up_proj        fused experts, frozen; one `base_layer` per adapted parameter
     ...experts.lora_A.default.weight          adapters of all fused experts, concatenated in the order of the experts
     lm_head.original_module.weight            weight of a module in `modules_to_save`, frozen
     lm_head.modules_to_save.default.weight    trainable copy of this weight
@@ -64,9 +63,7 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the adapted weight, `weight + scale * B @ A`, in the dtype of `weight`.
-
-        The product is computed for each expert separately, as in `get_delta_weight` of peft.
+        """Return `weight + scale * B @ A` for each expert, like `get_delta_weight` of peft, in the dtype of `weight`.
 
         Args:
             weight: Base parameter, with two dimensions or, for fused experts, with three (see `is_transposed`).
@@ -84,8 +81,7 @@ class AdaptedParameter(NamedTuple):
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
     """Add LoRA adapters to a model on the meta device.
 
-    In the result, only the adapters and the copies of the modules in `modules_to_save` are trainable. The new head of a
-    reward model is always added to `modules_to_save`.
+    Only adapters and copies of `modules_to_save` are trainable. The new head of a reward model is always such a module.
 
     Args:
         meta_model: Base model. Its module is changed in place.

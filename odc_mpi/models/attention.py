@@ -49,10 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Compute causal attention of this chunk to itself and earlier chunks. One-sided; waits for earlier chunks.
-
-        For shapes and `scaling`, see `packed_attention`; the output is shaped like `query`. `layer` counts from 0.
-        """
+        """Compute causal attention of this chunk to itself and earlier chunks. One-sided; waits for earlier chunks."""
 
 
 def packed_attention(
@@ -78,8 +75,7 @@ def packed_attention(
     Args:
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
-        attention_mask: Window size and chunk size from `_local_pattern`, int64 `[2]`, or None for full causal
-            attention. There is no padding mask, because inputs have no padding.
+        attention_mask: Window size and chunk size from `_local_pattern`, int64 `[2]`, or None. Inputs have no padding.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
         sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
@@ -93,8 +89,7 @@ def packed_attention(
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
-        chunk: Chunk of a split sequence that consists of the given tokens, which also attend to earlier chunks. None
-            means that the sequences are not split.
+        chunk: Chunk of a split sequence to which the tokens belong. They also attend to earlier chunks. None: no chunk.
 
     Returns:
         Output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
@@ -172,10 +167,9 @@ def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) 
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Correct the factors by which Llama 4 scales the queries of layers without rotary embedding.
+    """Correct the factors by which Llama 4 scales queries without rotary embedding, to use positions in the sequence.
 
-    The model computes the factor of a token from its position in the packed row, but the factor must depend on the
-    position in the sequence. All factors are 1 below `floor_scale` tokens.
+    The model uses the positions in the packed row. All factors are 1 below `floor_scale` tokens.
     """
     num_tokens = query.shape[2]
     if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
@@ -201,8 +195,7 @@ def _with_sinks(
 ) -> torch.Tensor:
     """Attend with a sink per head: an additional first key, visible to all tokens, with the value 0.
 
-    The score of this key is the sink. An additional dimension of the queries and keys contains the score, so any kernel
-    computes the score and its gradient.
+    The sink is the score of this key. An additional dimension of queries and keys holds it, so any kernel can be used.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)

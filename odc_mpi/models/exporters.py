@@ -139,8 +139,7 @@ class FullModelExporter(PublishedExporter):
 class MergedExporter(PublishedExporter):
     """Exporter of the base model, or of the text model of a multimodal base, with the adapters merged into the weights.
 
-    An adapted weight is `W + alpha / r * B @ A`, computed in float32. Modules that were trained in full replace modules
-    of the base.
+    An adapted weight is `W + alpha / r * B @ A`, in float32. Modules trained in full replace those of the base model.
 
     Args:
         checkpoint: Adapter checkpoint.

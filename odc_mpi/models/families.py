@@ -103,10 +103,7 @@ def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> P
 def _build_packed(
     build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
 ) -> tuple[Any, str | None]:
-    """Build a model with packed attention. Return the model and the reason why it cannot train packed, or None.
-
-    The model is None if it cannot be built with packed attention.
-    """
+    """Return a model with packed attention, or None, and the reason why the model cannot train packed, or None."""
     try:
         module = build(implementation)
     except UserError as error:

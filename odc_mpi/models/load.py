@@ -35,10 +35,8 @@ def load_model(
 
     Args:
         path: Hugging Face directory, peft directory, checkpoint, or run directory (its newest complete checkpoint).
-        rank, size: Number of this rank, and of ranks. Each rank verifies a share of the base model of a checkpoint with
-            adapters.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None means the implementation of
-            the run, or "sdpa" for a model that is not a checkpoint.
+        rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None: as in the run, or "sdpa".
         base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:

@@ -52,8 +52,8 @@ def pack_microbatches(
 ) -> Iterator[RolloutMicrobatch]:
     """Pack the completions of prompt groups into microbatches of at most `max_tokens` tokens, prompts included.
 
-    Excluded completions are omitted and, unless `with_all` is True, also those with an advantage of 0. If `packs` is
-    False, or a completion with its prompt is longer than `max_tokens`, the microbatch has a single completion.
+    Excluded completions are omitted and, without `with_all`, also those with an advantage of 0. A longer completion is
+    a microbatch of its own, and so is each completion without `packs`.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

@@ -71,8 +71,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """Return the reward of each completion.
 
-        Raises `ValueError` if a prompt with its completion is too long for the model, or a token is not in its
-        vocabulary.
+        Raises `ValueError` if a prompt with its completion is too long, or has a token outside the model's vocabulary.
         """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))

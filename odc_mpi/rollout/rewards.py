@@ -65,7 +65,7 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the rewards that are not NaN, with Bessel's correction; 0 for fewer than two rewards."""
+        """Standard deviation of the rewards that are not NaN, with Bessel's correction, or 0 for fewer than two."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
@@ -142,7 +142,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """Raised if a function fails for the completions in `failed`, or for all if None. `values` has the other rewards."""
+    """Raised if a function fails for the completions in `failed`; None means all. `values` has the other rewards."""
 
     def __init__(
         self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None

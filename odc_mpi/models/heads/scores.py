@@ -17,10 +17,9 @@ class RewardScores:
         self._head = getattr(module, str(REWARD.new_head))
 
     def __call__(self, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
-        """Run the model and return the scores at `positions`. One-sided if the model is sharded.
+        """Run the model and return the scores, `[K]`, in the dtype of the model. One-sided if the model is sharded.
 
-        `inputs` are keyword arguments of the forward. `positions`, int64 `[K]`, are indices in the flattened batch. The
-        scores are `[K]`, in the dtype of the model.
+        `inputs` are keyword arguments of the forward. `positions`, int64 `[K]`, are indices in the flattened batch.
         """
         score, scores = self._head.forward, []
 

@@ -1,8 +1,7 @@
-"""Tasks of models: predicting the next token, or the reward of an answer.
+"""Tasks of models: prediction of the next token or of a reward. Transformers has a class per task and model family.
 
-For each task, transformers has a class per model family. A reward model is a sequence classifier of transformers: a
-causal model with a linear layer `score` in place of the language model head. The output of a classifier is the score of
-the last token that is not padding.
+A reward model is a sequence classifier of transformers: a causal model with a linear layer `score` in place of the
+language model head. The output of a sequence classifier is the score of the last token that is not padding.
 """
 
 from dataclasses import dataclass

@@ -43,10 +43,9 @@ class LogitTransform:
 
     @classmethod
     def of(cls, module: Any) -> "LogitTransform | None":
-        """Return the transform of a transformers model, or None if the model applies another function.
+        """Return the transform of a transformers model, or None if the model's function is not such a transform.
 
-        The transform is found by a forward with stubs for decoder and head, which reads no parameters. The result is
-        also None if this forward fails.
+        The function is probed by a forward with stubs for decoder and head, which reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
