@@ -4,7 +4,7 @@ peft changes the model on the meta device, so this module allocates no memory fo
 of transformers with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
-    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform; the seed and this name seed it
+    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform with `seed` and this name as seed
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
     ...experts.base_layer.gate_up_proj        fused experts, frozen; one `base_layer` per adapted parameter
     ...experts.lora_A.default.weight          adapters of all fused experts, concatenated in the order of the experts
@@ -81,7 +81,8 @@ class AdaptedParameter(NamedTuple):
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
     """Add LoRA adapters to a model on the meta device.
 
-    Only adapters and copies of `modules_to_save` are trainable. The new head of a reward model is always such a module.
+    Only the adapters and the copies of `modules_to_save` are trainable. The new head of a reward model is added to
+    `modules_to_save`.
 
     Args:
         meta_model: Base model. Its module is changed in place.
@@ -128,7 +129,7 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 def add_in_forward(module: nn.Module) -> None:
-    """Replace the forwards of peft layers for `target_parameters` by forwards that use no parametrization.
+    """Replace the forwards of peft layers for `target_parameters` with forwards that use no parametrization.
 
     In each forward, peft parametrizes an adapted parameter. This is not possible for a parameter of a sharded model,
     which is fetched on access. The new forwards add the adapter to the weight. Call this before `shard_model`.
@@ -166,7 +167,7 @@ def _describe(name: str, layer: Any) -> AdaptedParameter:
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
-    """Return the names of weights without an adapter. A name within a layer begins after the layer number.
+    """Return the names of weights without an adapter. Names in a layer are relative to the layer, and listed once.
 
     Embeddings, the head, biases, parameters with one dimension and modules that are trained in full are omitted.
     """
@@ -211,7 +212,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return True if a dotted name is that of an adapter matrix, or of a parameter in a module of `modules_to_save`."""
+    """Return True if a dotted name is that of an adapter matrix, or of a parameter in a trainable copy of a module."""
     return is_adapter(name) or ".modules_to_save." in name
 
 

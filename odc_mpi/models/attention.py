@@ -38,7 +38,7 @@ class ContextParallelUnsupportedError(ValueError):
 
 
 class SequenceChunk(Protocol):
-    """Interface to the attention of a chunk of a sequence that is split over several ranks.
+    """Chunk of a sequence that is split over several ranks. For the arguments of `attend`, see `packed_attention`.
 
     Attributes:
         num_tokens: Number of tokens of the unsplit sequence.
@@ -70,14 +70,14 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each packed sequence. Has the signature of `AttentionInterface`.
+    """Compute causal attention within each packed sequence. Has the signature of attention functions of transformers.
 
     Args:
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
         attention_mask: Window size and chunk size from `_local_pattern`, int64 `[2]`, or None. Inputs have no padding.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
-        sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
+        sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
             that the boundaries are computed from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys

@@ -5,8 +5,9 @@ twin: copies of its modules that share everything with the originals except the 
 parameters are fetched outside of the graph and stored in the twin. Parameters and hidden states are inputs of the
 graph. The number of tokens is dynamic.
 
-Packed attention reads the boundaries of sequences from a tensor, which a graph cannot do. Attention is therefore not
-compiled, and a layer has four graphs: before and after the attention function, and before and after its module.
+Packed attention reads the boundaries of sequences from a tensor, which a graph cannot do. The attention function is
+therefore not compiled. A layer has four graphs: before and after this function, and before and after the attention
+module, which calls the function.
 """
 
 import copy

@@ -26,7 +26,7 @@ class AttentionShape:
 
     Attributes:
         num_layers: Number of attention layers.
-        token_numel: Total number of elements of the keys and values of one token in one layer (the largest).
+        token_numel: Number of elements of the keys and values of one token in one layer; the maximum over the layers.
     """
 
     num_layers: int

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Put a model into evaluation mode with a key/value cache. Restore the model and the random state at the end.
 
-    In the `with` block, the model uses attention of transformers, since `packed_attention` does not support a cache.
+    In the `with` block, attention is that of transformers, since `packed_attention` does not support a cache.
 
     Args:
         module: Causal language model of transformers, or the `module` of a sharded model.
@@ -96,6 +96,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context manager that unshards the full model if it fits into the parameter cache. One-sided."""
+    """Return a context manager that unshards the model if the parameter cache is large enough. One-sided."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

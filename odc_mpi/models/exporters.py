@@ -71,7 +71,7 @@ class AdapterExporter(Exporter):
 
 
 class PublishedExporter(Exporter, WeightSource):
-    """Exporter of a full model, with the names and shapes of tensors that `save_pretrained` writes ("published").
+    """Exporter of a full model. It writes published tensors, with the names and shapes that `save_pretrained` writes.
 
     A published tensor may be a part of a tensor of the module, such as one expert of fused experts. Therefore,
     subclasses implement `read` for ranges of the module's tensors.

@@ -44,7 +44,7 @@ def load_model(
         float32, and base parameters have the `stored_dtype`. A checkpoint is open until `weights` is garbage collected.
 
     Raises:
-        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or a different one.
+        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or does not match.
     """
     if is_peft_directory(path):  # first, as in transformers, if the directory also has config.json
         return from_peft_directory(path, attn_implementation or "sdpa", base)
@@ -93,7 +93,7 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint below a path. Return None for a model directory or without checkpoints.
+    """Open the newest complete checkpoint below a path. Return None for a model directory, or if there is none.
 
     Raises `UserError` if all checkpoints are incomplete, or the newest complete one is damaged.
     """

@@ -10,7 +10,7 @@ from odc_mpi.models.logps.logit_transform import replaced_forwards
 
 
 class RewardScores:
-    """Computes scores of tokens. `module` is a reward model, or the `module` of a sharded reward model."""
+    """Computes scores of tokens with a reward model. `module` is the model, or the `module` of a sharded model."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -19,7 +19,7 @@ ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 @dataclass(frozen=True)
 class Task:
-    """Prediction task of a model, and the classes of transformers and peft for it.
+    """Prediction task of a model, and its classes in transformers and peft.
 
     Attributes:
         description: Kind of model, for error messages.
@@ -50,7 +50,7 @@ class Task:
             config.num_labels = 1
 
     def check(self, module: nn.Module, setting: str) -> None:
-        """Raise `UserError` unless `new_head` is a linear layer with one output. The message names `setting`."""
+        """Raise `UserError`, naming `setting`, unless the new head, if any, is a linear layer with one output."""
         head = self.new_head and getattr(module, self.new_head, None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(

@@ -31,9 +31,9 @@ class LogitTransform:
         return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
 
     def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Compute the gradient with respect to the head output from that with respect to the transform, in place.
+        """Convert the gradient of the transform's output to the gradient of its input, in place.
 
-        `transformed` is the output of the transform. It may be None without a soft cap.
+        `transformed` is the output of the transform. It may be None if there is no soft cap.
         """
         if self.soft_cap is not None:
             assert transformed is not None

@@ -22,8 +22,8 @@ class TokenScores(NamedTuple):
     """Predictions of a model for given tokens.
 
     Attributes:
-        logps: Log-probability of each token, float32 `[K]`, with gradients.
-        entropy: Entropy of each predicted distribution in nats, float32 `[K]`, without gradients.
+        logps: Log-probability of each token, float32 or float64 `[K]`, with gradients.
+        entropy: Entropy of each predicted distribution in nats, float32 or float64 `[K]`, without gradients.
         is_top: True for each token that has the highest probability, bool `[K]`.
         router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients. None
             if the model has no routers or `output_router_logits` is not set.
@@ -98,7 +98,7 @@ class ChunkedLogps(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the attributes `logps`, `entropy` and `is_top` of `TokenScores`, each `[K]`.
+        """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
         `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
         and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`.
@@ -120,7 +120,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of `hidden`, `weight` and `bias`. Those of the parameters are at least float32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. The last two are at least float32."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)

@@ -60,7 +60,7 @@ def is_composite(path: Path) -> bool:
 
 
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
-    """Build the multimodal model of a configuration on the meta device. Return None for a language model.
+    """Build the multimodal model of `config` on the meta device. Return None if `config` is not multimodal.
 
     Raises `UserError` if transformers has no class for the multimodal model, or for a language model of its text part.
     """

@@ -1,4 +1,4 @@
-"""Tensors without memory that record the locations of their elements in stored tensors. Ranges of them can be read.
+"""Tensors without memory that record the locations of their elements in stored tensors, to read ranges of elements.
 
 The weight conversions of transformers run on these tensors unchanged: stacking, concatenation, splits and transposition
 rearrange the locations. An operation that computes new values raises `NotImplementedError`.
@@ -37,7 +37,7 @@ class Region(NamedTuple):
     dims: tuple[Dimension, ...]
 
     def clip(self, box: Hyperslab) -> "Region | None":
-        """Intersect this region with `box`. Return the part relative to `box`, or None if the part is empty."""
+        """Return the part of this region in `box`, with positions relative to `box`, or None if the part is empty."""
         offset, dims = self.offset, []
         for (low, high), dim in zip(box, self.dims, strict=True):
             first, last = max(low, dim.position), min(high, dim.position + dim.size)
@@ -68,7 +68,7 @@ class Region(NamedTuple):
         return self._replace(dims=tuple(dims))
 
     def read(self, source: WeightSource) -> torch.Tensor:
-        """Read the smallest range of the stored tensor that contains this region. Return a view of the region."""
+        """Return the elements of this region. The smallest range of the stored tensor that contains them is read."""
         last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
         stored = source.read(self.source, self.offset, last + 1)
         return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])

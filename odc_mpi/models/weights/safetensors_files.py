@@ -32,7 +32,7 @@ _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of the parameters of a module in safetensors files, with the names in the module or the published names.
+    """Source of the parameters of a module in safetensors files, which have names as in the module or published names.
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
