@@ -70,8 +70,8 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
     A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
-    the beginning of a row. Parts of rows are split recursively. Yields, in order, the start and stop of a part of the
-    range, and the hyperslab with the same elements in the same order. `shape` must have at least one dimension.
+    the beginning of a row. Parts of rows are split recursively. Yields the start and stop of each part, in order, and
+    the hyperslab with the same elements in the same order. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

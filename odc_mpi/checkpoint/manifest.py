@@ -81,7 +81,7 @@ class Manifest:
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, keyed by its key, such as "step", and parameter name.
+        scalars: Optimizer state with one number per parameter, by state key, such as "step", then by parameter name.
         optimizer: Name of the optimizer class.
         metadata: JSON-serializable values: configuration of the run, position in the data, software versions, etc.
         files: Records of the files of all ranks and of the index, if any, keyed by file name.
@@ -203,7 +203,7 @@ Read = Callable[[str, TensorRecord], Iterable[Any]]
 
 
 def compute_digest(manifest: Manifest, read: Read) -> str:
-    """Return the SHA-256 digest of a manifest's tensors, which `read` reads, and scalars, as 64 hexadecimal digits."""
+    """Return the SHA-256 digest of a checkpoint's tensors, read with `read`, and scalars, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):
         digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())

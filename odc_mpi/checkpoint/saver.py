@@ -121,7 +121,7 @@ class Saver:
     def report(self) -> tuple[float, float, float]:
         """Return this rank's report for `receive_reports`: step of the checkpoint, file size in bytes, and checksum.
 
-        The step is negated if the file could not be written, and 0 if no file is pending or it is not written yet.
+        The step is negated if the file could not be written, and 0 while there is nothing to report.
         """
         if self._pending is None or self._pending.writing.is_alive():
             return 0.0, 0.0, 0.0

@@ -46,7 +46,7 @@ class SideFiles:
         self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config` with the special tokens. It is not changed if no tokenizer can be loaded."""
+        """Return `config`, the content of config.json, with the special tokens if a tokenizer can be loaded."""
         return {**config, **self._special_tokens(config, config)}
 
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json. Return {} if there is no such file. Raise `UserError` if it is not a JSON object."""
+    """Read generation_config.json in a directory, or return {}. Raise `UserError` if it is not a JSON object."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

@@ -18,9 +18,8 @@ _PROMPT = "> "
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
     """Read questions from standard input, one per line, and print the answers as they are generated.
 
-    A question is answered in the conversation with the earlier questions and answers, which begins with the message
-    `system` if given. If a conversation cannot continue, for example because it is too long for the model, an error is
-    printed and a new conversation begins.
+    The conversation consists of the message `system`, if given, and all questions and answers so far. If it cannot
+    continue, for example because it is too long for the model, an error is printed and a new conversation begins.
 
     Raises:
         AllRanksUserError: There are several ranks, the model cannot be used, or its tokenizer has no chat template.

@@ -77,7 +77,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
 
 
 def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
-    """Load the model `arguments.source` from this node's path (see `resolve_paths`). Collective."""
+    """Load the model `arguments.source` on all ranks. `resolve_paths` must have resolved the paths. Collective."""
     source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
     return source

@@ -1,6 +1,6 @@
 """Built-in reward functions, which `rl.reward_funcs` selects by name.
 
-If a function needs a column that the prompt does not have, it returns None for each completion.
+If a prompt does not have the column that a function needs, the function returns None for each completion.
 """
 
 import re
@@ -17,7 +17,7 @@ def completion_text(completion: Any) -> str:
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals the column `answer`, and 0 otherwise. Outer white space is ignored."""
+    """Return 1 for each completion that equals the column `answer` without surrounding white space, and 0 otherwise."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
@@ -35,7 +35,7 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion in which the regular expression of the column `pattern` matches, and 0 otherwise."""
+    """Return 1 for each completion that contains a match of the regular expression in `pattern`, and 0 otherwise."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 

@@ -25,7 +25,7 @@ class RewardModel:
     """Reward function that scores completions with the reward model and tokenizer in a Hugging Face directory.
 
     Raises `UserError` if the model or the tokenizer cannot be loaded, weights are missing in the safetensors files, or
-    the model has more than one output or no padding token.
+    the model does not have one output and a padding token.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:

@@ -1,12 +1,12 @@
-"""Reward functions with the signature of TRL, called for one prompt group at a time.
+"""Reward functions with the same signature as in TRL, called for one prompt group at a time.
 
     f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
 All arguments are lists with one entry per completion. Prompts and completions are strings, or lists of messages if the
 prompt is a conversation. The entries of a column are None if the prompt does not have this column. A function without
-`**kwargs` receives only the arguments in its signature. A function returns None for a completion to which it does not
-apply; it then adds nothing to the reward. A completion to which no function applies is excluded from the mean reward of
-its group, and its advantage is 0.
+`**kwargs` receives only the arguments in its signature. None means that the function does not apply to the completion
+and adds nothing to its reward. A completion to which no function applies is excluded from the mean reward of its group,
+and its advantage is 0.
 """
 
 import importlib
@@ -51,9 +51,10 @@ class GroupRewards:
     """The rewards of a prompt group.
 
     Attributes:
-        per_function: Unweighted rewards, float64 `[functions, completions]`; NaN where a function does not apply.
-        rewards: Weighted sums over the functions, float64 `[completions]`; NaN where no function applies.
-        num_failed: Number of completions without a reward because a function failed.
+        per_function: Unweighted rewards, float64 `[functions, completions]`. They are NaN where a function does not
+            apply, and in all rows for a completion for which a function failed.
+        rewards: Weighted sums over the functions, float64 `[completions]`. They are NaN where all rows are NaN.
+        num_failed: Number of completions for which a function failed.
     """
 
     def __init__(

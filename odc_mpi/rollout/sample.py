@@ -33,7 +33,7 @@ _MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """Sampling settings of rollouts. Their names are those of the settings in `rl`.
+    """Sampling settings of rollouts. Except for `seed` and `step`, they have the names of the settings in `rl`.
 
     Temperature 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers depend
     on `seed`, the seed of the run, and on `step`, which counts from 1 in training and is 0 otherwise.
