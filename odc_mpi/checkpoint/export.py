@@ -122,7 +122,7 @@ def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: Sid
     if exporter.config_name == Exporter.config_name:  # adapters use the special tokens of their base
         if exporter.generates:
             _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
-        # A classifier keeps the padding token of its training, because its output is that of the last other token.
+        # A classifier keeps the padding token of its training, because it scores the last token that is not padding.
         trained_with = {} if exporter.generates else {"pad_token_id": config["pad_token_id"]}
         config = side_files.model_config(config) | trained_with
     _write_json(out / exporter.config_name, config)

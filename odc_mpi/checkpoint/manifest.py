@@ -98,7 +98,8 @@ class Manifest:
 
 def shard_name(step: int, rank: int) -> str:
     """Return the name of a rank's file in the checkpoint of a step."""
-    # The name contains the step, because HDF5 also searches the current directory for the source files of an index.
+    # The name contains the step, because HDF5 also searches the current directory for the files of an index, and that
+    # directory may be another checkpoint.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters: small trainable matrices that peft adds to the weights of a frozen base model.
 
-peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the model
-of transformers with the parameter names of peft:
+peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the model of
+transformers with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
     ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform with `seed` and this name as seed

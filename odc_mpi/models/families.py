@@ -192,7 +192,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
     """Run the forward of a model for two tokens on the meta device, and raise `UserError` if this is impossible."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # Transformers would read values to create a mask of the scores. It does not if a mask is passed.
+    # Without this mask of the scores, transformers would create one, and read values for this.
     mask = torch.zeros(1, 1, 2, 2, device="meta")
     try:
         module(input_ids=tokens, attention_mask=mask, use_cache=False)

@@ -9,8 +9,8 @@ import transformers
 
 from odc_mpi.errors import UserError
 
-#: Language models with the same output for text as the text part of a multimodal model that has no class for its text
-#: part. For text, the rotary positions of the three dimensions are equal.
+#: Language models with the same output for text as the text part of a multimodal model, keyed by the type of the text
+#: part, for which transformers has no class. For text, the rotary positions of the three dimensions are equal.
 _EQUIVALENT: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
