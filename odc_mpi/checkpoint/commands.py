@@ -15,14 +15,14 @@ from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint below a path (see `checkpoint_directories`), or raise `UserError`."""
+    """Open the newest complete checkpoint below a path. Raise `UserError` if there is none or it is damaged."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line to print for each checkpoint below a path (see `checkpoint_directories`), the oldest first."""
+    """Yield a line to print for each checkpoint below a path (see `checkpoint_directories`), oldest first."""
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
@@ -55,7 +55,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield lines to print about the newest checkpoint below a path, with one line per tensor that shows its norm."""
+    """Yield lines to print about the newest checkpoint below a path. Each tensor has a line, which shows its norm."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
@@ -73,7 +73,7 @@ def show_lines(path: Path) -> Iterator[str]:
 
 
 def digest_line(path: Path) -> str:
-    """Return a line with the SHA-256 of the newest checkpoint below a path (see `compute_digest`) and its directory."""
+    """Return a line with the digest (see `compute_digest`) and the directory of the newest checkpoint below a path."""
     with open_newest_checkpoint(path) as checkpoint:
         digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
         return f"{digest}  {checkpoint.directory}"
@@ -97,7 +97,7 @@ def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    """Return the 2-norm of a tensor. fp8 values are not decoded; their bits are used as integers."""
+    """Return the 2-norm of a tensor. The bits of fp8 values are used as integers instead of being decoded."""
     total = 0.0
     for block in _read_blocks(checkpoint, name):
         if checkpoint.record(name).dtype == "bfloat16":

@@ -21,29 +21,29 @@ from odc_mpi.data.tokenizer import write_files
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import set_default_mode, sync_directory, sync_file
 
-#: Maximum size of the weights in one file, in bytes. A larger tensor is in a file of its own.
+#: Maximum size of the weights in one file, in bytes. A larger tensor is written to a separate file.
 FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
     """Interface to the content of an exported directory: tensors, which are read one by one, and a configuration."""
 
-    #: Name of the files of weights, without number and suffix.
+    #: Name of the weight files, without number and suffix.
     stem: str = "model"
     #: Name of the configuration file.
     config_name: str = "config.json"
-    #: Default type of floating-point weights, as the name of a torch dtype.
+    #: Name of the default torch dtype of floating-point weights.
     dtype: str
     #: True for a language model, which needs generation_config.json.
     generates: bool = True
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the size of each tensor in bytes if exported as `dtype`, by exported name, in the order of writing."""
+        """Return the size in bytes of each tensor if exported as `dtype`, keyed by exported name, in writing order."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read the tensor with an exported name. Floating-point weights are converted to `dtype`."""
+        """Read the tensor with the exported name `name`. Floating-point weights are converted to `dtype`."""
 
     @abstractmethod
     def config(self, dtype: str) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def export(
 
 
 def read_full_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a full tensor of the model, in the type in which it was saved. Raise `UserError` if it is damaged."""
+    """Read a full tensor of the model in the dtype in which it was saved. Raise `UserError` if it is damaged."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for the model of a checkpoint. `dtype` is the name of the exported type."""
+    """Return the content of config.json for a checkpoint's model. `dtype` is the name of the exported torch dtype."""
     metadata = checkpoint.manifest.metadata
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
@@ -122,7 +122,7 @@ def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: Sid
     if exporter.config_name == Exporter.config_name:  # adapters use the special tokens of their base
         if exporter.generates:
             _write_json(out / GENERATION_CONFIG, side_files.generation_config(config))
-        # A classifier keeps the padding token with which it was trained: its output is that of the token before.
+        # A classifier keeps the padding token of its training, because it scores the last token that is not padding.
         trained_with = {} if exporter.generates else {"pad_token_id": config["pad_token_id"]}
         config = side_files.model_config(config) | trained_with
     _write_json(out / exporter.config_name, config)
@@ -130,7 +130,7 @@ def _write_side_files(exporter: Exporter, out: Path, dtype: str, side_files: Sid
 
 
 def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
-    """Write the tensors of one file, and return their size in bytes. The tensors are freed on return."""
+    """Write the tensors of one file, and return their total size in bytes. The tensors are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     set_default_mode(path)

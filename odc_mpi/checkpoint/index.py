@@ -1,11 +1,11 @@
 """The index of a checkpoint, index.h5, in which other HDF5 programs find the full tensors by name.
 
 Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of the files is
-missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN, which makes missing data
-visible, and this package never reads a checkpoint through its index.
+missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible, which makes
+missing data visible, and this package never reads a checkpoint through its index.
 
-The size of an index grows with the number of ranks. Therefore, a checkpoint of many ranks is saved without an index,
-which `odc-mpi checkpoint index` can write later.
+The size of an index grows with the number of ranks. Therefore, a checkpoint of many ranks is saved without an index.
+The command `odc-mpi checkpoint index` can write the index later.
 """
 
 import math
@@ -29,9 +29,9 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint to `path`, a new file, and return its record.
+    """Write the index of a checkpoint to the new file `path`, and return the record of this file.
 
-    The files of all ranks must exist in `directory`, to which the index belongs.
+    The files of all ranks must exist in `directory`, the directory of the checkpoint.
     """
     with create_hdf5(path) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -67,11 +67,11 @@ def _fill_value(dtype: str, stored: np.dtype) -> int | float:
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
-    """Split elements `[start, stop)` of a flattened tensor of at least one dimension into hyperslabs (boxes), in order.
+    """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
     A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
-    the beginning of a row. Parts of rows are split recursively. Yields start and stop of a range of the flattened
-    tensor, and the hyperslab that has the same elements in this order.
+    the beginning of a row. Parts of rows are split recursively. Yields the start and stop of each part, in order, and
+    the hyperslab with the same elements in the same order. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

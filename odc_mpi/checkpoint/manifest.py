@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: its tensors, its files, and their checksums.
+"""The manifest of a checkpoint: records of its tensors and files, with checksums.
 
-A checkpoint is a directory such as `step_00000100`. It is complete if it has an intact manifest.json, which is written
-last. For each file, the manifest contains a checksum of all bytes except those of tensors. These bytes include a table
-with the checksums of the blocks of the tensors. Every byte is therefore covered, although rank 0 does not read the
-files of other ranks.
+A checkpoint is a directory such as `step_00000100`. A checkpoint is complete if it has an intact manifest.json, which
+is written last. For each file, the manifest contains a checksum of all bytes except the data of tensors. These bytes
+include a table with checksums of blocks of tensor data. Every byte is therefore covered by a checksum, although rank 0
+does not read the files of other ranks.
 
-The digest of a checkpoint covers names, types, shapes and bits of parameters, buffers and optimizer state. It depends
-neither on the number of ranks nor on the configuration, the position in the data, or versions of software.
+The digest of a checkpoint covers the names, dtypes, shapes and bits of parameters, buffers and optimizer state. The
+digest does not depend on the number of ranks, the configuration, the position in the data, or software versions.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ MANIFEST, INDEX = "manifest.json", "index.h5"
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
 
-#: Numpy type in which each torch type is stored. HDF5 has neither bf16 nor fp8, whose bits are stored as integers.
+#: Numpy type in which each torch dtype is stored. The bits of bf16 and fp8, which HDF5 lacks, are stored as integers.
 STORED_AS = {
     **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -46,15 +46,15 @@ KINDS = ("trainable", "frozen", "buffer", "state")
 
 
 class VersionError(UserError):
-    """Raised if a checkpoint has another version of the format. It may be intact."""
+    """Raised if a checkpoint has another version of the format. The checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Kind, name of the torch dtype, full shape of a tensor, and the ranges of it that are in the files of the ranks.
+    """Record of a tensor: kind, name of the torch dtype, full shape, and the ranges in the files of the ranks.
 
-    A kind is "trainable" or "frozen" for parameters, "buffer" for replicated tensors, "state" for optimizer state. A
-    range is rank, start and stop of a non-empty part of the flattened tensor; they are in order.
+    The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
+    state. A range is rank, start and stop of a non-empty part of the flattened tensor. The ranges are ordered by start.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size of a file in bytes, and the CRC-32 of all its bytes except those of tensors."""
+    """Size of a file in bytes, and CRC-32 of all its bytes except the data of tensors."""
 
     num_bytes: int
     checksum: int
@@ -78,14 +78,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint, saved by `size` ranks after `step` training steps.
+    """Description of a checkpoint, saved by `size` ranks after `step` training steps.
 
     Attributes:
-        tensors: Records of the tensors by path of their data sets, such as model/layers.0.weight or
+        tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, such as "step", by key of the state, then by parameter.
-        optimizer: Name of the class of the optimizer.
-        metadata: JSON-serializable values, such as the configuration of the run, the position in the data, versions.
+        scalars: Optimizer state with one number per parameter, by state key, such as "step", then by parameter name.
+        optimizer: Name of the optimizer class.
+        metadata: JSON-serializable values: configuration of the run, position in the data, software versions, etc.
+        files: Records of the files of all ranks and of the index, if any, keyed by file name.
     """
 
     step: int
@@ -98,8 +99,9 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of the file of a rank in the checkpoint of a step."""
-    # With the step, since HDF5 also searches the current directory, possibly another checkpoint, for files of an index.
+    """Return the name of a rank's file in the checkpoint of a step."""
+    # The name contains the step, because HDF5 also searches the current directory for the files of an index, and that
+    # directory may be another checkpoint.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 
@@ -109,7 +111,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints in a directory by step, the oldest first. They may be incomplete."""
+    """Map the steps of the checkpoints in a directory to their paths, oldest first. Checkpoints may be incomplete."""
     if not directory.is_dir():
         return {}
     by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -125,7 +127,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest. Raise `UserError` if it is missing or damaged, and `VersionError` for another version."""
+    """Read a checkpoint's manifest. Raise `UserError` if missing or damaged, or `VersionError` for another version."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())
@@ -164,7 +166,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise `ValueError` unless the files are those of all ranks, and each tensor is stored completely in them."""
+    """Raise `ValueError` unless a manifest lists the files of all ranks, and its ranges cover each tensor."""
     if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
         raise ValueError("step, size or metadata has another type")
     if (

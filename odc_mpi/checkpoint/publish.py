@@ -22,10 +22,10 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish a directory with the files of all ranks as the checkpoint `goal` beside it, atomically.
+    """Publish a directory with the files of all ranks as a checkpoint, by renaming it atomically to `goal`.
 
-    The index (unless there are many ranks) and the manifest, which has records of all files but the index, are written
-    into the directory, which is then renamed. An existing checkpoint is replaced.
+    Before that, the manifest and, unless there are many ranks, the index are written to the directory. `manifest` has
+    records of the files of all ranks. `goal` is in the same parent directory; an existing checkpoint is replaced.
     """
     files = dict(manifest.files)
     if manifest.size <= MAX_INDEXED_RANKS:
@@ -55,10 +55,10 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 
 
 def recover_retired(directory: Path) -> None:
-    """Restore the names of checkpoints that were renamed for removal, but have no replacement after a killed run.
+    """Restore the names of retired checkpoints that have no replacement, because the run was killed.
 
-    Call this before searching for checkpoints, since a retired one may be the newest. No run may write to the directory
-    at the same time.
+    Call this before searching for checkpoints, since a retired checkpoint may be the newest. No run may write to the
+    directory at the same time.
     """
     for path, goal in recoverable_checkpoints(directory).items():
         if not goal.exists():
@@ -67,7 +67,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
-    """Map each complete checkpoint that was renamed for removal, but has no replacement, to its former path."""
+    """Map each complete retired checkpoint that has no replacement to its former path."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
@@ -77,7 +77,7 @@ def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
 
 
 def remove_incomplete(directory: Path) -> int:
-    """Remove the incomplete checkpoints of killed runs in a directory, and return their number.
+    """Remove unfinished and replaced checkpoints that killed runs left in a directory, and return their number.
 
     `recover_retired` is called first. No run may write to the directory at the same time.
     """
@@ -96,7 +96,7 @@ def _retire(path: Path) -> Path:
 
 
 def _remove(retired: Path) -> None:
-    """Remove a retired checkpoint. The manifest is removed first, so that after a crash it is not taken as complete."""
+    """Remove a retired checkpoint. The manifest is removed first, so that a crash leaves no seemingly complete one."""
     with suppress(OSError):
         (retired / MANIFEST).unlink(missing_ok=True)
         sync_directory(retired)

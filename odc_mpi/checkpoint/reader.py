@@ -1,7 +1,7 @@
 """Reading of slices of tensors from a checkpoint.
 
-The manifest contains the locations of slices. Checksums are verified on reading. index.h5, which is for other programs,
-is not used.
+The manifest contains the locations of slices. Checksums are verified on reading. index.h5 is for other programs and is
+not used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A complete checkpoint, open for reading. Construction raises the same errors as `read_manifest`."""
+    """Complete checkpoint that is open for reading. Construction raises the same errors as `read_manifest`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -42,9 +42,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, by default all, as a 1D array of the stored type.
+        """Read elements `[start, stop)` of the flattened tensor `path` as a 1D array of the stored type.
 
-        Raise `UserError` if there is no tensor `path`, or if the data is damaged or missing.
+        All elements are read by default. Raises `UserError` if there is no such tensor, or its data is damaged.
         """
         record = self.record(path)
         stop = record.numel if stop is None else stop
@@ -60,13 +60,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return values
 
     def record(self, path: str) -> TensorRecord:
-        """Return the record of a tensor. Raise `UserError` if the checkpoint has no tensor `path`."""
+        """Return the record of the tensor `path`. Raise `UserError` if there is no such tensor."""
         if path not in self.manifest.tensors:
             raise UserError(f"{self.directory} has no tensor {path}")
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Check the files of some ranks without their tensors. Return the first error message, or None."""
+        """Verify the files of some ranks except for tensor data. Return the first error message, or None."""
         try:
             for rank in ranks:
                 with self._open(rank):
@@ -115,9 +115,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of the checkpoints below a path, the oldest first. They may be incomplete.
+    """Return the directories of the checkpoints below a path, oldest first. Checkpoints may be incomplete.
 
-    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raise `UserError` if there is none.
+    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raises `UserError` without checkpoints.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]

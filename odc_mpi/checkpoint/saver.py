@@ -1,12 +1,12 @@
 """Saving of checkpoints in the background. A thread of each rank writes a file; then rank 0 publishes the checkpoint.
 
     start             after the parameters are published: start a thread that writes the copied state of this rank
-    report            before the all-gather of gradient statistics: return three numbers to add to it
+    report            before the all-gather of gradient statistics: return three numbers for this all-gather
     receive_reports   after the all-gather: if all ranks have written their files, rank 0 starts a thread that publishes
                       the checkpoint
 
-The files are written into a hidden directory, the index and the manifest last. Then the directory is renamed. A
-directory with the name of a checkpoint is therefore complete. If a rank cannot write its file, the checkpoint is
+The files are written to a hidden directory, the index and the manifest last. Then the directory is renamed. A directory
+with the name of a checkpoint is therefore complete. If a rank cannot write its file, the unfinished checkpoint is
 removed, and training continues. The threads do not communicate.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(threading.Thread, Generic[T]):
-    """A function that runs in a daemon thread. It must report errors itself, since its exceptions are ignored."""
+    """Daemon thread that runs a function. The function must report errors itself, since its exceptions are ignored."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(name="odc_mpi-checkpoint", daemon=True)
@@ -54,7 +54,7 @@ class _PendingCheckpoint:
 
 
 class Saver:
-    """Writer of this rank's files of checkpoints, which on rank 0 also publishes the checkpoints.
+    """Writer of this rank's files of checkpoints. On rank 0, it also publishes the checkpoints.
 
     Args:
         directory: Directory of the checkpoints, on a file system that all nodes share.
@@ -64,8 +64,8 @@ class Saver:
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved, num_failed: Numbers of checkpoints that were published or failed, on rank 0.
-        last_failed: True if the last checkpoint failed, on rank 0.
+        num_saved, num_failed: Numbers of published and failed checkpoints. 0 on ranks other than 0.
+        last_failed: True if the last checkpoint failed. False on ranks other than 0.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Saver:
         return writing or (self._publishing is not None and self._publishing.is_alive())
 
     def wait_until_written(self) -> None:
-        """Wait until this rank's file is written or has failed. No time limit: call this within `World.deadline`."""
+        """Wait until this rank's file is written or has failed. There is no time limit: use `World.deadline`."""
         if self._pending:
             self._pending.writing.join()
 
@@ -119,9 +119,9 @@ class Saver:
         self._pending = _PendingCheckpoint(step, writing, manifest, protected_step)
 
     def report(self) -> tuple[float, float, float]:
-        """Return the report for `receive_reports`: step of the checkpoint, size and checksum of this rank's file.
+        """Return this rank's report for `receive_reports`: step of the checkpoint, file size in bytes, and checksum.
 
-        The step is negated if the file could not be written, and 0 if there is nothing to report yet.
+        The step is negated if the file could not be written, and 0 while there is nothing to report.
         """
         if self._pending is None or self._pending.writing.is_alive():
             return 0.0, 0.0, 0.0
@@ -133,7 +133,7 @@ class Saver:
     def receive_reports(self, reports: np.ndarray) -> None:
         """Process the reports of all ranks, `[size, 3]`. If all files are written, rank 0 starts to publish them.
 
-        If a rank could not write its file, rank 0 instead removes the checkpoint and prints a warning.
+        If a rank could not write its file, rank 0 removes the unfinished checkpoint and prints a warning instead.
         """
         steps, head = reports[:, 0], self._pending
         if head is None or not (np.abs(steps) == head.step).all():
@@ -145,7 +145,7 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """On rank 0, wait until the checkpoint is published. No time limit: call this within `World.deadline`."""
+        """On rank 0, wait until the checkpoint is published. There is no time limit: use `World.deadline`."""
         if self._publishing:
             self._publishing.join()
 

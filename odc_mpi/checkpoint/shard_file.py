@@ -1,12 +1,12 @@
-"""The file of a rank in a checkpoint, with ranges of flattened tensors as contiguous HDF5 data sets and checksums.
+"""The file of a rank in a checkpoint: ranges of flattened tensors as contiguous HDF5 data sets, and checksums.
 
 h5py has one lock for all HDF5 calls of a process. If gigabytes were written under the lock, training could not read its
-data at the same time. Therefore, HDF5 only allocates the data sets in the file. Their bytes are written and read at
-their offsets without the lock.
+data at the same time. Therefore, HDF5 only allocates the data sets in the file. Their bytes are then written and read
+at their offsets without the lock.
 
 | data set                            | type           | content                                                     |
 |-------------------------------------|----------------|-------------------------------------------------------------|
-| `model/NAME`, `optimizer/KEY/NAME`  | of the tensor  | `[n]`, elements of the flattened tensor from `start` on      |
+| `model/NAME`, `optimizer/KEY/NAME`  | `STORED_AS`    | `[n]`, elements of the flattened tensor from `start` on      |
 | `checksums`                         | uint32         | CRC-32 of each block of 256 KiB, in the order of the file    |
 
 The attributes of a data set are `start`, `shape` (of the full tensor) and `dtype` (its name in torch). The attributes
@@ -41,7 +41,7 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A range of a flattened tensor of `shape` to store as the data set `path`.
+    """Range of a flattened tensor with the full shape `shape`, to be stored as the data set `path`.
 
     Attributes:
         values: Elements of the range in the stored type, contiguous, `[n]`.
@@ -57,7 +57,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write `entries`, none empty, to a new file, and sync it. Thread-safe; writes do not hold the lock of h5py."""
+    """Write non-empty `entries` to a new file, and sync the file. Thread-safe; writes do not hold the lock of h5py."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -74,7 +74,7 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
 
 
 def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
-    """Create a file and allocate its data sets. Return the offsets of the entries, and that of the checksums."""
+    """Create a file and allocate its data sets. Return the offsets of the entries and of the table of checksums."""
     offsets = []
     with create_hdf5(path) as file:
         file.attrs.update(attributes)
@@ -88,7 +88,7 @@ def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str
 
 
 def _create_dataset(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
-    """Create a data set whose memory in the file is allocated immediately and not filled."""
+    """Create a data set whose space in the file is allocated immediately and not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -124,7 +124,7 @@ def _block_checksums(content: memoryview) -> list[int]:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Read bytes at an offset of a file. The result is shorter if the file ends before."""
+    """Read `num_bytes` bytes at an offset of a file. The result is shorter if the file ends earlier."""
     content = np.empty(num_bytes, dtype=np.uint8)
     view, num_read = _bytes_of(content), 0
     while num_read < num_bytes and (count := os.preadv(descriptor, [view[num_read:]], offset + num_read)):
@@ -133,7 +133,7 @@ def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> int:
-    """Return the checksum of a file without some ranges of bytes, `extents`, given as `(offset, num_bytes)`."""
+    """Return the checksum of a file without the ranges of bytes in `extents`, each `(offset, num_bytes)`."""
     checksum, position, size = 0, 0, os.fstat(descriptor).st_size
     for offset, num_bytes in [*sorted(extents), (size, 0)]:
         offset = min(offset, size)
@@ -143,14 +143,14 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
 
 
 def checksum_of_file(path: Path) -> FileRecord:
-    """Return the size and checksum of a file that contains no data of tensors, such as the index."""
+    """Return the size and checksum of a file that contains no tensor data, such as the index."""
     with path.open("rb", buffering=0) as file:
         return FileRecord(os.fstat(file.fileno()).st_size, _checksum_of_rest(file.fileno(), ()))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A data set in a file. `offset` is its location, `first_block` the index of its first checksum in the table."""
+    """Data set in a file. `offset` is its location, and `first_block` the index of its first checksum in the table."""
 
     dtype: np.dtype
     numel: int
@@ -164,9 +164,9 @@ class _Stored:
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """The file of a rank, open for reading. Data is verified with checksums on reading.
+    """The file of a rank, open for reading. The checksums of data are verified on reading.
 
-    Construction raises `UserError` if the file is missing, damaged, or differs from the manifest's record, `expected`.
+    Construction raises `UserError` if the file is missing, damaged, or differs from `expected`, the manifest's record.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:
@@ -190,7 +190,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             raise
 
     def _read_checksums(self, table: int, expected: FileRecord) -> npt.NDArray[np.uint32]:
-        """Verify the file except for the tensors in it, and return the checksums of the blocks of the tensors."""
+        """Verify the file except for tensor data, and return the checksums of the blocks of tensor data."""
         extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
         blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
         try:
@@ -203,9 +203,9 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, which must all be in this file.
+        """Read elements `[start, stop)` of the flattened tensor in the data set `path`, as a 1D array.
 
-        `path` is the path of the data set. Raise `UserError` if the elements are damaged or cannot be read.
+        All of these elements must be in this file. Raises `UserError` if they are damaged or cannot be read.
         """
         stored = self._datasets[path]
         assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
@@ -215,7 +215,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
 
     def verify(self) -> Iterator[str]:
-        """Read all tensors, and yield a message for each one that is damaged or cannot be read."""
+        """Read all tensors, and yield a message for each tensor that is damaged or cannot be read."""
         for path, stored in self._datasets.items():
             try:
                 blocks = -(-stored.num_bytes // BLOCK_BYTES)
@@ -248,7 +248,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
 
 def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
-    """Return the data sets of a file by path, in the order of their offsets, and the offset of the checksums."""
+    """Return the data sets of a file, keyed by path and ordered by offset, and the offset of the checksums."""
     items: dict[str, h5py.Dataset] = {}
     with h5py.File(path, "r", locking=False) as file:
         file.visititems(lambda name, item: items.update({name: item}) if isinstance(item, h5py.Dataset) else None)
@@ -262,7 +262,7 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which a torch type is stored. Raise `UserError` if a checkpoint cannot store it."""
+    """Return the numpy type in which the torch dtype `dtype` is stored. Raise `UserError` for unsupported dtypes."""
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
     return np.dtype(STORED_AS[dtype])

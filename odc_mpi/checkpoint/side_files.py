@@ -1,7 +1,7 @@
-"""Files beside the weights of an exported model: tokenizer, chat template, special tokens, generation_config.json.
+"""Files that accompany the weights of an exported model: tokenizer, chat template, generation_config.json.
 
-The special tokens decide where transformers, vLLM and llama.cpp stop generating, so they must be those of the tokenizer
-and of the chat template, not the defaults of a configuration class.
+Special tokens in the configuration determine where transformers, vLLM and llama.cpp stop generation. Therefore, they
+must be those of the tokenizer and the chat template, not the defaults of a configuration class.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,13 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SideFiles:
     """Tokenizer files and special tokens of an exported model.
 
-    `config` is that of the run, `base` the current directory of the model from which it started, by default
-    `model.path`. `tokenizer` has the contents of the files to export, by name: those of the base if it has a chat
-    template, and otherwise those that `read_tokenizer_files` returns. So the export has the template of the base, also
-    if the data was prepared with another one for training.
+    Args:
+        config: Configuration of the run.
+        base: Directory that now contains the model from which the run started ("the base"); by default `model.path`.
+
+    Attributes:
+        tokenizer: Contents of the files to export, keyed by file name: those of the base if its tokenizer has a chat
+            template, even if the run used another template; otherwise, those that `read_tokenizer_files` returns.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -38,18 +41,18 @@ class SideFiles:
         has_template = base_tokenizer is not None and base_tokenizer.chat_template
         files = of_base if has_template else trained_with
         self.tokenizer = {name: content for name, content in files.items() if name != MODEL_CONFIG}
-        # The exported one first.
+        # The exported tokenizer comes first.
         candidates = [base_tokenizer, loaded] if has_template else [loaded]
         self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the special tokens. Without a tokenizer that loads, it is not changed."""
+        """Return `config`, the content of config.json, with the special tokens if a tokenizer can be loaded."""
         return {**config, **self._special_tokens(config, config)}
 
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return generation_config.json: that of the base, or else an empty one, with the special tokens.
+        """Return the content of generation_config.json: that of the base, if any, with the special tokens.
 
-        Raises `UserError` if the file of the base cannot be read.
+        `config` is the content of config.json. Raises `UserError` if the file of the base cannot be read.
         """
         content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
@@ -57,10 +60,10 @@ class SideFiles:
         return {key: value for key, value in {**defaults, **special}.items() if value is not None}
 
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the token ids by their keys.
+        """Return the ids of special tokens, keyed by setting.
 
-        `eos_token_id` has the tokens that end a sequence or a turn, and those of a base. bos and pad are those of the
-        tokenizer, and for a model from a base, as in transformers' Trainer, the base's where the tokenizer has none.
+        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base. The other ids are those
+        of the tokenizer or, if it has none, those of the base, as in the Trainer of transformers.
         """
         if not self._tokenizers:
             return {}
@@ -78,10 +81,10 @@ class SideFiles:
 
 
 def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer files of a run, and return their contents by file name.
+    """Read the tokenizer files of a run with the configuration `config`. Return their contents, keyed by file name.
 
-    They are read from the first of these in `config` that has any: the data set, `rl.tokenizer`, and the directory of
-    the model, which is `base` or otherwise `model.path`. Return an empty dictionary if none has.
+    The files are read from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
+    directory of the model, `base` or by default `model.path`. The result is empty if no location has any.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
@@ -96,7 +99,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Return a generation_config.json, or {} if there is none. Raises `UserError` if it is not a JSON object."""
+    """Read generation_config.json in a directory, or return {}. Raise `UserError` if it is not a JSON object."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}
@@ -110,7 +113,7 @@ def read_generation_config(directory: Path | None) -> dict[str, Any]:
 
 
 def _load(files: Mapping[str, bytes]) -> Any | None:
-    """Load a tokenizer. Return None without files, or if transformers cannot load them: it may not be needed."""
+    """Load a tokenizer. Return None without files, or if transformers cannot load them."""
     try:
         return load_files(files) if files else None
     except UserError:

@@ -4,8 +4,8 @@
     restore     read the slices of this rank from a checkpoint that was written by any number of ranks
 
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
-all ranks, such as persistent buffers. Replicated tensors are stored by rank 0. Frozen parameters are omitted if they
-belong to a base model, to which `metadata["base"]` of the checkpoint refers.
+all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
+omitted; `metadata["base"]` of the checkpoint describes the base model.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class _TensorRange(NamedTuple):
-    """A range of a flattened tensor in memory, to be stored under `path`. `shape` is the shape of the full tensor."""
+    """Range of a flattened tensor in memory that is stored as `path`. `shape` is the shape of the full tensor."""
 
     path: str
     tensor: torch.Tensor
@@ -37,9 +37,9 @@ class _TensorRange(NamedTuple):
 
 
 class TrainingState:
-    """The part of the state of a model and its optimizer that is on this rank.
+    """This rank's part of the state of a model and its optimizer.
 
-    With `omit_frozen_base`, frozen parameters are omitted, because the checkpoint refers to the base model for them.
+    With `omit_frozen_base`, frozen parameters are omitted, because they belong to a base model.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self) -> list[ShardEntry]:
-        """Copy this rank's part of the state to host memory, as entries of its file.
+        """Copy this rank's part of the state to host memory, and return it as entries of this rank's file.
 
-        Call this after the parameters have been published. The arrays of the previous result are overwritten.
+        Call this after the parameters are published. The arrays of the previous result are overwritten.
         """
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Return this rank's range of each tensor by path, as its start and an array of the stored type.
+        """Map the path of each tensor to this rank's range: its start, and an array of the stored type.
 
         For tensors in host memory, the arrays are views, whose values change with the next optimizer step.
         """
@@ -72,10 +72,10 @@ class TrainingState:
         }
 
     def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of the current state, without records of files. Complete only on rank 0.
+        """Return the manifest of the current state, without records of files.
 
-        Other ranks omit the replicated tensors. `step` is the number of completed training steps. `metadata` must be
-        JSON-serializable.
+        The manifest is complete only on rank 0; other ranks omit the replicated tensors. `step` is the number of
+        completed training steps. `metadata` must be JSON-serializable.
         """
         tensors: dict[str, TensorRecord] = {}
         for path, tensor, _, shape in self._tensor_ranges():
@@ -90,7 +90,7 @@ class TrainingState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint.
 
-        Parameters are not restored; `CheckpointWeights` reads them. Raise `UserError` if the checkpoint was saved with
+        Parameters are not restored; `CheckpointWeights` reads them. Raises `UserError` if the checkpoint was saved with
         another optimizer class, or is damaged.
         """
         manifest = checkpoint.manifest
@@ -148,7 +148,7 @@ class TrainingState:
 
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
-        """Kind of each parameter by name, and rank, start and stop of each of its non-empty slices."""
+        """Kind of each parameter, and rank, start and stop of its non-empty slices, keyed by parameter name."""
         records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
         for layout in self._model.layouts:
             kind = "trainable" if layout.trainable else "frozen"
@@ -169,14 +169,14 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """A `WeightSource` that reads parameters from an open checkpoint, and those that it does not have from `base`."""
+    """`WeightSource` that reads parameters from an open checkpoint, or from `base` if the checkpoint lacks them."""
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements `[start, stop)` of a flattened parameter. Raise `UserError` if they are damaged."""
+        """Read elements `[start, stop)` of the flattened parameter `name`. Raise `UserError` if they are damaged."""
         if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
             return self._base.read(name, start, stop)
         return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
@@ -190,7 +190,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless a checkpoint has tensors of the same names, shapes and kinds as a module."""
+    """Raise `UserError` unless the tensors of a checkpoint have the same names, shapes and kinds as in a module."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -242,9 +242,9 @@ def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> 
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in the type in which it was saved.
+    """Read elements `[start, stop)` of a flattened tensor, in the dtype in which the tensor was saved.
 
-    `path` is the path of its data set, such as model/layers.0.weight. Raise `UserError` if the elements are damaged.
+    `path` is the path of a data set, such as model/layers.0.weight. Raises `UserError` if the elements are damaged.
     """
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

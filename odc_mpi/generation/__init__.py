@@ -1,1 +1,1 @@
-"""`odc-mpi generate`: completions of prompts by a model on disk, on one or several ranks."""
+"""Commands `odc-mpi generate` and `odc-mpi chat`: completions of prompts by a model on disk, on one or more ranks."""

@@ -16,11 +16,10 @@ _PROMPT = "> "
 
 
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
-    """Read questions from standard input until its end, and print the answers as they are generated.
+    """Read questions from standard input, one per line, and print the answers as they are generated.
 
-    Each answer sees the questions and answers before it, in the chat template of the model, after a message `system` if
-    it is given. If a conversation cannot continue, for example because it is too long for the model, an error is
-    printed and a new one begins.
+    The conversation consists of the message `system`, if given, and all questions and answers so far. If it cannot
+    continue, for example because it is too long for the model, an error is printed and a new conversation begins.
 
     Raises:
         AllRanksUserError: There are several ranks, the model cannot be used, or its tokenizer has no chat template.
@@ -52,7 +51,7 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None, 
 
 
 def _read_line() -> str | None:
-    """Return the next line that is not blank, or None at the end of the input."""
+    """Return the next non-blank line without white space around it, or None at the end of the input."""
     while True:
         try:
             line = input(_PROMPT if sys.stdin.isatty() else "").strip()

@@ -1,8 +1,8 @@
 """Generation of one completion for one prompt with transformers.
 
-Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. The completion of a prompt does not
-depend on the rank or on other prompts, because the sampling seed is derived from `SamplingParams.seed` and the prompt
-number, and each prompt is decoded separately.
+Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. Each prompt is decoded separately,
+with a sampling seed that is derived from `SamplingParams.seed` and the prompt number. A completion therefore does not
+depend on the rank or on other prompts.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 class SamplingParams:
     """Sampling settings. Construction raises `UserError` for a value out of range.
 
-    The positions of the model may limit the tokens further. Temperature 0 selects the most likely token. `top_p`, in
-    (0, 1], is the threshold of nucleus sampling, which 1 disables.
+    Completions may be shorter than `max_new_tokens` if the model has too few positions. Temperature 0 selects the most
+    likely token. `top_p`, in (0, 1], is the threshold of nucleus sampling; 1 disables it.
     """
 
     max_new_tokens: int = 128
@@ -42,9 +42,9 @@ class SamplingParams:
 
 
 class CompletionOutput(NamedTuple):
-    """The completion of the prompt `number`, with the stop token at the end of its tokens, if any.
+    """Completion of the prompt `number`. `tokens` includes the stop token at the end, if any.
 
-    `finish_reason` is "stop" if it ended with a stop token, "length" if it reached the maximum length.
+    `finish_reason` is "stop" if the completion ended with a stop token, and "length" if it reached the maximum length.
     """
 
     number: int
@@ -52,7 +52,7 @@ class CompletionOutput(NamedTuple):
     finish_reason: str
 
 
-#: Function that generates a completion: `generate`, or an inference engine with the same arguments.
+#: Function that generates a completion: `generate`, or a function of an inference engine with the same arguments.
 GenerateFn = Callable[[Any, Prompt, SamplingParams, Any], CompletionOutput]
 
 
@@ -61,8 +61,8 @@ def generate(
 ) -> CompletionOutput:
     """Generate a completion of a prompt. One-sided if the model is sharded.
 
-    A transformers streamer receives each token when it is generated. Raises `UserError` if the model cannot process the
-    prompt; see `max_new_tokens_for`.
+    `streamer` is a streamer of transformers, which receives each token when the token is generated. For errors, see
+    `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -82,9 +82,9 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return the number of tokens that the model can generate after a prompt. It is 2**30 if the model has no limit.
+    """Return the number of tokens that a model can generate after a prompt, or 2**30 if the model has no limit.
 
-    Raises `UserError` if the prompt is empty, is too long, or has a token outside the model's vocabulary.
+    Raises `UserError` if the prompt is empty, is too long, or contains a token outside the model's vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -104,5 +104,5 @@ def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> 
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Compute the sampling seed of a prompt from the seed in `SamplingParams` and the number of the prompt."""
+    """Compute the sampling seed of a prompt from `SamplingParams.seed` and `Prompt.number`."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,4 +1,4 @@
-"""Loading of a model, its tokenizer and its stop tokens for generation from a run, a checkpoint or a directory."""
+"""Loading of a model, its tokenizer and its stop tokens from a run, a checkpoint or a directory, for generation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,12 @@ from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, st
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Options of `odc-mpi generate`. One of `prompt`, `prompts` and `chat` is not None.
+    """Options of `odc-mpi generate` and `odc-mpi chat`.
 
-    `source` is a Hugging Face or peft directory, a checkpoint, or a run, of which `step` selects a checkpoint: by
-    default the newest, or with "best" the one with the lowest evaluation loss. `tokenizer` is a directory or a data
-    set, by default that of the model. Without a file `out` the completions are printed. The others are arguments of
-    `load_model` and `shard_model`.
+    `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of the run: its
+    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set, by
+    default that of the model. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat` uses
+    none. Without `out`, completions are printed. For the other options, see `load_model` and `shard_model`.
     """
 
     source: Path
@@ -44,10 +44,10 @@ class GenerateArguments:
 
 @dataclass
 class GenerationModel:
-    """A model on the meta device, with its tokenizer and the tokens that end a completion of any prompt.
+    """Model on the meta device, with its tokenizer and the stop tokens of all prompts.
 
-    `dtype` is that of the parameters in computation; None means those of the module. `name` is a checkpoint or
-    directory.
+    `name` is the path of the checkpoint or directory. `dtype` is the dtype of parameters in computation, or None for
+    the dtypes of the module.
     """
 
     name: str
@@ -58,9 +58,9 @@ class GenerationModel:
 
 
 def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
-    """Load the model that `odc-mpi generate` uses. For `rank` and `size`, see `load_model`.
+    """Load the model `arguments.source`. For `rank` and `size`, see `load_model`.
 
-    Raises `UserError` if the model, the checkpoint or the tokenizer is missing or damaged.
+    Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or the model is a reward model.
     """
     path, step, base = arguments.source, arguments.step, arguments.base
     attn_implementation, tokenizer, dtype = arguments.attn_implementation, arguments.tokenizer, None

@@ -1,1 +1,1 @@
-"""Models of transformers, built from a configuration or a directory. Each rank reads only its slices of the weights."""
+"""Transformers models from a configuration, a directory or a checkpoint. Each rank reads only its weight slices."""

@@ -1,13 +1,13 @@
-"""LoRA adapters, small trainable matrices that peft adds to linear layers of a frozen base model.
+"""LoRA adapters: small trainable matrices that peft adds to the weights of a frozen base model.
 
-peft changes the model on the meta device, so no memory for parameters is allocated here. The result is the model of
+peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the model of
 transformers with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
-    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform, seeded by the seed and this name
+    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform with `seed` and this name as seed
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
-    ...experts.base_layer.gate_up_proj        fused experts, frozen; one more `base_layer` per further adapted parameter
-    ...experts.lora_A.default.weight          adapter of fused experts, in the order of the experts
+    ...experts.base_layer.gate_up_proj        fused experts, frozen; one `base_layer` per adapted parameter
+    ...experts.lora_A.default.weight          adapters of all fused experts, concatenated in the order of the experts
     lm_head.original_module.weight            weight of a module in `modules_to_save`, frozen
     lm_head.modules_to_save.default.weight    trainable copy of this weight
 """
@@ -38,13 +38,13 @@ ADAPTER = "default"
 _WRAPPERS = {"base_layer", "original_module", "modules_to_save", ADAPTER}
 #: Prefix of the parameter names in adapter_model.safetensors.
 _PREFIX = "base_model.model."
-#: Supported settings of `LoraConfig` of peft, and those that an adapter_config.json may lack.
+#: Supported settings of peft's `LoraConfig`. Those in `OPTIONAL_SETTINGS` may be missing in adapter_config.json.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 OPTIONAL_SETTINGS = (
     *("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     "exclude_modules",
 )
-#: The number of the layer in a dotted name, found as peft does.
+#: Pattern of a dotted name up to the number of the layer, as in peft.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
@@ -54,8 +54,8 @@ class AdaptedParameter(NamedTuple):
     Attributes:
         layer: Dotted name of the peft layer that holds the matrices A and B.
         scale: alpha / r of this layer.
-        is_transposed: True if the base parameter has the layout `[experts, in, out]`. False for `[experts, out, in]`
-            and, in layers without experts, `[out, in]`.
+        is_transposed: True if the layout of the base parameter is `[experts, in, out]`. False if the layout is
+            `[experts, out, in]` or, in layers without experts, `[out, in]`.
     """
 
     layer: str
@@ -63,12 +63,12 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return weight + scale * B A, separately for each expert, as `get_delta_weight` of peft, in the weight's type.
+        """Return `weight + scale * B @ A` for each expert, like `get_delta_weight` of peft, in the dtype of `weight`.
 
         Args:
-            weight: Base parameter, `[out, in]` or with three dimensions.
-            a: Matrix A, `[experts * r, in]`; rows of an expert are consecutive.
-            b: Matrix B, `[out, r * experts]`; columns of the same component are consecutive.
+            weight: Base parameter, with two dimensions or, for fused experts, with three (see `is_transposed`).
+            a: Matrix A, `[experts * r, in]`. The r rows of an expert are consecutive.
+            b: Matrix B, `[out, r * experts]`. The columns of all experts for the same rank component are consecutive.
         """
         num_experts = weight.shape[0] if weight.ndim == 3 else 1
         down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
@@ -79,16 +79,17 @@ class AdaptedParameter(NamedTuple):
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
-    """Add LoRA adapters to a model on the meta device. Only they and the copies of `modules_to_save` are trainable.
+    """Add LoRA adapters to a model on the meta device.
 
-    The new head of a reward model is one of these.
+    Only the adapters and the copies of `modules_to_save` are trainable. The new head of a reward model is added to
+    `modules_to_save`.
 
     Args:
         meta_model: Base model. Its module is changed in place.
-        settings: Settings of `LoraConfig` of peft. Only those in `SETTINGS` and `OPTIONAL_SETTINGS` are used, so the
-            content of adapter_config.json may be passed.
+        settings: Settings of peft's `LoraConfig`, or the content of adapter_config.json. Entries that are not in
+            `SETTINGS` or `OPTIONAL_SETTINGS` are ignored.
         seed: Seed of the initial adapter weights.
-        dtype: Type of the base parameters and, as in peft, of the copies of `modules_to_save`. Adapters are float32.
+        dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
 
     Raises:
         UserError: peft is not installed, a name in `settings` matches no module or parameter, a layer does not exist,
@@ -128,10 +129,10 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 def add_in_forward(module: nn.Module) -> None:
-    """Add the adapters of parameters (`target_parameters` of peft) to them in each forward, without parametrization.
+    """Replace the forwards of peft layers for `target_parameters` with forwards that use no parametrization.
 
-    peft replaces such a parameter by a parametrization in each forward. A parameter of a sharded model, which is
-    fetched when it is looked up, cannot be replaced. Call this before `shard_model`.
+    In each forward, peft parametrizes an adapted parameter. This is not possible for a parameter of a sharded model,
+    which is fetched on access. The new forwards add the adapter to the weight. Call this before `shard_model`.
     """
     for layer in module.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "parameter_name"):
@@ -152,7 +153,7 @@ def _adapted_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def adapted_parameters(module: nn.Module) -> dict[str, AdaptedParameter]:
-    """Return the adapters of a module by the names that the adapted parameters have in the base model."""
+    """Return the adapters of a module, keyed by the names of the adapted parameters in the base model."""
     return {
         base_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): _describe(name, layer)
         for name, layer in module.named_modules()
@@ -166,9 +167,9 @@ def _describe(name: str, layer: Any) -> AdaptedParameter:
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
-    """Return the names of weights without adapters, without the numbers of layers.
+    """Return the names of weights without an adapter. Names in a layer are relative to the layer, and listed once.
 
-    Not included are embeddings, the head, biases, other parameters with one dimension, and modules trained in full.
+    Embeddings, the head, biases, parameters with one dimension and modules that are trained in full are omitted.
     """
     head = module.get_output_embeddings()
     trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
@@ -183,9 +184,9 @@ def left_out(module: transformers.PreTrainedModel) -> list[str]:
 
 
 class AdapterWeights(WeightSource):
-    """Source of the initial weights of a model with adapters.
+    """Source of the initial weights of a model with adapters. `base` is the source of the weights of the base model.
 
-    `seed` and the name of an adapter matrix determine its values, so they do not depend on the number of ranks.
+    The values of an adapter matrix depend only on `seed` and on the name of the matrix, not on the number of ranks.
     """
 
     def __init__(self, base: WeightSource, module: nn.Module, seed: int) -> None:
@@ -206,22 +207,22 @@ class AdapterWeights(WeightSource):
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if the parameter with a dotted name is an adapter matrix."""
+    """Return True if the dotted name of a parameter is that of an adapter matrix."""
     return ".lora_" in name
 
 
 def is_trained(name: str) -> bool:
-    """Return True if the parameter with a dotted name is an adapter matrix, or part of a trainable copy of a module."""
+    """Return True if a dotted name is that of an adapter matrix, or of a parameter in a trainable copy of a module."""
     return is_adapter(name) or ".modules_to_save." in name
 
 
 def peft_name(name: str) -> str:
-    """Return the name that a trainable parameter has in adapter_model.safetensors."""
+    """Convert the name of a trainable parameter to its name in adapter_model.safetensors."""
     return _PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else base_name(name))
 
 
 def base_name(name: str) -> str:
-    """Return the name that a base parameter has in the model without adapters."""
+    """Convert the name of a base parameter to its name in the model without adapters."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -262,9 +263,9 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
 
 
 def _find_routers(module: nn.Module) -> list[str]:
-    """Return the names of linear layers with a forward of their own, such as the routers of Llama 4.
+    """Return the names of linear layers whose class overrides `nn.Linear.forward`, such as the routers of Llama 4.
 
-    Their output is not only the product, to which peft adds that of the adapter.
+    peft cannot adapt these layers correctly, because their output is more than the product with the weight.
     """
     linear = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
     return [name for name, m in linear if type(m).forward is not nn.Linear.forward]
@@ -296,7 +297,7 @@ def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: in
 def _match(
     setting: str, names: Collection[str], requested: Collection[str], known: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return those of `names` that each requested name matches; `known` are the names to propose in an error."""
+    """Map each requested name to the matching entries of `names`. `known` contains suggestions for the error."""
     matches = {
         target: [name for name in names if name == target or name.endswith(f".{target}")] for target in requested
     }

@@ -1,11 +1,11 @@
-"""Attention within packed sequences. The cost grows with the square of each length, not with the square of their sum.
+"""Attention within packed sequences. The cost is quadratic in the length of each sequence, not in the packed length.
 
-A microbatch is one row of concatenated sequences without padding. Hugging Face models pass the boundaries of sequences
+A microbatch is one row of concatenated sequences without padding. Transformers models pass the boundaries of sequences
 (`cu_seq_lens_q`) to the attention function, and `packed_attention` attends within each sequence separately.
 
-Some models pass the sliding window to the layer, others only apply it to the attention mask. Therefore
-`_local_pattern` replaces a mask with a window by a tensor that holds only the size of the window, and a mask of chunks
-(Llama 4: a token attends to its chunk of the sequence) by the size of the chunks, at which sequences are then split.
+Some models pass the size of a sliding window to the attention function. Others only apply the window to the attention
+mask. Therefore, `_local_pattern` replaces such a mask by a tensor that contains only the window size. Llama 4 masks
+attention chunks: a token attends only to the chunk that contains it. This mask is replaced by the chunk size.
 """
 
 import itertools
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-#: Names under which transformers knows this attention (`attn_implementation`), by the implementation for one sequence.
-#: sdpa chooses a kernel for the device; eager computes the scores explicitly. Soft caps always need the latter.
+#: Names under which this attention is registered with transformers, keyed by `attn_implementation`. sdpa calls
+#: `scaled_dot_product_attention`; eager computes the scores explicitly. Soft caps always use eager attention.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
-#: Limit on the tokens of sequences of equal length that are batched into one call. Above it, the overhead of a call is
-#: less than its work, and the scores of eager attention would need too much memory.
+#: Maximum number of tokens in sequences of equal length that are batched into one call. With more tokens, the overhead
+#: of a call is less than its work, and the scores of eager attention would need too much memory.
 _MAX_TOKENS = 4096
 _PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
 #: Attention arguments of some models that change the result and are not supported.
@@ -30,7 +30,7 @@ _UNSUPPORTED = ("position_bias",)
 
 
 class PackingUnsupportedError(ValueError):
-    """Raised if a model needs attention that is not supported for packed sequences."""
+    """Raised if a model needs a kind of attention that is not supported for packed sequences."""
 
 
 class ContextParallelUnsupportedError(ValueError):
@@ -38,10 +38,10 @@ class ContextParallelUnsupportedError(ValueError):
 
 
 class SequenceChunk(Protocol):
-    """Chunk of a split sequence, which is a microbatch of its own. Implements the attention across chunks.
+    """Chunk of a sequence that is split over several ranks. For the arguments of `attend`, see `packed_attention`.
 
     Attributes:
-        num_tokens: Number of tokens of the full sequence.
+        num_tokens: Number of tokens of the unsplit sequence.
     """
 
     num_tokens: int
@@ -75,17 +75,17 @@ def packed_attention(
     Args:
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
-        attention_mask: None, or the local pattern of `_local_pattern`, int64 `[2]`. Inputs have no padding.
-        scaling: Factor on the scores. None means `head_dim ** -0.5`.
-        sliding_window: Number of latest tokens that a token attends to, including itself. None means all.
+        attention_mask: Window size and chunk size from `_local_pattern`, int64 `[2]`, or None. Inputs have no padding.
+        scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
+        sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
-            that they are found from `position_ids`.
+            that the boundaries are computed from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
-            than tokens shares a prompt: it also attends to the first n tokens of the nearest sequence before it that
-            has no more keys than tokens. None means no additional keys. Ignored without `cu_seq_lens_q`.
-        position_ids: Positions of the tokens in their sequences, `[1, tokens]`. Used without `cu_seq_lens_q`, since
-            layers of some models (StableLM, Nemotron) get only positions: a sequence begins where they do not continue,
-            and shares a prompt of n tokens if it begins at n.
+            than tokens shares a prompt. It also attends to the first n tokens of the nearest earlier sequence whose
+            numbers of keys and tokens are equal. None means no additional keys. Ignored without `cu_seq_lens_q`.
+        position_ids: Positions of the tokens in their sequences, `[1, tokens]`, for models that do not pass
+            `cu_seq_lens_q` to all layers (StableLM, Nemotron); otherwise ignored. A sequence begins where a position is
+            not the previous one plus 1. If its first position is n > 0, it shares a prompt of n tokens.
         softcap: Limit on the scores, applied by a tanh.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
@@ -144,8 +144,8 @@ def packed_attention(
 
 
 def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of sequences and of their keys. A sequence begins where positions do not continue."""
-    # Positions on the meta device, which have no values, are of a trial: one sequence.
+    """Return `cu_seq_lens_q` and `cu_seq_lens_k` of `packed_attention`, computed from the positions of tokens."""
+    # Positions on the meta device have no values. They occur only in a trial, which has one sequence.
     positions = list(range(position_ids.shape[1])) if position_ids.is_meta else position_ids[0].tolist()
     starts = [i for i, position in enumerate(positions) if not i or position != positions[i - 1] + 1]
     bounds = torch.tensor([*starts, len(positions)], dtype=torch.int32)
@@ -158,7 +158,7 @@ def _differences(bounds: torch.Tensor) -> list[int]:
 
 
 def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert a copy of the shared prompt before each sequence that shares one."""
+    """Insert a copy of the shared prompt before each sequence that shares a prompt."""
     parts, owner = [], states
     for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
         owner = owner if prompt else sequence
@@ -167,9 +167,9 @@ def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) 
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Correct the factors by which Llama 4 scales queries without rotary embedding, by their position in the row.
+    """Correct the factors by which Llama 4 scales queries without rotary embedding, to use positions in the sequence.
 
-    The factor of a token must depend on its position in its sequence. All factors are 1 below `floor_scale` tokens.
+    The model uses the positions in the packed row. All factors are 1 below `floor_scale` tokens.
     """
     num_tokens = query.shape[2]
     if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
@@ -193,9 +193,9 @@ def _with_sinks(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with a sink per head: a first key, visible to all tokens, whose score is the sink and whose value is 0.
+    """Attend with a sink per head: an additional first key, visible to all tokens, with the value 0.
 
-    One more dimension of queries and keys holds this score, so any kernel computes it and its gradient.
+    The sink is the score of this key. An additional dimension of queries and keys holds it, so any kernel can be used.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
@@ -208,7 +208,7 @@ def _with_sinks(
 def _attend_per_sequence(
     attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor
 ) -> torch.Tensor:
-    """Attend within each sequence; states are `[1, heads, tokens, head_dim]`."""
+    """Attend within each sequence. `states` are queries, keys and values, `[1, heads, tokens, head_dim]`."""
     split = [state.split(lengths, 2) for state in states]
     outputs = list(split[0])
     for positions in _group_by_length(lengths):
@@ -223,9 +223,9 @@ def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield positions of sequences of equal length, which one call computes.
+    """Yield the indices of sequences of equal length that are batched into one call.
 
-    A call costs more than a short sequence, and training on completions has many short sequences in a microbatch.
+    The overhead of a call exceeds the work for a short sequence, and packed completions include many short sequences.
     """
     positions_by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
@@ -285,9 +285,9 @@ def _eager(
 
 
 def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """Return a mask, bool `[num_tokens, num_tokens]`: True where the token of the row attends to that of the column.
+    """Return a mask, bool `[num_tokens, num_tokens]`: element i, j is True if token i attends to token j.
 
-    With `sink` the first token is a sink, which is visible to all tokens.
+    If `sink` is True, the first token is a sink, which is visible to all tokens.
     """
     tokens = torch.arange(num_tokens, device=device)
     distance = tokens[:, None] - tokens[None, :]
@@ -306,7 +306,7 @@ def register() -> None:
 
 
 class AttentionCall(NamedTuple):
-    """A recorded call of packed attention: its layer, and whether its scores have a soft cap."""
+    """Recorded call of packed attention. `soft_cap` is True if the scores of the layer have a soft cap."""
 
     layer: torch.nn.Module
     soft_cap: bool
@@ -314,7 +314,7 @@ class AttentionCall(NamedTuple):
 
 @contextmanager
 def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """Record the calls of packed attention in the context."""
+    """Record the calls of packed attention in the enclosed code. The context yields the list of calls."""
     calls: list[AttentionCall] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
 
@@ -334,10 +334,10 @@ def recorded_calls() -> Iterator[list[AttentionCall]]:
 def _local_pattern(
     *args: Any, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
 ) -> Any:
-    """Return the sliding window and the chunk size of a mask, int64 `[2]` in host memory, 0 for none; None for neither.
+    """Return the window size and the chunk size of a mask, int64 `[2]` in host memory, or None if it has neither.
 
-    `packed_attention` is causal without a mask; a full mask would cost the square of the number of packed tokens. With
-    `use_vmap` the model adds its own rule to the mask. transformers passes windows and chunks as `local_size` alike.
+    One of the two sizes is 0. A full mask would need memory quadratic in the number of packed tokens. Transformers
+    passes either size as `local_size`. `use_vmap` is True if the model adds its own rule to the mask.
     """
     if use_vmap:
         raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a model-specific mask")

@@ -1,4 +1,4 @@
-"""Supported values of `attn_implementation`, and the reasons for which others are refused.
+"""Supported values of `attn_implementation`, and the reasons why other values are not supported.
 
 This module imports nothing, so that an invalid setting is reported before torch is imported.
 """
@@ -15,6 +15,6 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason to refuse an attention implementation, as the end of a message, or "" for an unknown name."""
+    """Return the reason why an attention implementation is not supported, for a message, or "" if none is known."""
     reasons = (reason for known, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(known))
     return next((f" ({reason})" for reason in reasons), "")

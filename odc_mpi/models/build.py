@@ -2,8 +2,8 @@
 
 A model is built from a configuration with random weights (`model.config`), or from a local directory with safetensors
 files (`model.path`). Each rank later reads only its slices of the parameters from the `WeightSource`, so no rank holds
-the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence. `task` is what
-the model predicts; a head that the directory does not have gets new weights, which depend on the `seed`.
+the full model. In all functions, `attn_implementation` is the attention within each packed sequence, "sdpa" or "eager",
+`task` is the prediction task of the model, and `seed` determines weights that are initialized randomly.
 """
 
 import re
@@ -32,7 +32,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
 _CONFIG = "config.json"
-#: Most layers of a model, and most experts of a layer. Each is a module, which takes time even without its parameters.
+#: Maximum number of layers of a model, and of experts of a layer. Building a module takes time even without parameters.
 _MAX_MODULES = 10_000
 _COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
 
@@ -45,13 +45,13 @@ class MetaModel:
         module: Model. Its buffers are in host memory.
         weights: Source of the parameter values.
         vocab_size: Number of rows of the embedding.
-        num_matmul_params: Number of parameters, without those of an embedding that is not tied to the output layer.
+        num_matmul_params: Number of parameters, excluding an embedding that is not tied to the output layer.
         num_layers: Number of hidden layers.
-        attention_dim: Number of attention heads, multiplied by their dimension.
+        attention_dim: Number of attention heads times `head_dim`.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the weights of the base model, or None for a model without adapters.
-        checkpoint: Checkpoint with the adapters that are trained further, or None.
-        packing: How the model trains: packed, or one sequence per microbatch.
+        checkpoint: Checkpoint with adapters from which training starts, or None.
+        packing: Decision whether the model trains on packed sequences.
     """
 
     module: transformers.PreTrainedModel
@@ -69,11 +69,11 @@ class MetaModel:
 def from_config(
     settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa", task: Task = CAUSAL_LM
 ) -> MetaModel:
-    """Build a model with random weights, which depend on the seed but not on the number of ranks.
+    """Build a model with random weights, which depend on `seed` but not on the number of ranks.
 
     Raises:
-        UserError: `settings` (`model.config`) has no `model_type`, transformers does not accept them, they are of a
-            multimodal model, or the model cannot be trained.
+        UserError: `settings`, the value of `model.config`, has no `model_type` or an unknown one, transformers does not
+            accept a setting, the model is multimodal, or the model cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
@@ -87,10 +87,10 @@ def from_saved_config(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build a model from the `full_configuration` in a checkpoint, whose weights replace the random ones.
+    """Build a model with random weights from `content`, the `full_configuration` in a checkpoint.
 
-    `overrides` are as for `from_directory`. Raises a UserError if the installed version of transformers cannot use the
-    configuration.
+    The caller replaces the random weights with those of the checkpoint. For `overrides`, see `from_directory`. Raises
+    `UserError` if the installed version of transformers cannot use the configuration.
     """
     settings = {
         key: decode_floats(value) for key, value in content.items() if not key.startswith("_") and key != "model_type"
@@ -102,7 +102,7 @@ def from_saved_config(
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return True if a path is a Hugging Face model directory, which has config.json."""
+    """Return True if a path is a Hugging Face model directory: it contains config.json."""
     return (path / _CONFIG).is_file()
 
 
@@ -113,14 +113,14 @@ def from_directory(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build the model in a Hugging Face directory, with a source of its weights; of a multimodal one, the text model.
+    """Build the model in a Hugging Face directory. If the model is multimodal, build its text model.
 
-    If the files lack the head of `task`, it gets new weights that depend on `seed`. `overrides` are settings of
-    transformers that replace those of config.json (`model.config`).
+    The weights are read from the safetensors files. If these lack the head of `task`, the head is initialized randomly.
+    `overrides`, the value of `model.config`, are settings of transformers that replace those of config.json.
 
     Raises:
-        UserError: A file or another parameter is missing or cannot be used, a shape differs from the configuration, or
-            the model cannot be trained.
+        UserError: A file or a parameter is missing or cannot be used, a shape differs from the configuration, or the
+            model cannot be trained.
     """
     if not is_model_directory(path):
         raise UserError(
@@ -158,7 +158,7 @@ def _override(
 
 @contextmanager
 def _user_errors(prefix: str) -> Iterator[None]:
-    """Raise a `UserError` for any exception: transformers raises many kinds for an invalid configuration."""
+    """Convert any exception to `UserError`. Transformers raises many kinds for an invalid configuration."""
     try:
         yield
     except UserError:
@@ -208,7 +208,7 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Create a configuration. Refuse unknown keys, which transformers would keep silently."""
+    """Create a configuration. Raise `UserError` for unknown keys, which transformers would accept silently."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:

@@ -1,12 +1,13 @@
 """Compilation of layers by torch.compile. All layers of a class share graphs, which have the parameters as inputs.
 
-A layer of a sharded model fetches its parameters on demand, which Dynamo cannot trace. So each layer has a twin, copies
-of its modules that share everything with the originals except the parameters. Before each forward, the parameters are
-fetched outside of the graph and put into the twin. They are inputs of the graph, like the hidden states, whose number
-of tokens may change.
+A layer of a sharded model fetches its parameters on access, which Dynamo cannot trace. Therefore, each layer has a
+twin: copies of its modules that share everything with the originals except the parameters. Before each forward, the
+parameters are fetched outside of the graph and stored in the twin. Parameters and hidden states are inputs of the
+graph. The number of tokens is dynamic.
 
-Attention over packed sequences reads their boundaries from a tensor, which a graph cannot do. Dynamo excludes it, so a
-layer has four graphs: before and after attention, and before and after the module that calls it.
+Packed attention reads the boundaries of sequences from a tensor, which a graph cannot do. The attention function is
+therefore not compiled. A layer has four graphs: before and after this function, and before and after the attention
+module, which calls the function.
 """
 
 import copy
@@ -30,11 +31,11 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the forward of each layer of a transformers model whose class is listed in `_no_split_modules`.
+    """Compile the forwards of the layers of a transformers model: modules whose class is in its `_no_split_modules`.
 
-    Call it before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward take
-    a minute or more. Raises a UserError if the model has no such layers or has adapters of parameters, or no C++
-    compiler is installed.
+    Call this before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward
+    take a minute or more. Raises `UserError` if the model has no such layers or has adapters of fused experts, or if
+    the C++ compiler or the Python headers are not installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
@@ -53,7 +54,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """Compiled forward of a layer. The parameters of the layer's modules may be replaced later."""
+    """Compiled forward of a layer. The layer's parameters may be replaced later, for example by `shard_model`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
@@ -79,7 +80,7 @@ class CompiledForward:
 
     @contextmanager
     def _parameters(self) -> Iterator[None]:
-        """Put the parameters into the twin; remove them at the end, so that their memory can be released."""
+        """Store the parameters in the twin. Remove them at the end, so that their memory can be released."""
         for twin_parameters, module in self._parameter_sources:
             twin_parameters.update((key, module._parameters[key]) for key in twin_parameters)
         try:
@@ -98,7 +99,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _mark_tokens(arguments: Any, num_tokens: int) -> None:
-    """Mark the dimensions of tokens as dynamic, before Dynamo traces a graph for a single length."""
+    """Mark the token dimensions of all tensors as dynamic, so that Dynamo does not trace a graph for each length."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, torch.Tensor) and num_tokens > 1:
             for dim, size in enumerate(tensor.shape):
@@ -107,7 +108,7 @@ def _mark_tokens(arguments: Any, num_tokens: int) -> None:
 
 
 def _require_compiler() -> None:
-    """Refuse a machine without the compiler and headers with which inductor builds CPU kernels and GPU launchers."""
+    """Raise `UserError` without the compiler and headers with which inductor builds CPU kernels and GPU launchers."""
     compiler, headers = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Configurations of transformers: changes by `model.config`, and as JSON, compared between a model and a checkpoint."""
+"""Configurations of transformers: changes by the setting `model.config`, and comparison of a model and a checkpoint."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
-#: Keys that do not affect the function that a model computes.
+#: Keys that do not affect the output of a model.
 _INCIDENTAL = {
     *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
     *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
@@ -20,14 +20,14 @@ _INCIDENTAL = {
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Return a new transformers configuration with some settings changed.
 
-    Settings that the configuration class derives from the changed ones are derived again.
+    Settings that the configuration class derives from changed settings are derived again.
 
     Args:
-        config: Configuration that transformers has made from `content`, the content of config.json.
-        overrides: New values by setting. A nested mapping changes only the entries that it has.
+        config: Configuration that transformers created from `content`, the content of config.json.
+        overrides: New values, keyed by the names of settings. A nested mapping changes only the entries in it.
 
     Raises:
-        UserError: A setting is unknown, or the class ignores the value.
+        UserError: A setting is unknown, or a value has no effect because other settings determine it.
     """
     changed = type(config).from_dict(_merge(config, content, overrides, "model.config."))
     values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))
@@ -60,7 +60,7 @@ def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]
 
 
 def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under the names that transformers 5 uses for them."""
+    """Rename settings as in transformers 5."""
     settings = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
     if "rope_scaling" in settings:
         settings["rope_parameters"] = settings.pop("rope_scaling")
@@ -83,10 +83,10 @@ def full_configuration(module: Any) -> dict[str, Any]:
 
 
 def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting that makes a model compute something different from the model of a checkpoint.
+    """Find the first significant setting in which a model differs from the model of a checkpoint.
 
-    `metadata` is that of the manifest, and `config` the `full_configuration` of the model. Returns the name of the
-    setting, its value in the checkpoint and in `config`, or None if there is no difference.
+    `metadata` is that of the checkpoint's manifest, and `config` the `full_configuration` of the model. Return the
+    dotted name of the setting, its value in the checkpoint and its value in `config`, or None without a difference.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()
@@ -97,7 +97,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def decode_floats(content: Any) -> Any:
-    """Return a JSON value with the infinite numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    """Replace non-finite numbers in a JSON value, which transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(content, dict):
         if content.keys() == {"__float__"}:
             return float(content["__float__"])
@@ -106,7 +106,7 @@ def decode_floats(content: Any) -> Any:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to one mapping by dotted name. Each name begins with `prefix`."""
+    """Flatten nested settings to a mapping keyed by dotted names. `prefix` is prepended to each name."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -114,7 +114,7 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a `full_configuration` that affect what the model computes, by dotted name."""
+    """Return the settings in a `full_configuration` that affect the output of the model, keyed by dotted names."""
     significant = {
         key: significant_settings(value) if isinstance(value, dict) else value
         for key, value in config.items()

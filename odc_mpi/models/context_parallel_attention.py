@@ -1,17 +1,17 @@
 """Attention of one chunk of a sequence whose other chunks are on other ranks (context parallelism).
 
-The tokens of a chunk attend causally to its own keys and values, and without a mask to those of all earlier chunks.
-Each of these parts is one kernel call, which returns an output and the log-sum-exp of its scores. The log-sum-exps
-weight the outputs when they are merged, as for blocks in FlashAttention (arXiv 2205.14135, section 3.1) and for ranks
-in Ring Attention (arXiv 2310.01889). So there is no mask of tokens by tokens.
+The tokens of a chunk attend causally to the keys of this chunk, and without a mask to the keys of all earlier chunks.
+For each of these chunks, one kernel call returns an output and the log-sum-exp of the scores. The outputs are merged
+with weights computed from the log-sum-exps, as for blocks in FlashAttention (arXiv 2205.14135, section 3.1) and for
+ranks in Ring Attention (arXiv 2310.01889). No mask of size tokens x tokens is needed.
 
     forward    publish the keys and values of this chunk; attend to them; then attend to each earlier chunk as soon as
                its keys and values are published
-    backward   compute the gradients of the earlier chunks' keys and values, and send them; compute those of this chunk;
-               add the gradients that the later chunks sent
+    backward   compute the gradients of the earlier chunks' keys and values, and send them; compute the gradients of
+               this chunk's keys and values; add the gradients that the later chunks sent
 
-Given the merged output and log-sum-exp, the backward kernel yields the exact gradients of each part. With grouped-query
-attention only the key and value heads are transferred, by a `KVExchange`.
+Given the merged output and log-sum-exp, the backward kernel yields the exact gradients for each chunk. A `KVExchange`
+transfers the keys and values. With grouped-query attention, the key and value heads are transferred without repetition.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,28 +23,28 @@ from torch.autograd.function import once_differentiable
 _aten = torch.ops.aten
 
 
-#: Keys and values of a chunk in one layer, or their gradients: each `[1, key_value_heads, tokens, head_dim]`.
+#: Keys and values of a chunk in one layer, or their gradients. Both are `[1, key_value_heads, tokens, head_dim]`.
 KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """Transfers of keys, values and their gradients between a chunk and the other chunks of its sequence."""
+    """Interface to transfers of keys, values and their gradients between a chunk and the other chunks of a sequence."""
 
     def publish_kv(self, layer: int, kv: KeyValue) -> None:
-        """Publish this chunk's keys and values in a layer, for later chunks. One-sided. Idempotent per layer."""
+        """Publish this chunk's keys and values in a layer for later chunks. One-sided. Idempotent for each layer."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of each earlier chunk in a layer, in order. One-sided; waits for publication."""
+        """Yield the keys and values of each earlier chunk in a layer, in order. One-sided; waits until published."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
-        """Send gradients to all earlier chunks, one item of `grads` each, in order. One-sided; may wait for memory."""
+        """Send one item of `grads` to each earlier chunk, in order. One-sided; may wait for free memory."""
 
     def accumulate_kv_grads(self, layer: int, grads: KeyValue) -> KeyValue:
-        """Return the sum of `grads` and the gradients that all later chunks send. One-sided; waits for later chunks."""
+        """Return the sum of `grads` and the gradients from all later chunks. One-sided; waits for later chunks."""
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Causal attention of one chunk to the whole sequence up to the last token of the chunk."""
+    """Autograd function for causal attention of one chunk to itself and all earlier chunks of the sequence."""
 
     @staticmethod
     def forward(
@@ -56,9 +56,9 @@ class ContextParallelAttention(torch.autograd.Function):
         layer: int,
         exchange: KVExchange,
     ) -> torch.Tensor:
-        """Compute the output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
+        """Compute the attention output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
-        For the tensors and `scaling`, see `attention.packed_attention`; the batch size is 1. `layer` counts from 0.
+        For the tensors and `scaling`, see `attention.packed_attention`. The batch size is 1. `layer` counts from 0.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)
@@ -75,7 +75,7 @@ class ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of query, key and value. One-sided; waits for later chunks."""
+        """Compute the gradients of `query`, `key` and `value`. One-sided; waits for later chunks."""
         query, key, value, output, lse, *earlier = ctx.saved_tensors
         upstream = upstream.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
@@ -96,14 +96,14 @@ class ContextParallelAttention(torch.autograd.Function):
         return query_grad.to(query.dtype), *grads, None, None, None
 
 
-#: See `ContextParallelAttention.forward`. One-sided.
+#: Function with the arguments and result of `ContextParallelAttention.forward`. One-sided.
 context_parallel_attention: Callable[..., torch.Tensor] = ContextParallelAttention.apply
 
 
 def _merge(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the outputs over two sets of keys. The first has the type of the log-sum-exps."""
+    """Merge the outputs over two sets of keys. `output` and the result have the dtype of the log-sum-exps."""
     both = torch.logaddexp(lse, other_lse)
     first, second = ((each - both).exp()[..., None] for each in (lse, other_lse))
     return output * first + other.to(lse.dtype) * second, both
@@ -128,7 +128,7 @@ def _attend_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the contributions of these keys to the gradients of query, key and value."""
+    """Return the gradients of `query`, `key` and `value` for attention to the given keys."""
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         upstream, query, key, value, output, lse, 0.0, causal, scale=scaling
     )

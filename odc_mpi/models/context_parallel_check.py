@@ -1,7 +1,7 @@
-"""Check whether a model supports context parallelism. The check also finds the size of its keys and values.
+"""Check whether a model supports context parallelism. The check also measures the size of keys and values.
 
-The results for a chunk must be the same as in the unsplit sequence. Therefore every layer must attend causally to the
-full sequence through `packed_attention`, and nothing else may depend on other tokens or on their number.
+The results for a chunk must be the same as in the unsplit sequence. Therefore, every layer must attend causally to the
+full sequence through `packed_attention`, and no other operation may depend on other tokens or on the sequence length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +25,8 @@ class AttentionShape:
     """Size of the attention in a model that supports context parallelism.
 
     Attributes:
-        num_layers: Number of layers with attention.
-        token_numel: Number of elements of the keys and values of one token in one layer.
+        num_layers: Number of attention layers.
+        token_numel: Number of elements of the keys and values of one token in one layer; the maximum over the layers.
     """
 
     num_layers: int
@@ -36,8 +36,8 @@ class AttentionShape:
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
     """Check that a model supports context parallelism, and return the shape of its attention.
 
-    Runs a chunk through the model, which must be on the meta device and have no adapters. `num_tokens` is the length
-    of the longest sequence. Raises a `ContextParallelUnsupportedError` with the reason if the model is not supported.
+    The check runs the forward of `module`, which must be on the meta device and have no adapters. `num_tokens` is the
+    length of the longest sequence. Raises `ContextParallelUnsupportedError` if the model is not supported.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
@@ -65,7 +65,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
 
 
 class _AttentionRecorder(SequenceChunk):
-    """A chunk that records the calls of its attention."""
+    """Chunk that records the calls of `attend`."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -90,7 +90,7 @@ class _AttentionRecorder(SequenceChunk):
 
 
 def _rope_types(content: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in a configuration, which may nest them by layer type."""
+    """Yield the types of rotary embeddings in a configuration, which may have a type for each layer type."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             if key in ("rope_type", "type") and isinstance(value, str):

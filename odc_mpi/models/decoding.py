@@ -1,4 +1,4 @@
-"""Decoding with a model that may be in training. The state of the model is restored at the end."""
+"""Decoding with a model that may be in training. The training state of the model is restored after decoding."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,8 @@ from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
 #: Function that calls `generate` of the model and returns the tokens of prompts and completions. Arguments: tokens and
-#: attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; further arguments.
+#: attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and further keyword
+#: arguments of `generate`.
 DecodeFn = Callable[..., torch.Tensor]
 
 
@@ -20,9 +21,9 @@ class Prompt(NamedTuple):
     """Tokenized prompt.
 
     Attributes:
-        number: Index of the prompt. It seeds the sampling of its completions.
+        number: Index of the prompt. The seed for sampling its completions depends on this index.
         tokens: Tokens of the prompt, at least one.
-        stop: Tokens that end a completion.
+        stop: Stop tokens. Each of them ends a completion.
     """
 
     number: int
@@ -34,14 +35,14 @@ class Prompt(NamedTuple):
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Put a model into evaluation mode with a key/value cache. Restore the model and the random state at the end.
 
-    The model uses an attention implementation of transformers, since `packed_attention` does not support a cache.
+    In the `with` block, attention is that of transformers, since `packed_attention` does not support a cache.
 
     Args:
         module: Causal language model of transformers, or the `module` of a sharded model.
-        seed: Seed for the random numbers of PyTorch in the `with` block. None keeps the random state.
+        seed: Seed of the PyTorch random number generators in the `with` block. None starts from their current state.
 
     Yields:
-        Function that decodes. It is one-sided if the model is sharded.
+        Function that calls `generate` of the model. The function is one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -95,6 +96,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context in which the full model is unsharded if it fits into this rank's parameter cache. One-sided."""
+    """Return a context manager that unshards the model if the parameter cache is large enough. One-sided."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

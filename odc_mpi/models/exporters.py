@@ -1,7 +1,7 @@
 """Content of the directories that `odc-mpi export` writes: a full model, adapters, or a merged model.
 
-A tensor of the checkpoint, or of the base model, is read when its output file is written. All tensors of this file are
-in memory then.
+A tensor of the checkpoint or of the base model is read when the output file with this tensor is written. All tensors of
+one output file are in memory at the same time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,15 @@ from odc_mpi.shard.partition import replicated_persistent_tensors
 
 
 class AdapterExporter(Exporter):
-    """Exports adapters to a directory that `PeftModel.from_pretrained(base, out)` can load.
+    """Exporter of adapters to a directory that `PeftModel.from_pretrained` can load.
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model, which the exported configuration names. None: as in the checkpoint; this
-            directory need not exist.
+        base: Directory of the base model, for the exported adapter_config.json. None means the directory in the
+            checkpoint, which need not exist.
 
     Raises:
-        UserError: `base` has no model, or its model is not the base of the adapters; or the base is multimodal.
+        UserError: `base` has no model, its model is not the base of the adapters, or the base is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -71,14 +71,14 @@ class AdapterExporter(Exporter):
 
 
 class PublishedExporter(Exporter, WeightSource):
-    """Exporter of a full model, with the published names and shapes: those that `save_pretrained` writes.
+    """Exporter of a full model. It writes published tensors, with the names and shapes that `save_pretrained` writes.
 
-    A published tensor may be a part of a tensor of the module, such as one of the fused experts. Therefore subclasses
-    implement `read` for ranges of the module's tensors.
+    A published tensor may be a part of a tensor of the module, such as one expert of fused experts. Therefore,
+    subclasses implement `read` for ranges of the module's tensors.
 
     Args:
         shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur once.
-        kept: Dtypes of the tensors that keep their dtype in the export, such as buffers, keyed by the same names.
+        kept: Dtypes of tensors that keep their dtype in the export, such as buffers, keyed by names in the module.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class PublishedExporter(Exporter, WeightSource):
 
 
 class FullModelExporter(PublishedExporter):
-    """Exporter of a checkpoint of a full transformers model.
+    """Exporter of a checkpoint that contains a full transformers model.
 
-    Raise `UserError` for a checkpoint of another model, or one that contains only adapters.
+    Raises `UserError` if the checkpoint contains only adapters, or a model that is not from transformers.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -137,13 +137,13 @@ class FullModelExporter(PublishedExporter):
 
 
 class MergedExporter(PublishedExporter):
-    """Exports the base model, or the text model of a multimodal base, with the adapters added to its weights.
+    """Exporter of the base model, or of the text model of a multimodal base, with the adapters merged into the weights.
 
-    A weight is W + B A alpha / r, computed in float32. Modules that were trained in full replace those of the base.
+    An adapted weight is `W + alpha / r * B @ A`, in float32. Modules trained in full replace those of the base model.
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model. None: as in the checkpoint.
+        base: Directory of the base model. None means the directory in the checkpoint.
 
     Raises:
         UserError: The base model is missing, or is not the base of the adapters.

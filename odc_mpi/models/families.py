@@ -1,10 +1,10 @@
-"""Decision how a model family trains: packed, with one sequence per microbatch, or not at all.
+"""Decision how a model family trains: on packed sequences, on one sequence per microbatch, or not at all.
 
-A model trains packed if only its attention mixes tokens, each of its layers calls `packed_attention`, and it takes the
-positions of tokens as input. This is checked with the types of its layers, its modules, and a trial on the meta device.
-All other causal models train one sequence per microbatch, with their own attention. A model is refused if it is not
-causal, if its loss is not that of transformers for causal models, for example because the labels are not shifted, or if
-it changes its weights in the forward. docs/models.md lists the families.
+A model trains packed if only its attention mixes tokens, all of its layers call `packed_attention`, and its forward
+accepts the positions of tokens. This is checked by the layer types, the modules, and a trial run on the meta device.
+All other causal models train on one sequence per microbatch, with their own attention. `UserError` is raised for a
+model that is not causal, whose loss is not the causal language modeling loss of transformers (for example, because it
+does not shift the labels), or whose forward changes the weights. docs/models.md lists the families.
 """
 
 import inspect
@@ -21,11 +21,11 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
 from odc_mpi.models.heads.task import CAUSAL_LM, task_of
 
-#: Layer types that carry no state across packed sequences, and mix tokens only by attention.
+#: Layer types that carry no state from one packed sequence to the next, and mix tokens only by attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 #: Modules that mix neighboring tokens.
 _MIXING_MODULES = (nn.Conv1d, nn.ZeroPad2d, nn.RNNBase)
-#: Arguments of packed inputs, which a model without packing does not get.
+#: Arguments of packed inputs, which are not passed to a model without packing.
 _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
@@ -48,12 +48,13 @@ class Packing:
         return self.unpacked_reason is None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return the start-up lines as name and text. Empty for a packed model without soft caps."""
+        """Return the lines to print at the start of a run, as a mapping from name to text. It may be empty."""
         lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
         return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
 
 
-#: Decisions by class, attention implementation and configuration. The trial takes longer than building the model.
+#: Cached decisions, keyed by class, attention implementation and configuration. The trial takes longer than building
+#: the model.
 _DECIDED: dict[str, Packing] = {}
 
 
@@ -62,15 +63,15 @@ def build_for_training(
     setting: str,
     attn_implementation: str,
 ) -> transformers.PreTrainedModel:
-    """Build a model on the meta device, with packed attention if it supports that, and with its own otherwise.
+    """Build a model on the meta device. Use packed attention if the model supports it, and its own attention otherwise.
 
-    With its own attention it accepts one sequence at a time. `packing_of` returns the decision.
+    A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision.
 
     Args:
-        build: Function that builds the model with an attention implementation of transformers; None is the default one.
-            The cause of its `UserError` must be the exception of transformers.
-        setting: Name of the setting that gives the model, for error messages.
-        attn_implementation: One of `attention.IMPLEMENTATIONS`.
+        build: Function that builds the model with an attention implementation of transformers, or with the default one
+            for None. It must chain the `UserError` that it raises to the exception of transformers.
+        setting: Setting that selects the model, for error messages.
+        attn_implementation: Attention within each sequence, "sdpa" or "eager".
 
     Raises:
         UserError: The model cannot be trained.
@@ -88,7 +89,7 @@ def build_for_training(
 
 
 def packing_of(module: transformers.PreTrainedModel) -> Packing:
-    """Return the decision for a model from `build_for_training`."""
+    """Return the packing decision for a model that `build_for_training` built."""
     return cast(Packing, module._odc_packing)
 
 
@@ -102,7 +103,7 @@ def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> P
 def _build_packed(
     build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
 ) -> tuple[Any, str | None]:
-    """Build a model with packed attention. Return it, and the reason if it is known not to train packed."""
+    """Return a model with packed attention, or None, and the reason why the model cannot train packed, or None."""
     try:
         module = build(implementation)
     except UserError as error:
@@ -129,12 +130,12 @@ def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
 
 
 def _reads_is_decoder(module: transformers.PreTrainedModel) -> bool:
-    """Return True for a family of encoders, which is causal only with `is_decoder`."""
+    """Return True for a model of an encoder family, which is causal only if `is_decoder` is set."""
     return "self.is_decoder" in inspect.getsource(sys.modules[type(module).__module__])
 
 
 def _try_packed(module: transformers.PreTrainedModel) -> Packing:
-    """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
+    """Decide whether a model trains packed, by a forward of two sequences of two tokens on the meta device."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
     # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
@@ -157,15 +158,15 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
 def _is_trial_artifact(error: Exception) -> bool:
     """Return True if a model that failed on the meta device may still work on another device.
 
-    A router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch refuses
-    types on the meta device that it supports on a CPU.
+    For example, a router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch
+    does not support some dtypes on the meta device that it supports on a CPU.
     """
     words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
     return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
 
 
 def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Raise `UserError` if a model is not causal, or if its loss is not that of transformers for causal models."""
+    """Raise `UserError` if a model is not causal, its loss is not supported, or its forward changes the weights."""
     name = type(module).__name__
     if _reads_is_decoder(module) and not getattr(module.config, "is_decoder", True):
         raise UserError(
@@ -189,9 +190,9 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 
 
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Run a sequence of two tokens through a model on the meta device, and raise `UserError` if that is impossible."""
+    """Run the forward of a model for two tokens on the meta device, and raise `UserError` if this is impossible."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    # With a mask of the scores transformers makes none, for which it would read values.
+    # Without this mask of the scores, transformers would create one, and read values for this.
     mask = torch.zeros(1, 1, 2, 2, device="meta")
     try:
         module(input_ids=tokens, attention_mask=mask, use_cache=False)
@@ -201,7 +202,7 @@ def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
 
 
 def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Remove the arguments of packed inputs from those of a forward. The input must be a single sequence."""
+    """Remove the arguments for packed inputs from the arguments of a forward. The input must be a single sequence."""
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None:  # generation
         return args, kwargs

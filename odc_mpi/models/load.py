@@ -1,6 +1,6 @@
 """Loading of models from a Hugging Face directory, a peft directory, a run or a checkpoint, on any number of ranks.
 
-Parameters stay on the meta device. Each rank reads its slices of the values when the model is sharded:
+Parameters remain on the meta device. Each rank reads its slices of the parameters when the model is sharded:
 
     meta_model = load_model(path, world.rank, world.size)
     model = shard_model(meta_model.module, world, weights=meta_model.weights)
@@ -34,17 +34,17 @@ def load_model(
     """Build a model on the meta device, with a source of its weights.
 
     Args:
-        path: Hugging Face directory, peft directory, checkpoint, or run directory, whose newest checkpoint is used.
-        rank: This rank. If a checkpoint has adapters, each of `size` ranks verifies a share of their base model.
+        path: Hugging Face directory, peft directory, checkpoint, or run directory (its newest complete checkpoint).
+        rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
         attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None: as in the run, or "sdpa".
-        base: Hugging Face directory of the base model of adapters. None: the directory that was saved with them.
+        base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:
-        Model. Parameters of a checkpoint have the type in which the run computed. For a peft directory, adapters are
-        float32; for the base, see `stored_dtype`. A checkpoint is open until the weights are garbage collected.
+        Model. Parameters of a checkpoint have the `model.param_dtype` of the run. For a peft directory, adapters are
+        float32, and base parameters have the `stored_dtype`. A checkpoint is open until `weights` is garbage collected.
 
     Raises:
-        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or a different one.
+        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or does not match.
     """
     if is_peft_directory(path):  # first, as in transformers, if the directory also has config.json
         return from_peft_directory(path, attn_implementation or "sdpa", base)
@@ -64,10 +64,10 @@ def load_checkpoint(
     task: Task | None = None,
     seed: int = 0,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint. For arguments and errors, see `load_model`.
+    """Build the model of a checkpoint. For other arguments and errors, see `load_model`.
 
-    `overrides` are settings of transformers that replace those of a full model. `task` is by default that of the
-    checkpoint. If it differs, the model has a new head, with weights by `seed`.
+    `overrides` are settings of transformers that replace settings of a full model. `task` is by default the task of the
+    checkpoint. If `task` differs, the model gets a new head, initialized randomly with `seed`.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -96,7 +96,10 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint of a run, or return None for a directory of a model or a path without one."""
+    """Open the newest complete checkpoint below a path. Return None for a model directory, or if there is none.
+
+    Raises `UserError` if all checkpoints are incomplete, or the newest complete one is damaged.
+    """
     if build.is_model_directory(path) or is_peft_directory(path):
         return None
     try:
@@ -115,10 +118,10 @@ def load_start(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> build.MetaModel:
-    """Build the model from which a training starts, given by `model.path`: a Hugging Face directory or a checkpoint.
+    """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
-    For an adapter checkpoint this is its base; the adapters are in the `checkpoint` of the model. For `task` and
-    `seed`, see `build`; for other arguments and errors, `load_model`.
+    For an adapter checkpoint, the result is the base model, and its attribute `checkpoint` is the adapter checkpoint.
+    For other arguments and errors, see `load_checkpoint`.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -144,7 +147,7 @@ def saved_task(checkpoint: Checkpoint) -> Task:
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
     """Load the tokenizer of the run that saved a checkpoint.
 
-    Raises a UserError, which names the setting or option `remedy`, if its files no longer exist.
+    Raises `UserError` if the tokenizer files no longer exist. The message suggests the setting or option `remedy`.
     """
     config = checkpoint.manifest.metadata["config"]
     files = read_tokenizer_files(config, base)
@@ -163,7 +166,7 @@ def load_base(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the base model of an adapter checkpoint, and verify it. For arguments and errors, see `load_model`."""
+    """Build and verify the base model of an adapter checkpoint. For arguments and errors, see `load_model`."""
     record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
     attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
     task = saved_task(checkpoint)

@@ -1,6 +1,6 @@
-"""Models from peft directories, which have adapter_config.json and adapter_model.safetensors, but no base model.
+"""Models from peft directories, which contain adapter_config.json and adapter_model.safetensors, but no base model.
 
-Each rank reads only its slices of the base model, but all adapters and trained copies of modules.
+Each rank reads only its slices of the base model, but all adapters and all modules of `modules_to_save`.
 """
 
 from dataclasses import replace
@@ -22,8 +22,8 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Entries of adapter_config.json that may have any value: those of `add_adapters`, and entries without effect after
-#: training.
+#: Entries of adapter_config.json that may have any value: those that `add_adapters` uses, and those that have no effect
+#: after training.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -35,14 +35,14 @@ _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (T
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Return True if a path is a peft directory, which has adapter_config.json."""
+    """Return True if a path is a peft directory: it contains adapter_config.json."""
     return (path / _CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
     """Return the directory of the base model: `base` if given, otherwise the directory in adapter_config.json.
 
-    Raises a UserError if adapter_config.json cannot be read or names no base model, or the directory has no model.
+    Raises `UserError` if adapter_config.json cannot be read or names no base model, or the directory has no model.
     """
     config = {"base_model_name_or_path": base} if base else _read_config(path)
     name = config.get("base_model_name_or_path")
@@ -62,11 +62,11 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does. See `base_model_path`.
+    """Build a model with the adapters of a peft directory, like `PeftModel.from_pretrained`.
 
-    Base parameters have the type that `stored_dtype` returns, and adapters are float32. The base model is not verified,
-    since peft does not store digests. Raises a UserError if a file is missing or damaged, or the adapters are not plain
-    LoRA or do not fit the base model.
+    For `base`, see `base_model_path`. Base parameters have the dtype that `stored_dtype` returns, and adapters are
+    float32. The base model is not verified, since peft does not store digests. Raises `UserError` if a file is missing
+    or damaged, or the adapters are not plain LoRA or do not fit the base model.
     """
     base = base_model_path(path, base)
     config = _read_config(path)
@@ -77,14 +77,14 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return bfloat16 if the config.json of a model directory names this type, otherwise float32."""
+    """Return bfloat16 if it is the dtype in the config.json of a model directory, and float32 otherwise."""
     content = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 class _PeftWeights(WeightSource):
-    """Weights of a base model with the adapters of a peft directory, which are in memory."""
+    """Source of the weights of a base model and of the adapters in a peft directory. All adapters are in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:
         file = path / _WEIGHTS
@@ -125,7 +125,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(path: Path, config: dict[str, Any]) -> None:
-    """Refuse unsupported settings that change the computation, such as DoRA and rsLoRA."""
+    """Raise `UserError` for unsupported settings that change the output of the model, such as DoRA and rsLoRA."""
     if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():

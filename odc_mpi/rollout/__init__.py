@@ -1,1 +1,1 @@
-"""Rollouts: sampling of completions, their rewards and advantages, and microbatches of them for training."""
+"""Rollouts: sampling of completions, their rewards and advantages, and packing of completions into microbatches."""

@@ -1,6 +1,6 @@
-"""Built-in reward functions, by their names in `rl.reward_funcs`.
+"""Built-in reward functions, which `rl.reward_funcs` selects by name.
 
-A function that needs a column returns None for the completions of a prompt without this column.
+If a prompt does not have the column that a function needs, the function returns None for each completion.
 """
 
 import re
@@ -12,19 +12,19 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion. For a list of chat messages, it is their concatenated content."""
+    """Return the text of a completion. If the completion is a list of messages, concatenate their contents."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals the column `answer`, ignoring white space around both, otherwise 0."""
+    """Return 1 for each completion that equals the column `answer` without surrounding white space, and 0 otherwise."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion whose last number equals the last number in the column `answer`, otherwise 0.
+    """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    In both, numbers before the last ``####`` are ignored, as in GSM8K. None if the column contains no number.
+    In both texts, numbers before the last ``####`` are ignored, as in GSM8K. Return None if `answer` has no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -35,17 +35,17 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion in which the regular expression in the column `pattern` matches, otherwise 0."""
+    """Return 1 for each completion that contains a match of the regular expression in `pattern`, and 0 otherwise."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Return the number of tokens of each completion. With a negative weight, shorter is better."""
+    """Return the number of tokens of each completion. With a negative weight, shorter completions are rewarded."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number, after the last ``####`` if there is one, or None. Commas between digits are ignored."""
+    """Return the last number in a text, or None. Commas in numbers and text before the last ``####`` are ignored."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -12,11 +12,11 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 
 class PromptGroup(NamedTuple):
-    """A prompt group: the tokens of the completions of one prompt with their advantages.
+    """A prompt, its sampled completions (as tokens), and their advantages.
 
     Attributes:
         position, prompt_index: Index of the prompt in the minibatch, and in the prompt file.
-        logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
+        logps: For each completion, the log-probabilities of its tokens at sampling, float32 `[tokens]`.
         advantages: Advantage of each completion, float64 `[completions]`.
         excluded: True for each completion that is excluded from the loss, bool `[completions]`.
     """
@@ -32,9 +32,9 @@ class PromptGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMicrobatch(Microbatch):
-    """A microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
+    """Microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
-    The loss tokens are those of the completions.
+    The loss tokens (targets) are the tokens of the completions.
 
     Attributes:
         sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
@@ -50,9 +50,10 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack the completions of prompt groups into microbatches of at most `max_tokens`, without excluded completions.
+    """Pack the completions of prompt groups into microbatches of at most `max_tokens` tokens, prompts included.
 
-    `with_all` includes completions with an advantage of 0. Without `packs`, each microbatch has one completion.
+    Excluded completions are omitted and, without `with_all`, also those with an advantage of 0. A longer completion is
+    a microbatch of its own, and so is each completion without `packs`.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

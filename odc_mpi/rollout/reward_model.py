@@ -1,6 +1,6 @@
-"""Reward functions that are models: sequence classifiers of transformers with one output, the reward.
+"""Reward models as reward functions: sequence classifiers of transformers with one output, the reward.
 
-The model is frozen, and each rank has all of its parameters in memory.
+A reward model is frozen, and each rank has all of its parameters in memory.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ _SETTING = "rl.reward_funcs"
 
 
 class RewardModel:
-    """Reward function that scores completions with the reward model in a Hugging Face directory, and its tokenizer.
+    """Reward function that scores completions with the reward model and tokenizer in a Hugging Face directory.
 
-    Raises `UserError` if the directory has no tokenizer, does not load, lacks weights in safetensors files, has more
-    than one output, or no padding token.
+    Raises `UserError` if the model or the tokenizer cannot be loaded, weights are missing in the safetensors files, or
+    the model does not have one output and a padding token.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """Return the reward of each completion.
 
-        Raises `ValueError` if a text is longer than the model supports, or has tokens that it does not know.
+        Raises `ValueError` if a prompt with its completion is too long, or has a token outside the model's vocabulary.
         """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))
@@ -91,9 +91,9 @@ class RewardModel:
         return rewards
 
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
-        """Tokenize a prompt with its completion. Texts are tokenized as data is prepared.
+        """Tokenize a prompt with its completion. Strings are tokenized like training data.
 
-        Lists of messages are rendered without tools, and end with the end-of-turn token if the model was trained so.
+        Messages are rendered without tools. They end with the end-of-turn token if the model was trained this way.
         """
         if isinstance(prompt, str):
             [[encoded]] = encode(self._tokenizer, [PromptCompletion(self._location, prompt, completion)])

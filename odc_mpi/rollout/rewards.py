@@ -1,12 +1,12 @@
-"""Reward functions with the signature of TRL, called for one prompt group at a time.
+"""Reward functions with the same signature as in TRL, called for one prompt group at a time.
 
     f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
-All arguments are lists with an entry for each completion. Prompts and completions are strings, or lists of messages if
-the prompt is a chat. The entries of a column are None if the prompt does not have this column. A function without
-`**kwargs` gets only the arguments in its signature. If a function returns None for a completion, it does not apply to
-the completion and adds nothing to its reward. A completion to which no function applies is excluded from the mean
-reward of its group, and its advantage is 0.
+All arguments are lists with one entry per completion. Prompts and completions are strings, or lists of messages if the
+prompt is a conversation. The entries of a column are None if the prompt does not have this column. A function without
+`**kwargs` receives only the arguments in its signature. None means that the function does not apply to the completion
+and adds nothing to its reward. A completion to which no function applies is excluded from the mean reward of its group,
+and its advantage is 0.
 """
 
 import importlib
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its name in metrics, its entry in `rl.reward_funcs`, and its weight in the sum."""
+    """Reward function, its name in metrics, its entry in `rl.reward_funcs` (`spec`), and its weight in the reward."""
 
     name: str
     spec: str
@@ -51,9 +51,10 @@ class GroupRewards:
     """The rewards of a prompt group.
 
     Attributes:
-        per_function: Rewards by function, float64 `[functions, completions]`; NaN where a function does not apply.
-        rewards: Weighted sum over the functions, float64 `[completions]`; NaN where no function applies.
-        num_failed: Number of completions that have no reward because a function failed.
+        per_function: Unweighted rewards, float64 `[functions, completions]`. They are NaN where a function does not
+            apply, and in all rows for a completion for which a function failed.
+        rewards: Weighted sums over the functions, float64 `[completions]`. They are NaN where all rows are NaN.
+        num_failed: Number of completions for which a function failed.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the rewards that are not NaN, with Bessel's correction. It is 0 for fewer than two."""
+        """Standard deviation of the rewards that are not NaN, with Bessel's correction, or 0 for fewer than two."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean and, if `scaled`, divided by their standard deviation plus `EPSILON`.
 
-        They are float64 `[completions]`, 0 for completions whose reward is NaN, and for all if all rewards are equal.
+        The result is float64 `[completions]`. It is 0 where the reward is NaN, and everywhere if all rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -84,11 +85,11 @@ class GroupRewards:
 def load_reward_functions(
     specs: Sequence[str], weights: Sequence[float] | None, device: torch.device = _CPU
 ) -> list[RewardFunction]:
-    """Import reward functions with their weights, by default 1. This runs the code of their modules.
+    """Import reward functions. This runs the code of their modules. The default weights are 1.
 
-    Locations are ``package.module:name``, ``file.py:name``, the name of a built-in function, or the directory of a
+    Each of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the directory of a
     reward model, which is loaded to `device`. Raises `UserError` if a function does not exist, two functions have the
-    same name, a module raises an exception, or a model does not load.
+    same name, a module raises an exception, or a model cannot be loaded.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
@@ -110,14 +111,15 @@ def compute_rewards(
     timeout_s: float,
     skip: bool,
 ) -> GroupRewards:
-    """Call all reward functions for the completions of one prompt, whose number and this rank's are for messages.
+    """Call all reward functions for the completions of one prompt.
 
     Args:
         reward_kwargs: Keyword arguments of the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
+        prompt, rank: Numbers of the prompt and of this rank, for messages.
         timeout_s: Time limit for each function, in seconds. It is enforced only in the main thread.
-        skip: If a function fails, print a warning instead of raising an error. The affected completions have no reward
-            (NaN) and the advantage 0. All completions are affected if the whole call failed.
+        skip: If a function fails, print a warning instead of raising an error. The affected completions then have no
+            reward (NaN) and the advantage 0. If the call itself fails, all completions are affected.
 
     Raises:
         UserError: `skip` is False, and a function raises an exception, exceeds the time limit, or does not return a
@@ -141,7 +143,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """A function failed: for the completions in `failed`, with `values` for the others; for all if both are None."""
+    """Raised if a function fails for the completions in `failed`; None means all. `values` has the other rewards."""
 
     def __init__(
         self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None
@@ -189,7 +191,7 @@ def _to_float(value: Any) -> float:
 
 
 def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the arguments that a function accepts; all if its signature is unknown."""
+    """Return the keyword arguments that a function accepts, or all if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -200,12 +202,12 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
 
 
 class _ExpiredError(BaseException):
-    """A function took too long. Not an `Exception`, since functions with retries may catch any `Exception`."""
+    """Raised at the time limit. It is not an `Exception`, since functions with retries may catch any `Exception`."""
 
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raise _ExpiredError, again each second in case it is caught, after a time. Only in the main thread."""
+    """Raise `_ExpiredError` after `timeout_s`, and again every second if it is caught. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -232,7 +234,7 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
 
 
 def _name(spec: str) -> str:
-    """Return the name of a function, or that of the directory or Hub model of a reward model."""
+    """Return the name of a function, or of the directory or Hub model of a reward model."""
     of_hub = parse_name(spec)
     return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
 

@@ -5,11 +5,11 @@ depend on the seed, the step, the prompt and the index of the completion. They d
 completions in the batch. The rounding of logits depends on the batch, so only an equal decode batch is certain to yield
 equal completions.
 
-Each token is sampled with one uniform random number. Its log-probability is stored, under the distribution of the
-policy at the sampling temperature. Logits are not stored, so memory does not grow with vocabulary size times length.
+Each token is sampled with one uniform random number. The log-probability of the token under the policy at the sampling
+temperature is stored. Logits are not stored, so memory does not grow with vocabulary size times length.
 
-The prefill of a prompt is computed once for all of its completions. When half of the completions in the batch have
-ended, decoding continues without them: `generate` is called again with the keys and values of the others.
+The prefill of a prompt is computed once for all of its completions. When half of the completions in a batch of 16 or
+more have ended, `generate` is called again with the keys and values of the other completions.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from odc_mpi.models.decoding import Prompt, generation_mode
 
-#: Elements of the float64 distributions that are in memory during sampling.
+#: Maximum number of elements of the float64 distributions in memory during sampling.
 _MAX_ELEMENTS = 1 << 24
-#: With fewer rows, a decode step takes about as long as with half as many.
+#: Minimum number of rows to compact. With fewer rows, a decode step takes about as long as with half of the rows.
 _MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """Sampling settings of rollouts, with the names of the settings `rl`.
+    """Sampling settings of rollouts. Except for `seed` and `step`, they have the names of the settings in `rl`.
 
-    Temperature 0 selects the most likely token, `top_p` 1 and `top_k` 0 truncate nothing. The seed of the random
-    numbers is made of `seed`, that of the run, and `step`, from 1; 0 outside of training.
+    Temperature 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers depend
+    on `seed`, the seed of the run, and on `step`, which counts from 1 in training and is 0 otherwise.
     """
 
     num_generations: int
@@ -49,12 +49,13 @@ class RolloutSamplingParams:
 
 
 class PromptCompletions(NamedTuple):
-    """The completions of a prompt, with the stop token at the end, if any.
+    """Completions of a prompt.
 
     Attributes:
-        logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
+        tokens: Tokens of each completion, including the stop token at the end, if any.
+        logps: For each completion, the log-probabilities of its tokens at sampling, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
-        entropy: Sum over all tokens of the entropy of the distribution, before `top_k` and `top_p` apply, in nats.
+        entropy: Sum of the entropies of the distributions of all tokens, before `top_k` and `top_p`, in nats.
     """
 
     tokens: list[list[int]]
@@ -63,10 +64,10 @@ class PromptCompletions(NamedTuple):
     entropy: float
 
 
-#: Function that receives the completions of a prompt as soon as the last one has ended. The first argument is the index
+#: Function that is called with the completions of a prompt when all of them have ended. The first argument is the index
 #: of the prompt in the decode batch.
 OnPromptDone = Callable[[int, PromptCompletions], None]
-#: Function that samples completions: `sample`, or an inference engine with the same arguments.
+#: Function that samples completions: `sample`, or a function of an inference engine with the same arguments.
 SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
@@ -88,7 +89,7 @@ def sample(
     cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
     with generation_mode(module) as decode:
         if tokens.shape[1] > 1:
-            # Once for all completions of a prompt, without its last token, with which `generate` begins.
+            # Prefill once for all completions of a prompt, without the last token, with which `generate` begins.
             prefill_settings = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
             decode(tokens[:, :-1], mask[:, :-1], prefill_settings, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
@@ -111,7 +112,7 @@ def sample(
 
 
 def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of prompts, padded on the left, and their mask, each int64 `[prompts, longest]`."""
+    """Return the tokens of prompts, padded on the left, and their attention mask, each int64 `[prompts, longest]`."""
     tokens = [torch.tensor(prompt.tokens, dtype=torch.int64) for prompt in prompts]
     mask = [torch.ones_like(row) for row in tokens]
     return pad_sequence(tokens, True, padding_side="left"), pad_sequence(mask, True, padding_side="left")
@@ -120,8 +121,8 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
 class _TokenSampler(LogitsProcessor):
     """Samples the next token of each row, and sets the scores of all other tokens to minus infinity.
 
-    A row is a completion; those of a prompt are consecutive. `rows` are those in the batch, `done` those that have
-    ended.
+    A row is a completion. The rows of a prompt are consecutive. `rows` contains the indices of the rows in the current
+    batch, and `done` is True for each of these rows that has ended.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class _TokenSampler(LogitsProcessor):
             )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores in which only that of the sampled token is finite."""
+        """Return scores in which only the score of the sampled token is finite."""
         if not self.done.all():
             self._on_token(self.num_sampled + 1)
             sampled = self._sample_tokens(scores)
@@ -168,13 +169,13 @@ class _TokenSampler(LogitsProcessor):
         return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
 
     def drop_finished_rows(self) -> torch.Tensor:
-        """Remove the rows that have ended. Return the indices of the others in the previous batch."""
+        """Remove the rows that have ended. Return the indices of the remaining rows in the previous batch."""
         left = torch.nonzero(~self.done)[:, 0]
         self.rows, self.done = self.rows[left], self.done[left]
         return left
 
     def _sample_tokens(self, scores: torch.Tensor) -> torch.Tensor:
-        """Sample for all rows that have not ended; the others get token 0, which is never used."""
+        """Sample a token for each row that has not ended. For other rows, return token 0, which is never used."""
         sampled = torch.zeros(len(self.rows), dtype=torch.int64)
         for positions in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
             rows = self.rows[positions]
@@ -194,7 +195,7 @@ class _TokenSampler(LogitsProcessor):
         return sampled
 
     def _sample_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, their log-probabilities and the entropies, each `[rows]` in host memory."""
+        """Return sampled tokens, their log-probabilities and the entropies, each `[rows]` in host memory."""
         logps = torch.log_softmax(scores.float() / (self._sampling.temperature or 1.0), -1)
         probabilities = logps.exp()
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
@@ -220,7 +221,7 @@ class _TokenSampler(LogitsProcessor):
 
 
 class _StopWhenCompactable(StoppingCriteria):
-    """Ends `generate` when all rows have ended, or enough of them to continue without them."""
+    """Ends `generate` when all rows have ended, or when enough rows have ended to continue without them."""
 
     def __init__(self, sampler: _TokenSampler) -> None:
         self._sampler = sampler

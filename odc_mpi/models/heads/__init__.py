@@ -1,1 +1,1 @@
-"""Heads of models: what a model predicts, and the scores of a reward model."""
+"""Heads of models: prediction tasks, and the scores of a reward model."""

@@ -1,7 +1,7 @@
-"""Tasks of models: predicting the next token, or the reward of an answer. Transformers has a class per family for each.
+"""Tasks of models: prediction of the next token or of a reward. Transformers has a class per task and model family.
 
-A reward model is a causal model with a linear layer `score` in place of the language model head, as in the sequence
-classifiers of transformers. The output of a classifier is the score of the last token that is not padding.
+A reward model is a sequence classifier of transformers: a causal model with a linear layer `score` in place of the
+language model head. The output of a sequence classifier is the score of the last token that is not padding.
 """
 
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from torch import nn
 
 from odc_mpi.errors import UserError
 
-#: Entry of config.json of reward models that odc_mpi trained: their chats ended with the end-of-turn token, without the
-#: white space that templates append.
+#: Entry of config.json that odc_mpi sets for a reward model. It is True if the chats in training ended with the
+#: end-of-turn token, without the white space that templates append.
 ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prediction task of a model, and the classes of transformers and peft for it.
+    """Prediction task of a model, and its classes in transformers and peft.
 
     Attributes:
-        description: Words for error messages.
-        suffix: End of the class names by which `task_of` recognizes the task; empty for the default task.
+        description: Kind of model, for error messages.
+        suffix: End of the model's class name by which `task_of` recognizes the task; empty for the default task.
         auto_class: Class of transformers that builds a model from a configuration.
         peft_type: Name of the task in peft.
-        new_head: Name of a head for which models of other tasks have no weights, or None. With adapters, it is trained
-            in full.
+        new_head: Name of the head module that models of other tasks do not have, or None. If a model has adapters, this
+            head is trained in full.
     """
 
     description: str
@@ -37,9 +37,9 @@ class Task:
     new_head: str | None = None
 
     def configure(self, config: Any, setting: str) -> None:
-        """Set the number of outputs of a reward model.
+        """Set the number of outputs in the configuration of a reward model to 1. Do nothing for other tasks.
 
-        Raises `UserError`, which names `setting`, if transformers has no sequence classifier of the family.
+        Raises `UserError` if transformers has no sequence classifier for the model. The message names `setting`.
         """
         if self is REWARD:
             if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -50,7 +50,7 @@ class Task:
             config.num_labels = 1
 
     def check(self, module: nn.Module, setting: str) -> None:
-        """Raise `UserError`, which names `setting`, if a new head is not a linear layer with one output."""
+        """Raise `UserError`, naming `setting`, unless the new head, if any, is a linear layer with one output."""
         head = self.new_head and getattr(module, self.new_head, None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(
@@ -70,7 +70,7 @@ REWARD = Task(
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of a class of transformers."""
+    """Return the task of the transformers model class `class_name`."""
     return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
 
 

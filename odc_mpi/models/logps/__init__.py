@@ -1,1 +1,1 @@
-"""Log-probabilities of tokens, in blocks of the head."""
+"""Log-probabilities of tokens. The logits are computed in blocks of positions."""

@@ -1,4 +1,4 @@
-"""Functions that models apply to the output of their head before it is a logit: a factor, or a soft cap."""
+"""Functions that models apply to the output of their head to compute logits: a factor, or a soft cap."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-#: Numbers that the function after the head is applied to, to find out what it is.
+#: Head outputs for which the logits of a model are computed in order to identify its transform.
 _PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function from head output to logits: multiply by a factor, soft-cap by a tanh, divide by the temperature."""
+    """Function from head output to logits: multiply by `scale`, soft-cap with tanh, divide by the temperature."""
 
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the transformed logits, in float32 unless they are float64."""
+        """Return the transform of a head output. The result is float32, or float64 if `logits` are float64."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.soft_cap is None:
             factor = self.scale / self.temperature
@@ -31,9 +31,9 @@ class LogitTransform:
         return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
 
     def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Turn the gradient of transformed logits into that of the logits, in place.
+        """Convert the gradient of the transform's output to the gradient of its input, in place.
 
-        `transformed` is the output of the function. It may be None without a soft cap.
+        `transformed` is the output of the transform. It may be None if there is no soft cap.
         """
         if self.soft_cap is not None:
             assert transformed is not None
@@ -43,9 +43,9 @@ class LogitTransform:
 
     @classmethod
     def of(cls, module: Any) -> "LogitTransform | None":
-        """Return the transform of a transformers model, or None if it applies another function or the trial fails.
+        """Return the transform of a transformers model, or None if the model's function is not such a transform.
 
-        Runs its forward with stubs for decoder and head, so it reads no parameters.
+        The function is probed by a forward with stubs for decoder and head, which reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
@@ -72,7 +72,7 @@ class LogitTransform:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the forwards of modules in the enclosed code."""
+    """Replace the forwards of modules in the enclosed code. `forwards` maps each module to its new forward."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward

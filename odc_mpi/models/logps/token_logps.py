@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, computed without storing the logits of all positions.
 
-Logits are computed only at the given positions, in blocks of at most 2**24, of which one is in memory at a time.
-`TokenLogps` lists the exceptions.
+Logits are computed only at the given positions, in blocks of at most 2**24 logits. Only one block is in memory at a
+time. `TokenLogps` describes the exceptions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_mpi.models.logps.logit_transform import LogitTransform, replaced_forwards
 
-#: Maximum number of logits in memory. In float32 they take 64 MiB.
+#: Maximum number of logits in a block, 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -22,11 +22,11 @@ class TokenScores(NamedTuple):
     """Predictions of a model for given tokens.
 
     Attributes:
-        logps: Log-probability of each token, float32 `[K]`, with gradients.
-        entropy: Entropy of each predicted distribution in nats, float32 `[K]`, without gradients.
-        is_top: True for each token with the highest probability, bool `[K]`.
+        logps: Log-probability of each token, float32 or float64 `[K]`, with gradients.
+        entropy: Entropy of each predicted distribution in nats, float32 or float64 `[K]`, without gradients.
+        is_top: True for each token that has the highest probability, bool `[K]`.
         router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients. None
-            without routers or `output_router_logits`.
+            if the model has no routers or `output_router_logits` is not set.
     """
 
     logps: torch.Tensor
@@ -54,13 +54,13 @@ class TokenLogps:
     def __call__(
         self, inputs: Mapping[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
     ) -> TokenScores:
-        """Run the model and return its predictions for the tokens. Communicates like its forward.
+        """Run the model and return its predictions for the tokens `targets`. One-sided if the model is sharded.
 
         Args:
             inputs: Keyword arguments of the model's forward. Labels are ignored.
-            positions: Positions in the flattened batch whose logits predict the tokens, int64 `[K]`.
-            targets: The tokens, int64 `[K]`.
-            temperature: Number by which the logits are divided.
+            positions: Positions in the flattened batch whose logits predict `targets`, int64 `[K]`.
+            targets: Token ids, int64 `[K]`.
+            temperature: Sampling temperature, by which the logits are divided.
         """
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         if self._transform is None:
@@ -98,10 +98,10 @@ class ChunkedLogps(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return, for each target, its log-probability, the entropy, and whether it is the most likely token, `[K]`.
+        """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
-        `hidden` is `[K, hidden_size]`, `weight` `[vocab_size, hidden_size]`, `bias` `[vocab_size]` or None, and
-        `targets` int64 `[K]`.
+        `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
+        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []
@@ -120,7 +120,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of the hidden states, the weight and the bias. That of the weight is summed in fp32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. The last two are at least float32."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)
@@ -146,7 +146,7 @@ class ChunkedLogps(torch.autograd.Function):
 def _score(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the log-probabilities, entropies and top flags of targets under logits, and all probabilities."""
+    """Return the log-probability, entropy and `is_top` of each target, and the probabilities of all tokens."""
     probabilities = logits.softmax(-1)
     top, top_index = logits.max(-1)
     # Unlike `logsumexp`, this needs no further pass over the logits. The largest probability is not small.
@@ -157,7 +157,7 @@ def _score(
 
 
 def _router_coefficient(module: Any) -> float:
-    """Return the factor of the routers' loss. The second name is that of JetMoE."""
+    """Return the coefficient of the auxiliary router loss. The name `aux_loss_coef` is used by JetMoE."""
     return float(next(getattr(module, name) for name in _ROUTER_COEFFICIENTS if hasattr(module, name)))
 
 

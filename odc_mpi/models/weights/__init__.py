@@ -1,1 +1,1 @@
-"""Sources of the initial weights of transformers models: random initialization, and safetensors files."""
+"""Sources of the initial weights of transformers models: random initialization and safetensors files."""

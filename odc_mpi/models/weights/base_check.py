@@ -1,8 +1,8 @@
 """Verification of the base model of adapters by SHA-256 digests.
 
-An adapter checkpoint does not contain the base model. It contains the origin of the base (a directory, or a
-configuration and a seed), and a SHA-256 digest of each part. A part is a block of 256 MiB of a safetensors file, or a
-randomly initialized parameter. The parts are distributed over the ranks.
+An adapter checkpoint does not contain the base model. It contains the origin of the base model (a directory, or a
+configuration and a seed) and a SHA-256 digest of each part of the base model. A part is a block of 256 MiB of a
+safetensors file, or a randomly initialized parameter. Each rank verifies a share of the parts.
 """
 
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class HashedWeights(WeightSource, Protocol):
-    """Source of weights that consist of named parts, each with a digest."""
+    """Interface to a source of weights that consist of named parts with digests."""
 
     def parts(self) -> list[str]:
         """Return the names of the parts."""
 
     def digest(self, part: str) -> str:
-        """Read a part, and return the SHA-256 of its content in hexadecimal."""
+        """Read a part, and return the SHA-256 digest of its content in hexadecimal."""
 
 
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Read this rank's share of the parts, and return their SHA-256 digests by name. Does not communicate."""
+    """Read the share of `rank`, one of `size` ranks, and return the digests of its parts, keyed by part."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Verify one of `size` shares of the base model of adapters. Does not communicate.
+    """Verify the share of `rank`, one of `size` ranks, of the base model of adapters.
 
-    `record` describes the base model in the checkpoint: `path`, or `config` and `seed`, and `sha256` by part. Raises a
-    `UserError` if the share of this rank differs from it.
+    `record` describes the base model in the checkpoint: `path`, or `config` and `seed`, and `sha256`, the digests by
+    part. Raises `UserError` if the names of the parts or the digests of this share differ from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
@@ -46,7 +46,7 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Return a text for error messages about the origin of a base model. For `record`, see `check_base`."""
+    """Describe the origin of a base model for error messages. For `record`, see `check_base`."""
     if record["path"] is not None:
         return f"from {Path(record['path'])}"
     return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"

@@ -1,4 +1,4 @@
-"""Text models of multimodal (composite) models. Parameters of vision and audio towers are not read."""
+"""Text models of multimodal (composite) models. The parameters of vision and audio towers are not read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ import transformers
 
 from odc_mpi.errors import UserError
 
-#: Language models that compute the same for text as the text part of a multimodal model, which has no class of its own.
-#: Rotary positions in three dimensions are equal for text.
+#: Language models with the same output for text as the text part of a multimodal model, keyed by the type of the text
+#: part, for which transformers has no class. For text, the rotary positions of the three dimensions are equal.
 _EQUIVALENT: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
@@ -24,15 +24,15 @@ class Composite:
     """Multimodal model on the meta device, and the configuration of its text model.
 
     Attributes:
-        module: Multimodal model, whose names the files have.
-        text_config: Configuration of a causal language model that has the same text parameters.
+        module: Multimodal model. The names of its parameters are the names in the files.
+        text_config: Configuration of a causal language model with the same text parameters.
     """
 
     module: transformers.PreTrainedModel
     text_config: transformers.PreTrainedConfig
 
     def names(self, text: transformers.PreTrainedModel) -> dict[str, str]:
-        """Return the name in the multimodal model of each parameter and buffer of its text model."""
+        """Map the names of parameters and buffers in the text model `text` to their names in the multimodal model."""
         kind = self.module.config.get_text_config().model_type
         submodules = self.module.named_modules()
         place, part = next(
@@ -48,21 +48,21 @@ class Composite:
 
 
 def text_model_type(config: transformers.PreTrainedConfig) -> str:
-    """Return the `model_type` of the language model for the text part of a multimodal configuration."""
+    """Return the `model_type` of the causal language model for the text part of a multimodal configuration."""
     kind: str = config.get_text_config().model_type
     return str(_EQUIVALENT.get(kind, {}).get("model_type", kind))
 
 
 def is_composite(path: Path) -> bool:
-    """Return True if a directory has a multimodal model."""
+    """Return True if the model in a directory is multimodal."""
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return config.get_text_config() is not config
 
 
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
-    """Return the multimodal model of a configuration, or None for a configuration of a language model.
+    """Build the multimodal model of `config` on the meta device. Return None if `config` is not multimodal.
 
-    Raises a UserError if transformers has no class for the model, or none for the language model of its text part.
+    Raises `UserError` if transformers has no class for the multimodal model, or for a language model of its text part.
     """
     inner = config.get_text_config()
     if inner is config:

@@ -1,7 +1,7 @@
-"""Names and layouts of published weights, by the conversion mapping that transformers applies to its own models.
+"""Names and layouts of published weights, from the conversion mapping that transformers uses to load and save models.
 
-Published files may store the experts of a layer one by one, name parameters in another way than the module, or omit the
-prefix of the base model. Only names and shapes are needed here.
+Published files may store the experts of a layer separately, use other parameter names than the module, or omit the
+prefix of the base model. This module converts only names and shapes, and reads no weights.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -59,9 +59,9 @@ def loaded_tensors(
 def published_tensors(
     module: transformers.PreTrainedModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, PlacedTensor]:
-    """Return the tensors that `save_pretrained` writes as regions of a module's tensors, by their published names.
+    """Return the tensors that `save_pretrained` writes, keyed by name, as regions of a module's tensors.
 
-    `shapes` are those of the module's parameters and persistent buffers, by name. Tied parameters occur once.
+    `shapes` contains the shapes of the module's parameters and persistent buffers. Tied parameters occur once.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
     state: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Tensors that are described by the places of their elements in stored tensors, and are read by ranges.
+"""Tensors without memory that record the locations of their elements in stored tensors, to read ranges of elements.
 
-The conversions of transformers run on them unchanged: stacking, concatenation, splits and transposition rearrange the
-description. An operation that computes values has no description, and raises `NotImplementedError`.
+The weight conversions of transformers run on these tensors unchanged: stacking, concatenation, splits and transposition
+rearrange the locations. An operation that computes new values raises `NotImplementedError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class Dimension(NamedTuple):
-    """Dimension of a box: the distance of neighbors in the flattened stored tensor, the first index, and the extent."""
+    """Dimension of a box: stride in the flattened stored tensor, first index in the placed tensor, and extent."""
 
     stride: int
     position: int
@@ -24,7 +24,7 @@ class Dimension(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Box of a tensor, whose elements are stored in another tensor.
+    """Box of a placed tensor and the location of its elements in a stored tensor.
 
     Attributes:
         source: Name of the stored tensor.
@@ -37,7 +37,7 @@ class Region(NamedTuple):
     dims: tuple[Dimension, ...]
 
     def clip(self, box: Hyperslab) -> "Region | None":
-        """Return the part of this region in a box, with its position relative to the box, or None if it is empty."""
+        """Return the part of this region in `box`, with positions relative to `box`, or None if the part is empty."""
         offset, dims = self.offset, []
         for (low, high), dim in zip(box, self.dims, strict=True):
             first, last = max(low, dim.position), min(high, dim.position + dim.size)
@@ -48,17 +48,17 @@ class Region(NamedTuple):
         return Region(self.source, offset, tuple(dims))
 
     def move(self, dim: int, distance: int) -> "Region":
-        """Return this region at another position in a dimension."""
+        """Return this region moved by `distance` in a dimension."""
         dims = list(self.dims)
         dims[dim] = dims[dim]._replace(position=dims[dim].position + distance)
         return self._replace(dims=tuple(dims))
 
     def insert(self, dim: int, index: int) -> "Region":
-        """Return this region with a new dimension, in which it has one element, at `index`."""
+        """Return this region with a new dimension `dim` of extent 1 at `index`."""
         return self._replace(dims=(*self.dims[:dim], Dimension(0, index, 1), *self.dims[dim:]))
 
     def drop(self, dim: int) -> "Region":
-        """Return this region without a dimension, in which it has one element."""
+        """Return this region without the dimension `dim`, whose extent must be 1."""
         return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
 
     def swap(self, dim0: int, dim1: int) -> "Region":
@@ -68,20 +68,20 @@ class Region(NamedTuple):
         return self._replace(dims=tuple(dims))
 
     def read(self, source: WeightSource) -> torch.Tensor:
-        """Read the elements of this region, from the smallest range of the stored tensor that contains them."""
+        """Return the elements of this region. The smallest range of the stored tensor that contains them is read."""
         last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
         stored = source.read(self.source, self.offset, last + 1)
         return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])
 
 
 class PlacedTensor(torch.Tensor):
-    """Tensor without memory, whose elements are in regions of stored tensors. Create it with `of`."""
+    """Tensor without memory whose elements are in regions of stored tensors. Create it with `of`."""
 
     regions: list[Region]
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Self:
-        """Return a tensor of which all elements are stored in the tensor `name` of the same shape."""
+        """Create a placed tensor that is identical to the stored tensor `name` of shape `shape`."""
         placed = torch.empty(tuple(shape), device="meta").as_subclass(cls)
         dims = zip(placed.stride(), placed.shape, strict=True)
         placed.regions = [Region(name, 0, tuple(Dimension(stride, 0, size) for stride, size in dims))]
@@ -102,7 +102,7 @@ class PlacedTensor(torch.Tensor):
         return result
 
     def read_range(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
-        """Read elements `[start, stop)` of this tensor, flattened, from the tensors that `source` reads."""
+        """Read elements `[start, stop)` of this tensor, flattened. `source` reads the stored tensors."""
         if start >= stop:
             return torch.empty(0)
         region = self.regions[0]

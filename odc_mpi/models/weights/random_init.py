@@ -1,4 +1,4 @@
-"""Random initialization of transformers models, one module at a time, so that no rank holds the full model."""
+"""Random initialization of transformers models, one module at a time, so that no rank needs the full model."""
 
 import copy
 import hashlib
@@ -13,14 +13,14 @@ from odc_mpi.models.weights.base_check import HashedWeights
 
 
 class RandomInitWeights(HashedWeights):
-    """Source of randomly initialized parameters. It calls `_init_weights` of the model for each module separately.
+    """Source of randomly initialized parameters, which calls `_init_weights` of the model for each module separately.
 
-    So changes that `_init_weights` makes to submodules of its argument are lost, such as the scaling of residual
+    Changes that `_init_weights` makes to submodules of its argument are lost, for example the scaling of residual
     projections by depth in GPT-2.
 
-    `seed` and the name of a module determine its values, so they depend neither on the number of ranks nor on the order
-    of reading. The module that was initialized last is cached, since its parameters are read consecutively. The model
-    must be on the meta device.
+    The values of a module depend only on `seed` and the name of the module, not on the number of ranks or the order of
+    reading. The last initialized module is cached, since its parameters are read consecutively. `module` must be on the
+    meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -52,7 +52,7 @@ class RandomInitWeights(HashedWeights):
         return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
 
     def init_buffers(self) -> None:
-        """Allocate and initialize the buffers of the model in host memory, for example rotary frequencies."""
+        """Allocate and initialize the model's buffers in host memory, for example rotary frequencies."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
                 initialized = self._init_module(name)
@@ -85,7 +85,7 @@ class RandomInitWeights(HashedWeights):
 
 
 def uninitialized_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the floating-point buffers in host memory that `init_buffers` did not initialize."""
+    """Return the names of floating-point buffers that `init_buffers` allocated but did not initialize."""
     buffers = ((name, b) for name, b in module.named_buffers() if b.is_floating_point() and not b.is_meta)
     return [name for name, buffer in buffers if buffer.isnan().any()]
 

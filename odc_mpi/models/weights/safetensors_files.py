@@ -1,4 +1,4 @@
-"""Source of parameters in the safetensors files of a Hugging Face directory. Reads only the requested slices."""
+"""Source of parameters in the safetensors files of a Hugging Face directory. Only requested slices are read."""
 
 import hashlib
 import itertools
@@ -26,20 +26,21 @@ from odc_mpi.shard.local_shards import WeightSource
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Supported types of stored parameters, by their names in safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-#: Bytes of a file per digest, and bytes per read.
+#: Number of bytes in a part, which has a digest, and in one read.
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Parameters of a module in safetensors files, under the names of the module or under the published names.
+    """Source of the parameters of a module in safetensors files, which have names as in the module or published names.
 
     Args:
-        composite: Multimodal model whose weights the directory has, if `module` is its text model.
-        new: Sources of parameters that the files may lack, by the beginning of their names.
+        composite: Multimodal model in the directory if `module` is its text model, otherwise None.
+        new: Sources of parameters that may be missing in the files, keyed by prefixes of parameter names.
 
     Raises:
-        UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
+        UserError: A file or parameter is missing or damaged, a parameter is quantized or has another shape than in the
+            module, or stored copies of tied parameters differ.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class SafetensorsWeights(HashedWeights):
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Load the buffers of a module that are stored in the files."""
+        """Load those buffers of a module that are stored in the files."""
         for name, buffer in module.named_buffers():
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
@@ -134,7 +135,7 @@ class SafetensorsWeights(HashedWeights):
 
 
 class _StoredTensors(WeightSource):
-    """Tensors of a directory by their stored names. Each file is opened when its first tensor is used."""
+    """Source of the tensors in a directory, by their stored names. A file is opened when its first tensor is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,11 +153,11 @@ class _StoredTensors(WeightSource):
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
 
     def placed(self, name: str) -> PlacedTensor:
-        """Return the description of a stored tensor."""
+        """Return a placed tensor that is identical to a stored tensor."""
         return PlacedTensor.of(name, self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the name of the type of a stored tensor in safetensors."""
+        """Return the name of a stored tensor's dtype in safetensors."""
         return str(self._slice(name).get_dtype())
 
     def _index(self) -> dict[str, str]:
