@@ -1,12 +1,12 @@
-"""Benchmark of the start of a training on one node: the seconds of each phase, by number of ranks and of units.
+"""Benchmark of the start of a training run on one node: duration of each phase, by number of ranks and of units.
 
-Each measurement is a run of `odc-mpi train` for a few steps. Its phases are `start_s` of summary.json, in which each
-phase has the seconds of the slowest rank.
+Each measurement runs `odc-mpi train` for a few steps and reads `start_s` from ``summary.json``, which has the duration
+of each phase on the slowest rank, in seconds.
 
-With R ranks on fewer cores, C, the ranks take turns, and s seconds are about s * C / R seconds with a core for each
-rank. For phases that communicate, a line is fitted to these over R and extended to many ranks; of other phases it is
-the median. This predicts the work of a rank in a large job. It does not include a slower network, or a file system that
-many nodes read from.
+The benchmark also predicts these durations for a large job, in which each rank has a core. If R ranks share C < R
+cores, a duration of s seconds corresponds to about s * C / R seconds on one core per rank. For phases that communicate,
+the prediction extrapolates a line through these values over R. For other phases, it is the median of these values. The
+prediction does not include a slower network, or a file system from which many nodes read.
 """
 
 import json
@@ -22,15 +22,15 @@ import numpy as np
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 
-#: Steps of each run.
+#: Number of steps of each run.
 STEPS = 3
-#: Number of ranks of the prediction.
+#: Number of ranks for which durations are predicted.
 MANY_RANKS = 1024
-#: Phases whose work can grow with the number of ranks.
+#: Phases that can take longer with more ranks.
 COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
-#: Largest allowed relative difference of losses. fp32 sums in another order cause differences.
+#: Maximum relative difference of losses. Summation of fp32 values in another order causes differences.
 TOLERANCE = 1e-5
-#: A unit of the default model is a layer of 0.1 million parameters, or the root.
+#: Default model, without its number of layers. Its units are layers of 0.1 million parameters, and the root.
 _MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 1024,
@@ -49,13 +49,13 @@ Train = Callable[[int, Sequence[str]], int]
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Start runs with all numbers of ranks, for each number of units of the default model or for a configuration.
+    """Run the configuration, or default models with the numbers of units in `units`, on each number of ranks.
 
-    Returns the JSON object of the benchmark. Its `starts` have `ranks`, `units` (None with a configuration), `start_s`
-    in seconds, the peak memory `host_bytes` of the largest rank, and `losses`. `predicted_s` has the prediction for
-    `MANY_RANKS` ranks by phase; it is None unless several numbers of ranks were measured.
+    Returns the JSON object of the benchmark. Each entry of `starts` has `ranks`, `units` (None for a configuration),
+    `start_s` in seconds, `host_bytes` (maximum over ranks of the peak memory) and `losses`. `predicted_s` has the
+    predicted seconds of each phase on `MANY_RANKS` ranks, or is None if `ranks` has only one number.
 
-    Raises `UserError` if a run fails, or if its losses are not those of the first number of ranks.
+    Raises `UserError` if a run fails, or if its losses differ from those of the first number of ranks.
     """
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="odc_mpi-start-") as name:
@@ -126,7 +126,7 @@ def _check_losses(starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _predict(starts: Sequence[Mapping[str, Any]], cores: int) -> dict[str, float]:
-    """Return the seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
+    """Return the predicted seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
     ranks = np.array([start["ranks"] for start in starts], dtype=float)
     predicted = {}
     for phase in starts[0]["start_s"]:
