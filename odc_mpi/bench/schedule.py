@@ -202,8 +202,7 @@ class WindowRunner(Runner):
 class CollectiveRunner(Runner):
     """Runs plans over collectives.
 
-    All ranks must run the same number of microbatches. A rank with fewer microbatches therefore also runs dummy
-    microbatches.
+    All ranks must run the same number of microbatches, so a rank with fewer also runs dummy microbatches.
     """
 
     def __init__(self, world: World, num_units: int) -> None:

@@ -16,7 +16,6 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     Must run after the callbacks that add the metrics.
 
     Args:
-        steps: Number of the last step of the run.
         startup_lines: Text to print before the metrics.
         callbacks: Callbacks whose columns are printed and whose summary entries are written.
         is_main_rank: True on rank 0, which writes and prints.
