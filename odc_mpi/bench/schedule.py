@@ -99,12 +99,12 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """Times of one rank for one minibatch, in seconds since all ranks began the minibatch.
+    """Times of one rank in one minibatch, in seconds.
 
     Attributes:
-        end_s: Time when the parameters are published.
+        end_s: Time from the beginning of the minibatch until parameters are published.
         busy_s: Total requested sleep, without dummy microbatches.
-        slept: Intervals of sleep, without dummy microbatches, divided by the scale.
+        slept: Intervals of sleep since the beginning, without dummy microbatches, divided by the scale.
     """
 
     end_s: float

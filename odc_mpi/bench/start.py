@@ -49,7 +49,7 @@ Train = Callable[[int, Sequence[str]], int]
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the configuration, or default models with the numbers of units in `units`, on each number of ranks.
+    """Start a run with `config`, or one for each number of units of the default model, on each number of ranks.
 
     Returns the JSON object of the benchmark. Each entry of `starts` has `ranks`, `units` (None for a configuration),
     `start_s` in seconds, `host_bytes` (maximum over ranks of the peak memory) and `losses`. `predicted_s` has the

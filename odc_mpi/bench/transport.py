@@ -65,7 +65,7 @@ class Variant:
 
     Attributes:
         operations: One function per unit. A call moves the unit once.
-        is_right: Function that returns True if operations, including earlier ones, move correct data. Collective.
+        is_right: Function that returns True if this call and earlier operations moved correct data. Collective.
         gloo: Name of the gloo variant with which to compare, or None.
         moves: True if an operation copies data.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
@@ -146,7 +146,7 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Check all variants. Collective. Every rank raises RuntimeError if a variant moves, or has moved, wrong data."""
+    """Raise RuntimeError on every rank if a variant moves wrong data or moved wrong data earlier. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):

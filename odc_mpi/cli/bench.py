@@ -30,7 +30,7 @@ ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """Benchmark: its help text, the function that adds its options, and the function that runs the benchmark."""
+    """Help text of a benchmark, the function that adds its options, and the function that runs the benchmark."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]

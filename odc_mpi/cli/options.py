@@ -1,4 +1,4 @@
-"""Options that several commands share, and functions that parse option values."""
+"""Options that several commands share, and parsers of option values, which raise `argparse.ArgumentTypeError`."""
 
 import argparse
 import os
@@ -87,7 +87,7 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Create a scenario of class `kind` from parsed options. Raises an error if the name of `lengths` is unknown."""
+    """Create a scenario of class `kind` from parsed options. Raises `UserError` if `lengths` is invalid."""
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = kind(**values)

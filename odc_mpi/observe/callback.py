@@ -1,7 +1,7 @@
 """Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
 Only hooks marked "May be collective" communicate. The `local_values` of all callbacks are part of the all-gather that
-completes the gradients, so they add no communication (docs/ordering.md). This module does not import torch.
+completes the gradients, and need no further communication (docs/ordering.md). This module does not import torch.
 """
 
 import math
@@ -34,13 +34,13 @@ def round_for_exact_sum(value: float, max_magnitude: float) -> float:
 
 @dataclass
 class Step:
-    """One step of a run.
+    """Data and metrics of one step of a run.
 
     Attributes:
         number: Number of the step, counted from 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics of the step by name, added by the callbacks. They are written as one line of ``metrics.jsonl``
-            and are equal on all ranks, except for values that depend on this rank's clock.
+        metrics: Metrics that callbacks add, by name. One line of ``metrics.jsonl`` has these metrics. All ranks have
+            equal metrics, except for values that depend on the clock of the rank.
         failure: Error to raise after the `on_step_end` hooks of all callbacks, set on every rank, or None to continue.
     """
 

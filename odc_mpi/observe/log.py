@@ -36,7 +36,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Log the metrics of step 0, the evaluation before the first step, if callbacks have added any."""
+        """Log the metrics of step 0, such as those of an evaluation before training, if there are any."""
         if len(metrics) > 1:
             self._log(metrics)
 

@@ -44,7 +44,7 @@ class RankLog:
     def open(self, directory: str | None, world: "World") -> None:
         """Write the records kept in memory and all later records to this rank's file in `directory`.
 
-        If `directory` is None, the records are dropped. Raises `UserError` if a file cannot be written there.
+        If `directory` is None, the records are dropped. Raises `UserError` if no file can be written in `directory`.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)

@@ -1,11 +1,11 @@
 """Progress of a run on the terminal of rank 0: a line per step, a progress bar, and a closing table.
 
 Under mpiexec, the type of rank 0's standard output does not show whether there is a terminal (tested with MPICH 5.0 and
-Open MPI 5.0). With MPICH, it is a pipe, and no rank has a controlling terminal. With Open MPI, it is a pseudo-terminal
-of the launcher, even if mpiexec writes to a file. Both launchers forward the output of rank 0 immediately and
-unchanged. A progress bar therefore works if and only if the output of *mpiexec* is a terminal. `terminal_width`
-determines this from /proc. It finds no terminal if the launcher is Slurm's or is on another node. Only plain lines are
-printed then. Output of other ranks or of mpiexec appears after the bar, which is drawn again on the next line.
+Open MPI 5.0). With MPICH, the output is a pipe, and no rank has a controlling terminal. With Open MPI, the output is a
+pseudo-terminal of the launcher, even if mpiexec writes to a file. Both launchers forward the output of rank 0
+immediately and unchanged. A progress bar therefore works if and only if the output of *mpiexec* is a terminal.
+`terminal_width` reads this from /proc. If the launcher is Slurm's or is on another node, no terminal is found, and only
+plain lines are printed. Output of other ranks or of mpiexec appears after the bar, which is drawn again on a new line.
 """
 
 import os
@@ -150,7 +150,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console that prints to standard output, as to a terminal if `terminal_width` finds a terminal.
+    """Return a console for standard output, which is in terminal mode if `terminal_width` finds a terminal.
 
     If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
     enable the progress bar, because a log file cannot show a bar.
@@ -189,7 +189,7 @@ def _outermost_launcher() -> int | None:
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal of the launcher, or of this process if there is no launcher, or None."""
+    """Return the width of the terminal to which `launcher`, or this process if None, writes; None without one."""
     try:
         if launcher is None:
             return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width

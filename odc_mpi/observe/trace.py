@@ -1,8 +1,8 @@
 """Timeline of the last minibatches of a run in ``trace.json``: when each rank computed, fetched, pushed and waited.
 
-The clocks of nodes differ. A rank's times in a minibatch are therefore relative to the end of its previous minibatch:
-all ranks return from the collective that publishes the parameters at about the same time. The timelines of all ranks
-are gathered once, at the end of the run. docs/watching.md describes the content of the file.
+The clocks of nodes differ. A rank's times in a minibatch are therefore relative to the end of its previous minibatch,
+because all ranks return from the publication of the parameters at about the same time. The timelines of all ranks are
+gathered once, at the end of the run. docs/watching.md describes the content of the file.
 """
 
 import json

@@ -115,7 +115,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end. If it still runs after `timeout_s`, disable the tracker and print a warning."""
+        """Wait for the thread to end. If the thread still runs after `timeout_s`, disable the tracker and warn."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -177,7 +177,7 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
         name: Name of the tracker, a key of `TRACKERS`.
         directory: Directory for the files of the tracker. An existing directory is removed first.
         run_name: Display name of the run.
-        config: Settings of the run, which the tracker stores, unless it is TensorBoard.
+        config: Settings of the run. All trackers except TensorBoard store the settings.
     """
     if directory.exists():
         shutil.rmtree(directory)

@@ -76,7 +76,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
-    """Draw panels of bars side by side. `form` has the number format of each panel, `reference` a line to draw."""
+    """Draw panels of bars side by side. Panel i has the number format `form[i]`, and a line at `reference[i]`."""
     rows, row_height = next(iter(panels.values())), 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)

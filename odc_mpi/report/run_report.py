@@ -194,7 +194,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
 
 
 def _samples(path: Path) -> list[Table]:
-    """Return a table with completions and rewards of the first and the last step in the file; [] without any."""
+    """Return a table of completions and rewards of the first and the last recorded step, or [] without a record."""
     records = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:

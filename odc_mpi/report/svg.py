@@ -45,7 +45,7 @@ class Drawing:
         self._parts.append(f"<{tag} {values}>{inside}</{tag}>" if inside else f"<{tag} {values}/>")
 
     def text(self, x: float, y: float, content: str, color: str = INK, **attributes: Any) -> None:
-        """Add a line of text whose baseline starts at (x, y), or has its `text_anchor` there."""
+        """Add a line of text. Its baseline starts at (x, y), unless `text_anchor` is "middle" or "end"."""
         self.add("text", content=content, x=x, y=y, fill=color, **attributes)
 
     def bar(self, x: float, y: float, width: float, height: float, style: Style, hover: str = "") -> None:

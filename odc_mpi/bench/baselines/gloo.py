@@ -16,8 +16,8 @@ from odc_mpi.runtime.world import World
 class Gloo:
     """Gloo process group of all ranks, which must run on one node. Construction is collective.
 
-    Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. `close` closes
-    all sockets.
+    Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. No socket
+    listens after `close`.
     """
 
     def __init__(self, world: World) -> None:

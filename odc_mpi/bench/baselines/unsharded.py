@@ -38,7 +38,7 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains on this process's microbatches of `loader`, without communication."""
+    """Contender that trains on this rank's microbatches of `loader` without communication, as its only user."""
 
     def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
         self._max_norm = config.optim.max_grad_norm
