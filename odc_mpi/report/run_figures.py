@@ -135,7 +135,7 @@ def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
 
 
 def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    """Return a list of one figure, with a histogram of each input that is not None; [] without any histogram."""
+    """Create a figure with histograms of sequence lengths and tokens per microbatch. Returns [] without data."""
     panels, title = [], []
     if lengths is not None and len(lengths):
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths
