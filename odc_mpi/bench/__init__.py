@@ -1,1 +1,1 @@
-"""Benchmarks of the runtime on this machine, compared with alternatives: MPI collectives, gloo, FSDP2, plain torch."""
+"""Benchmarks that compare the runtime on this machine with MPI collectives, gloo, FSDP2 and plain PyTorch."""

@@ -1,10 +1,10 @@
-"""Comparison of ways to train on the same minibatches, for `bench.train` and the studies in `benchmarks/`.
+"""Comparison of training implementations, called contenders, for `bench.train` and the studies in `benchmarks/`.
 
-In each round, all contenders train on the same minibatches, one contender after the other. The order rotates from round
-to round. All ranks begin together, and the time of the slowest rank counts. The first round is a warm-up.
+In each round, all contenders train on the same minibatches, one contender after the other. Their order rotates from
+round to round. All ranks begin at the same time, and the time of the slowest rank counts. The first round is a warm-up.
 
-All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step.
-Otherwise a contender could be fast because it trains something else.
+All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step, so that
+no contender is faster because it does less work.
 """
 
 import json
@@ -22,22 +22,22 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import Config
 
-#: Smallest divisor of relative differences: the rounding errors of a cross entropy do not shrink with the loss.
+#: Minimum divisor of relative differences, because rounding errors of the cross-entropy do not shrink with the loss.
 MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
-    """A way to train that is compared with others, with the learning rate at its peak."""
+    """Training implementation to compare with others. All steps use the peak learning rate."""
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Collective. May return before the device has finished the step.
 
-        Returns this rank's share of the loss, and the number of input tokens on all ranks.
+        Returns this rank's contribution to the loss, and the number of input tokens of all ranks.
         """
 
 
 class OdcContender(Contender):
-    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0 on others."""
+    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0.0 on others."""
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
@@ -65,10 +65,10 @@ def run_rounds(
     report: Callable[[str], None],
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Round]]:
-    """Train with all contenders for `steps` minibatches a round: a warm-up and `repeats` rounds. Collective.
+    """Train with all contenders: a warm-up and `repeats` rounds, each of `steps` minibatches. Collective.
 
-    `report` is called with a line about the next measurement. `synchronize` waits for the device, if there is one. The
-    rounds of each contender begin with the warm-up, and are the same on every rank.
+    `report` is called with a description of the next measurement. `synchronize` waits until the device has finished.
+    The returned list of each contender begins with the warm-up. All ranks return the same lists.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
     titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
@@ -80,7 +80,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
     def train() -> None:
         results.extend(contender.step() for _ in range(steps))
-        # The device may still run the last optimizer step, if nothing has read its result.
+        # The device may still run the last optimizer step.
         synchronize()
 
     synchronize()
@@ -91,10 +91,10 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return the largest relative difference between the losses of each contender and of the contender `reference`.
+    """Return, by contender, the largest relative difference between its losses and those of contender `reference`.
 
-    Raises `AllRanksUserError` if a difference exceeds `tolerance`, or a loss is not finite. All ranks must pass the
-    same rounds.
+    Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
+    rounds.
     """
     deviations = {
         name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
@@ -114,7 +114,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return the largest relative difference between losses and reference losses, or infinity if one is not finite."""
+    """Return the largest relative difference between losses and reference losses; infinity if a loss is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -122,9 +122,9 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Raise `UserError` if a configuration has a setting with which contenders do different work.
+    """Raise `UserError` if a setting has a value with which contenders cannot be compared.
 
-    `comparable` has the allowed values of each setting, by its name, such as `optim.device`.
+    `comparable` maps names of settings, such as `optim.device`, to allowed values. The error names `command`.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

@@ -1,4 +1,4 @@
-"""Common parts of all benchmarks: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
+"""Functions that benchmarks share: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
 
 import json
 import os
@@ -25,10 +25,11 @@ DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
-    """Call all variants once per round, so that a slow period of the machine affects all of them.
+    """Call all variants once per round, so that a slow period of the machine affects all variants.
 
-    Each round begins with a different variant, since disk and caches may be in a different state for the first one.
-    `on_call` is called before each variant with the index of the round. Results are in the order of the rounds.
+    Each round begins with a different variant, because the first variant may find disk and caches in another state.
+    `on_call` is called before each variant with the index of the round and the name of the variant. Returns the results
+    of each variant, ordered by round.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -45,7 +46,7 @@ def rotate(names: Sequence[str], turn: int) -> list[str]:
 
 
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
-    """Return the mean seconds per operation. Calls `times` operations, cycling through them, then `finish` once."""
+    """Call `times` operations in turn, then `finish` once. Return the elapsed seconds divided by `times`."""
     row = list(islice(cycle(operations), times))
     start = perf_counter()
     for operation in row:
@@ -55,7 +56,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object. `load` is the load average of the node before the start."""
+    """Return the first keys of a benchmark's JSON object. `load` is the node's load average before the benchmark."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
@@ -77,7 +78,7 @@ def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the time of the slowest rank for each variant and round. Collective."""
+    """Return the maximum over ranks of each time, for each variant and round. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
 
@@ -85,11 +86,11 @@ def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, l
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries of all variants in the JSON object of a benchmark.
+    """Return an entry per variant for the JSON object of a benchmark.
 
-    An entry has the quartiles over the rounds of `seconds` of an operation and of `gb_per_s`, for `num_bytes`, and for
-    each key of `references` the speed relative to the variant that its function returns, as the median over the rounds;
-    None if that was not measured.
+    An entry has the quartiles over rounds of `seconds` per operation and of `gb_per_s`, for operations on `num_bytes`.
+    `references` maps further keys to functions that return the name of another variant. The value of such a key is the
+    median speed relative to that variant, or None if that variant is not in `times`.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -106,7 +107,7 @@ def entries(
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return the speed relative to a reference, as the median over rounds of reference time divided by time."""
+    """Return the speed relative to a reference: the median over rounds of the reference time divided by the time."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
@@ -124,7 +125,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line about the next measurement to standard error. It prints on rank 0 only."""
+    """Return a function that prints a line of progress to standard error on rank 0, and nothing on other ranks."""
 
     def print_line(line: str) -> None:
         if rank == 0:
@@ -134,7 +135,7 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` unless all are multiples of 4."""
+    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` for a size not divisible by 4."""
     sizes = []
     for word in map(str.strip, text.split(",")):
         num_bytes = parse_size(word)

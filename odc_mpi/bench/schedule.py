@@ -1,16 +1,16 @@
-"""Benchmark of the step times of all transports and balancing strategies, with more ranks than cores.
+"""Benchmark of the step times of all transports and balancing strategies, which supports more ranks than cores.
 
-Windows, collectives, tickets, plans and synchronization points are those of a training run. Only the computation of a
-unit is replaced by a sleep of its modeled time, scaled down. A sleeping rank does not need a core of its own.
-Units are small for the same reason. The benchmark measures how ranks wait for each other, not bandwidth.
+The benchmark measures how ranks wait for each other, not bandwidth. Windows, collectives, tickets, plans and
+synchronization points are those of a training run. A sleep of the modeled duration, scaled down, replaces the
+computation of a unit. Sleeping ranks can share a core. Units are small, so that transfers need little time of a core.
 
     one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
                        gradient
-    one minibatch      ranks begin together; the time of the slowest rank until parameters are published counts
+    one minibatch      ranks begin at the same time; the time until the slowest rank has published parameters counts
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-Results have the type of the simulator, `SimulationResult`. Their times are divided by the scale. Split sequences are
-simulated only: their chunks wait for each other's keys and values, which are not computed here.
+Results have the type of the simulator, `SimulationResult`, with times divided by the scale. Schedules with split
+sequences are only simulated, because their chunks wait for keys and values, which this benchmark does not compute.
 """
 
 import os
@@ -37,7 +37,7 @@ from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, SimulationResult, floor_s, plan, simulate
 
-#: Schedules to measure, all without split sequences.
+#: Schedules to measure: all schedules without split sequences.
 MEASURED = tuple(name for name in SCHEDULES if name != SPLIT)
 #: Number of elements of a unit.
 UNIT_NUMEL = 1024
@@ -46,13 +46,11 @@ UNIT_NUMEL = 1024
 def measure(
     world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Run all schedules on the same minibatches, and also simulate them. Collective.
+    """Run all schedules on the same minibatches, and simulate them on rank 0. Collective.
 
-    `step_s` is the average sleep for an even share of a minibatch; it determines the scale of all times. The JSON
-    object has the keys of `header`, the measured `SimulationResult`, and, on rank 0, the simulator's speed-ups in
-    `simulated`.
-
-    Raises `AllRanksUserError` if the ranks run on several nodes.
+    `step_s` determines the scale of all times: the mean sleep, in seconds, for an even share of a minibatch. Returns a
+    JSON object with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`, the
+    speed-ups in the simulation (None on other ranks). Raises `AllRanksUserError` if the ranks run on several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
@@ -101,10 +99,12 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """Times of one rank for one minibatch, in seconds, without dummy microbatches in `busy_s` and `slept`.
+    """Times of one rank in one minibatch, in seconds.
 
-    `end_s` is the time from the common beginning until parameters are published, `busy_s` the sleep requested in it,
-    and `slept` has the intervals of sleep since the beginning, divided by the scale.
+    Attributes:
+        end_s: Time from the beginning of the minibatch until parameters are published.
+        busy_s: Total requested sleep, without dummy microbatches.
+        slept: Intervals of sleep since the beginning, without dummy microbatches, divided by the scale.
     """
 
     end_s: float
@@ -113,14 +113,14 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """A microbatch on one rank. `seconds` is the modeled time of all units together, before scaling."""
+    """Microbatch of one rank. `seconds` is the modeled total duration of all units, before scaling."""
 
     seconds: float
     is_dummy: bool = False
 
 
 class Runner(ABC):
-    """Base class of runners, which run plans on a new transport. Construction is collective."""
+    """Base class of runners, which run the plans of minibatches over a new transport. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
@@ -129,7 +129,7 @@ class Runner(ABC):
         self._gradient = torch.ones(UNIT_NUMEL)
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
-        """Run a minibatch on all ranks, which begin together. Collective. Modeled times are multiplied by `scale`."""
+        """Run a minibatch, which all ranks begin at the same time. Sleeps are scaled by `scale`. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
@@ -149,10 +149,10 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches, each after the previous one has run. One-sided."""
+        """Yield this rank's microbatches. The caller runs each microbatch before it requests the next. One-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset the state for the next minibatch. Called between completing gradients and publishing parameters."""
+        """Reset state for the next minibatch. Called after gradients are complete, before parameters are published."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans on windows. A rank runs its own microbatches, then claims more from the pool."""
+    """Runs plans over windows. A rank runs its own microbatches, then claims microbatches from the pool."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -200,10 +200,9 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """Runs the plans of minibatches over a collective transport.
+    """Runs plans over collectives.
 
-    All ranks must run the same number of microbatches. A rank with fewer microbatches than another therefore runs dummy
-    microbatches at the end.
+    All ranks must run the same number of microbatches, so a rank with fewer also runs dummy microbatches.
     """
 
     def __init__(self, world: World, num_units: int) -> None:
@@ -218,14 +217,14 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps with an exact total: after a long sleep, the next is shorter. `slept` has begin and end of each."""
+    """Sleeps with an exact total duration. `slept` has the begin and end of each sleep, by `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for `seconds`, minus the excess of the previous sleep."""
+        """Sleep for `seconds`, minus the time by which the previous sleep was too long."""
         due = seconds - self._late_s
         began = time.perf_counter()
         if due > 0:

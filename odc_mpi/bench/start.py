@@ -22,15 +22,15 @@ import numpy as np
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 
-#: Steps of each run.
+#: Number of steps of each run.
 STEPS = 3
 #: Number of ranks for which times are predicted.
 MANY_RANKS = 1024
-#: Phases whose work can grow with the number of ranks.
+#: Phases that can take longer with more ranks.
 COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
-#: Largest allowed relative difference of losses. fp32 sums in another order cause differences.
+#: Maximum relative difference of losses. Summation of fp32 values in another order causes differences.
 TOLERANCE = 1e-5
-#: A unit of the default model is a layer of 0.1 million parameters, or the root.
+#: Default model, without its number of layers. Its units are layers of 0.1 million parameters, and the root.
 _MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 1024,
@@ -126,7 +126,7 @@ def _check_losses(starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _predict(starts: Sequence[Mapping[str, Any]], cores: int) -> dict[str, float]:
-    """Return the seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
+    """Return the predicted seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
     ranks = np.array([start["ranks"] for start in starts], dtype=float)
     predicted = {}
     for phase in starts[0]["start_s"]:

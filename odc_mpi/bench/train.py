@@ -1,7 +1,8 @@
 """Benchmark of training speed: FSDP2, the runtime over collectives and over windows, and no communication.
 
 All contenders train on the same minibatches in rounds (`bench.contenders`), and all losses must agree. For `ceiling`,
-rank 0 trains on all sequences in plain torch while the others sleep; its speed is multiplied by the number of ranks.
+rank 0 trains on all sequences in plain PyTorch while other ranks are idle. The ceiling is the speed of rank 0,
+multiplied by the number of ranks.
 """
 
 import math
@@ -39,20 +40,20 @@ from odc_mpi.training.settings import (
 )
 
 BASELINE = "fsdp2"
-#: FSDP2 on the plan of `lb_mini`, with counts made equal by dummy microbatches: the baseline of AMD's port of ODC.
+#: FSDP2 with the `lb_mini` plan and dummy microbatches on ranks that have fewer: the baseline of AMD's port of ODC.
 PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
-#: Balance of the contender that uses `dynamic` and splits the longest sequences over ranks (context parallelism).
+#: Name of the `dynamic` balance with context parallelism for the longest sequences.
 SPLIT = "split"
 #: Contenders on the runtime, as TRANSPORT/BALANCE.
 COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
-#: Contenders over windows with `run.exact`, on request.
+#: Optional contenders: windows with `run.exact`.
 EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, CEILING)
-#: Largest allowed relative difference of losses. fp32 sums in another order cause differences; 4e-7 was observed.
+#: Maximum relative difference of losses. fp32 sums in another order cause differences, of which 4e-7 was observed.
 TOLERANCE = 1e-5
-#: Values of settings that all contenders support, including those in plain torch.
+#: Values of settings that all contenders support, including plain PyTorch.
 COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
@@ -60,11 +61,11 @@ COMPARABLE = {
     "model.compile": (False,),
     "run.device": ("cpu",),
     "optim.device": ("cpu",),
-    # All contenders exist at the same time, and a progress thread of one would slow the others.
+    # All contenders exist at the same time, and the progress thread of one contender would slow down the others.
     "comm.progress": ("auto", "off"),
 }
 
-#: Data set of the quick start, also used here.
+#: Default data set, which is also that of the quick start.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
 #: Default model, with 8 million parameters.
@@ -82,7 +83,7 @@ MODEL: dict[str, Any] = {
 
 
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
-    """Load the configuration in `path`, or the default one, for which the data set is prepared. Collective."""
+    """Load the configuration in `path`, or prepare the default data set and return its configuration. Collective."""
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
@@ -95,7 +96,7 @@ def configuration(world: World, path: Path | None, report: Callable[[str], None]
 
 
 def default_configuration(timeout_s: float) -> Config:
-    """Return the configuration that `bench train` uses if the option `--config` is not given."""
+    """Return the configuration of `bench train` without the option `--config`."""
     return Config(
         model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -114,15 +115,17 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Measure the training speed of all contenders, with `exact` also those with `run.exact`, on one node. Collective.
+    """Measure the training speed of all contenders on one node. Collective.
+
+    There are `repeats` rounds of `steps` minibatches. If `exact`, the contenders `EXACT` are also measured.
 
     Returns:
-        JSON object, the same on every rank. By contender, it has the median `tokens_per_s`, its `quartiles`, the median
-        relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation` from FSDP2. `losses` are those of
-        FSDP2. Further keys describe environment and model.
+        JSON object, the same on every rank. It has, by contender, the median `tokens_per_s`, its `quartiles`, the
+        median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the maximum relative
+        difference from the losses of FSDP2. `losses` has the losses of FSDP2. Further keys describe machine and model.
 
     Raises:
-        AllRanksUserError: There are several nodes, settings, data and model do not fit together, or losses differ.
+        AllRanksUserError: The ranks run on several nodes, a setting or input is invalid, or losses differ.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
@@ -163,7 +166,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's number of parameters, and the communication settings of the contenders over windows."""
+        """Return the model's number of parameters, and the communication settings of contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -207,7 +210,7 @@ class _Contenders:
 
 
 class IdleContender(Contender):
-    """Contender that does nothing. All ranks but rank 0 use it while rank 0 measures the ceiling."""
+    """Contender that does nothing. All ranks except 0 use this contender while rank 0 measures the ceiling."""
 
     @override
     def step(self) -> tuple[float, int]:
@@ -215,7 +218,7 @@ class IdleContender(Contender):
 
 
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
-    """Return speeds and their ratios, without the first round, the warm-up."""
+    """Return the speeds and relative speeds of all contenders, without the warm-up, and the losses of FSDP2."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
     seconds = {
         name: [done.seconds / ranks[name] for done in rounds_of_contender[1:]]

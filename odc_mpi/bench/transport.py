@@ -1,26 +1,26 @@
 """Benchmark of the speed of fetches and pushes, compared with memcpy, MPI collectives and gloo.
 
-Sizes of units are measured one after another. For each size, memory is allocated once, touched and checked first.
-Several units of the size are moved one after another, like the units of a model, so that none stays in the cache of a
-core. As in training, gradients are completed after a sequence of pushes (`finish`), and parameters are published before
-the next sequence (`proceed`). All values are small integers, so every sum is exact.
+Unit sizes are measured one after the other. For each size, the benchmark allocates memory for several units, touches
+the memory and checks all variants. A measurement moves these units one after the other, like the units of a model, so
+that no unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes
+(`finish`), and parameters are published before the next sequence (`proceed`). All values are small integers, so every
+sum is exact.
 
-All ranks run the same variant at the same time; the variants alternate, round after round. A sample is a sequence of
-operations that all ranks begin together; the time of the slowest rank counts. `odc-mpi doctor` measures what a single
-rank can do while the others compute.
+A sample is a sequence of operations of one variant, which all ranks begin at the same time. The time of the slowest
+rank counts. The variants alternate in rounds. `odc-mpi doctor` measures one rank while the others compute.
 
 Variants, all with units in fp32:
 
-    memcpy                   copy of the unit in private memory, by one core per rank
-    fetch_zero_copy          a view of the unit if all ranks are on one node: no bytes move
-    fetch_copy               a copy of the unit in a buffer: this rank's shard is copied, the others are fetched
-    push_NAME                the unit's gradient, added to the shards of its owners with `comm.reduction` NAME; a sample
+    memcpy                   copies the unit within private memory, with one core per rank
+    fetch_zero_copy          creates a view of the unit, without a copy, if all ranks are on one node
+    fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the buffer
+    push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` NAME; a sample
                              includes the synchronization after which all gradients are complete
-    mpi_allgather, gloo_all_gather            the unit from all shards, as FSDP fetches
-    mpi_reduce_scatter, gloo_reduce_scatter   the unit's gradient into a shard of sums, as FSDP reduces
+    mpi_allgather, gloo_all_gather            gather the unit from all shards, as FSDP does
+    mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients, and keep this rank's shard, as FSDP does
 
 GB/s are 10^9 bytes of the *full unit* per second that a rank waits. A rank's own shard, 1/`ranks` of the unit, stays in
-its process; `crossing_bytes` is the rest.
+its process. `crossing_bytes` is the size of the other shards.
 
 benchmarks/README.md describes the JSON object that `measure` returns.
 """
@@ -49,25 +49,25 @@ from odc_mpi.runtime.world import World
 #: Factories of gradient stores, by value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()
 
-#: Total bytes of all units of one size, more than the cache of a core ...
+#: Total bytes of all units of one size, which exceed the cache of a core ...
 UNITS_BYTES = 16 << 20
-#: ... but at most this number of units, since each unit has a window per transport.
+#: ... but at most this number of units, because each unit has a window per transport.
 MAX_UNITS = 64
-#: Minimum bytes that a sample moves, so that its synchronizations, of up to 0.4 ms, are negligible ...
+#: Number of bytes that a sample moves, so that its synchronization, of up to 0.4 ms, is negligible ...
 SAMPLE_BYTES = 64 << 20
-#: ... but at most this number of operations. Variants that move no bytes run this number.
+#: ... but at most this number of operations. Samples of variants that move no bytes have this number of operations.
 MAX_OPERATIONS = 256
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to move a unit.
+    """Method of moving the data of a unit.
 
     Attributes:
         operations: One function per unit. A call moves the unit once.
-        is_right: Function that returns True if all units, moved now or earlier, have arrived correctly. Collective.
-        gloo: Name of the gloo variant to compare with, or None.
-        moves: True if an operation copies bytes.
+        is_right: Function that returns True if this call and earlier operations moved correct data. Collective.
+        gloo: Name of the gloo variant with which to compare, or None.
+        moves: True if an operation copies data.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
     """
@@ -85,10 +85,10 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all variants for units of several sizes in bytes, multiples of 4. Collective.
 
-    The JSON object, which is the same on every rank, is described in benchmarks/README.md.
+    Returns a JSON object, the same on every rank. benchmarks/README.md describes its content.
 
     Raises:
-        UserError: A node has too little memory for a size.
+        AllRanksUserError: A node has too little available memory for a size.
         RuntimeError: Fetched parameters or sums of gradients are wrong.
     """
     load = os.getloadavg()[0]
@@ -146,7 +146,7 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Raise RuntimeError on every rank if a variant moves wrong data, or has moved any before. Collective."""
+    """Raise RuntimeError on every rank if a variant moves wrong data or moved wrong data earlier. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
@@ -154,7 +154,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units through a transport, and checks them with `is_whole`."""
+    """Return a variant that fetches units through a transport. Its `is_right` checks fetched units with `is_whole`."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -170,7 +170,7 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attribut
 
 
 def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
-    """Return True if, in a fetched unit, all elements that a rank owns equal that rank plus 1."""
+    """Return True if each element of the fetched unit `array` equals the rank of its owner plus 1."""
     owned = ((owner, *layout.owned(owner)) for owner in range(layout.num_owners))
     return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
@@ -185,7 +185,7 @@ def pushes(
 ) -> Variant:
     """Return a variant that pushes gradients through a transport with `num_units` allocated units.
 
-    `push` pushes a gradient of ones for the unit with the given index. This rank owns `numel` elements of each unit.
+    `push` takes the index of a unit and pushes a gradient of ones. This rank owns `numel` elements of each unit.
     """
     num_pushes = np.zeros(num_units)
 
@@ -194,7 +194,7 @@ def pushes(
         push(i)
 
     def is_right() -> bool:
-        # Reports of all ranks' push counts travel with the synchronization.
+        # The synchronization also gathers the push counts of all ranks.
         totals = transport.complete_gradients(num_pushes).sum(axis=0)
         right = all(bool((transport.gradients.shard(i)[:numel] == totals[i]).all()) for i in range(num_units))
         transport.publish_parameters()
@@ -210,17 +210,17 @@ def pushes(
 
 
 class Units:
-    """Units of one size, and all variants that move them. Construction allocates the memory, and is collective.
+    """Units of one size, and all variants that move the units. Construction allocates the memory, and is collective.
 
-    It raises `AllRanksUserError` if a node has too little memory available. `num_bytes` of a unit, a multiple of 4, are
-    moved; other ranks own `crossing_bytes` of them. Without `gloo`, its variants are omitted.
+    Raises `AllRanksUserError` if a node has too little available memory. A unit has `num_bytes`, a multiple of 4. Other
+    ranks own `crossing_bytes` of each unit. If `gloo` is None, the gloo variants are omitted.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
-        # Per rank: gradients and shards of all units, and three more units: two target buffers, one inside a library.
+        # Each rank: gradients and shards of all units, and three more units: two target buffers, and one in a library.
         # All ranks together: parameters of each transport, and gradients, twice for the slots of a mailbox.
         unit = 4 * world.size * self._layout.shard_numel
         local_bytes, shared_bytes = (2 * self.num_units + 3) * unit, (2 + 3 * len(REDUCTIONS)) * self.num_units * unit
@@ -228,7 +228,7 @@ class Units:
         first, last = self._layout.owned(world.rank)
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
-        # Written here, so that no page is touched first in a measurement. Collectives need equal, so padded, shards.
+        # Initialized here, so that no measurement touches a page first. Collectives need shards of equal, padded size.
         shard_numel = self._layout.shard_numel
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
         self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
@@ -316,7 +316,7 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Raise `AllRanksUserError`, with `option`, if a node has too little free memory for its ranks. Collective."""
+    """Raise `AllRanksUserError`, naming `option`, if a node has less than `required` bytes available. Collective."""
 
     def check_available() -> None:
         free = available_bytes()

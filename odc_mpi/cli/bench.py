@@ -1,6 +1,7 @@
-"""`odc-mpi bench`: the benchmarks.
+"""`odc-mpi bench`: run a benchmark.
 
-Outside mpiexec, a benchmark starts mpiexec and waits for it. Except for `start`, only the ranks import its module.
+Outside mpiexec, a benchmark starts mpiexec and waits for it. Only the ranks then import the benchmark's module. `start`
+runs in one process, which starts mpiexec several times.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """A benchmark, with its help text, a function that adds its options, and a function that runs it."""
+    """Help text of a benchmark, the function that adds its options, and the function that runs the benchmark."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -39,7 +40,7 @@ class Benchmark(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmarks and their options."""
+    """Add a subcommand for each benchmark, with its options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         description = f"Measure {benchmark.help}. {'It' if name == 'start' else 'Outside mpiexec, it'} starts mpiexec."
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Starts mpiexec if not running under it. Collective under mpiexec."""
+    """Run a benchmark and return the exit code. Collective under mpiexec; otherwise it starts mpiexec."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 
@@ -65,9 +66,9 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on the ranks, or start them, and return the exit code. Rank 0 prints the result. Collective.
+    """Run a benchmark on the ranks, or start the ranks, and return the exit code. Rank 0 prints the result. Collective.
 
-    `measure` gets the benchmark module, which only ranks import, the world and a function that prints progress.
+    `measure` is called on the ranks with the imported `module`, the world, and a function that prints progress.
     """
     if not is_launched():
         try:
@@ -80,7 +81,7 @@ def _measure_on_ranks(
         benchmark = importlib.import_module(module)
         from odc_mpi.runtime.world import World
 
-    # A round of some benchmarks is a single wait.
+    # In some benchmarks, a rank waits for a full round, so the deadline is that of the benchmark.
     world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
     def work() -> None:
@@ -164,7 +165,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parse numbers such as 2,4,8, each at least 2."""
+    """Parse a list of integers such as 2,4,8, each at least 2, without duplicates."""
     counts = [positive_int(word.strip()) for word in text.split(",")]
     if min(counts) < 2:
         raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")

@@ -1,4 +1,4 @@
-"""`odc-mpi config`: print all settings of a configuration and where they come from. Does not use MPI."""
+"""`odc-mpi config`: print the values and the sources of all settings of a configuration. Does not use MPI."""
 
 import argparse
 from pathlib import Path
@@ -9,14 +9,14 @@ HELP = "print all settings of a configuration, and where each comes from"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi config`."""
     parser.usage = "odc-mpi config CONFIG [--SECTION.KEY VALUE ...]"
     parser.description = "Print each setting, its value, and its source: default, auto, CONFIG or the command line."
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the settings and return the exit code."""
+    """Print each setting with its value and its source, and return the exit code."""
     from odc_mpi.training import settings
 
     require_config(arguments)

@@ -1,4 +1,4 @@
-"""`odc-mpi doctor`: the options of the command. The probe and its tables are in `odc_mpi.probe`."""
+"""`odc-mpi doctor`: probe the MPI library. `odc_mpi.probe` has the probe and its output."""
 
 import argparse
 
@@ -6,7 +6,7 @@ HELP = "probe the MPI library and show the settings a run will use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi doctor`."""
     parser.description = "Test the one-sided operations of the MPI library and print the settings that a run will use."
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -9,7 +9,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
 HELP = "print a Slurm batch script for a configuration, or submit it"
-#: Options for the size of the job: name, default and help text.
+#: Options for the size of the job, with default and help text.
 JOB = (
     ("--nodes", job.SlurmJob.nodes, "number of nodes"),
     ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
@@ -20,14 +20,14 @@ CHOICES = ("partition", "account", "gpus-per-node")
 #: Time limits of sbatch: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
 _TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
 _UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
-#: Values of options of sbatch and srun, and their description in errors.
+#: Pattern for the values of options of sbatch and srun, and its description in errors.
 _WORD, _WORD_DESCRIPTION = r"[\w.,:/@+=-]+", "a word of letters, digits and . , : / @ + = - _"
-#: A shorter job would receive the stop signal while it starts.
+#: Minimum time limit in seconds. A shorter job would receive the stop signal while it starts.
 _SHORTEST_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi job`."""
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
     parser.description = "Print a Slurm batch script that trains with CONFIG. With --submit, submit it, too."
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; its path must be valid on every node")
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the batch script and return the exit code. With --submit, submit it and return that of sbatch."""
-    # Imported late: other commands need neither.
+    """Print the batch script. With --submit, also submit the script and return the exit code of sbatch, otherwise 0."""
+    # Imported late: other commands need neither module.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_time(time: str) -> str:
-    """Return the time limit if sbatch accepts it and it is not too short."""
+    """Return `time`. Raises `UserError` if sbatch does not accept this time limit, or if it is too short."""
     match = _TIME.fullmatch(time)
     if not match:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
@@ -88,7 +88,7 @@ def _check_time(time: str) -> str:
 
 
 def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_DESCRIPTION) -> str:
-    """Return the value if it needs no quotes in a script; `pattern` restricts it further."""
+    """Return `value`. Raises `UserError` unless it matches `pattern`, so that it needs no quotes in a script."""
     if not re.fullmatch(pattern, value, re.ASCII):
         raise UserError(f"--{option}: expected {expected}, got {value!r}")
     return value

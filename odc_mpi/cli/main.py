@@ -1,7 +1,7 @@
 """Entry point of the command line: parses arguments, calls a command, and converts exceptions to exit codes.
 
 0   success
-2   user error: one line on standard error, from one rank; also if standard output could not be written completely
+2   user error, with one line on standard error; also if standard output could not be written completely
 75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
 130 interrupted
 141 the output pipe was closed, as by head in `odc-mpi checkpoint show RUN | head`; shells use this code for SIGPIPE
@@ -24,8 +24,8 @@ from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import exit_as_interrupted
 from odc_mpi.runtime.streams import open_standard_streams
 
-#: Command modules by name, in the order of the help. Each has `HELP`, `add_arguments` and `run`. `run` imports slow
-#: modules, and raises UserError for invalid arguments and input.
+#: Command modules by name, in the order of the help. A module has `HELP`, `add_arguments` and `run`. `run` imports slow
+#: modules, and raises `UserError` for invalid arguments and input.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
@@ -42,19 +42,19 @@ COMMANDS = {
     "bench": bench,
     "simulate": simulate,
 }
-#: Commands with settings, `--SECTION.KEY VALUE`, which are not arguments of the parser.
+#: Commands that accept settings, `--SECTION.KEY VALUE`, which the parser does not know.
 _WITH_SETTINGS = ("train", "job", "config")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an invalid argument as a user error, in one line."""
+    """Argument parser that raises `UserError` for an invalid argument, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. For invalid arguments it raises a UserError instead of exiting."""
+    """Return the parser of all commands. The parser raises `UserError` for invalid arguments, instead of exiting."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
-    In the result, `words` is a copy of `argv`, and `overrides` are the settings, `--SECTION.KEY VALUE`, not yet parsed.
-    Raises a UserError if the command or an argument is unknown.
+    In the result, `words` is a copy of `argv`, and `overrides` has the unparsed settings, `--SECTION.KEY VALUE`. Raises
+    `UserError` if the command or an argument is unknown.
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
@@ -83,9 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code. Collective if the command is.
+    """Run a command and return the exit code. Collective if the command is collective.
 
-    Without `argv`, the arguments are those of this process, whose standard streams are then replaced.
+    If `argv` is None, the arguments are those of this process, and its standard streams are replaced.
     """
     if argv is not None:
         return _run(argv)

@@ -1,6 +1,6 @@
-"""Start of an `odc-mpi` command under mpiexec.
+"""Start of an `odc-mpi` command under mpiexec, by a process that does not use MPI.
 
-Does not use MPI. This process waits for mpiexec, returns its exit code, and terminates mpiexec on SIGINT or SIGTERM.
+This process waits for mpiexec and returns its exit code. On SIGINT or SIGTERM, this process terminates mpiexec.
 """
 
 import os
@@ -22,20 +22,21 @@ _OPEN_MPI = {
     "OMPI_MCA_osc": "^ucx",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-#: Maximum number of ranks on a node with fewer cores: each is a process that imports torch.
+#: Maximum number of ranks on a node with fewer cores, because each rank is a process that imports torch.
 MAX_RANKS = 64
-#: Time for mpiexec to end its ranks after SIGTERM, in seconds. Then it is killed, and the ranks end themselves.
+#: Time for mpiexec to end the ranks after SIGTERM, in seconds. Then mpiexec is killed, and the ranks end by themselves.
 GRACE_S = 10.0
 
 
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard error, and standard output unless `stdout` is given, as for Popen. SIGINT or SIGTERM to
-    this process ends the ranks. Returns the exit code of mpiexec, or 128 plus the number of the signal that killed it.
+    The ranks inherit standard error. `stdout` is the standard output of mpiexec, as for `subprocess.Popen`. SIGINT or
+    SIGTERM to this process ends the ranks and raises KeyboardInterrupt. Returns the exit code of mpiexec, or 128 plus
+    the number of the signal that killed mpiexec.
 
     Raises:
-        UserError: mpiexec is not installed, or there are too many ranks for one node.
+        UserError: mpiexec is not installed, or `ranks` exceeds the maximum for one node.
         TimeoutError: The ranks ran longer than `timeout_s` and were terminated.
     """
     max_ranks = max(MAX_RANKS, os.cpu_count() or 1)
@@ -62,7 +63,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int |
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec, beside this Python or on the PATH. Raises a UserError if there is neither."""
+    """Return the path of mpiexec, beside the Python executable or on the PATH. Raises `UserError` if it is missing."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -72,7 +73,7 @@ def mpiexec() -> str:
 
 @contextmanager
 def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Call `handler` for the signals `numbers` in the with block, then restore the previous handlers."""
+    """Context manager that sets `handler` for the signals `numbers`, and restores the previous handlers at exit."""
     previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -83,7 +84,7 @@ def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) ->
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defer the KeyboardInterrupt of SIGINT and SIGTERM to the end of the block."""
+    """Context manager that defers the KeyboardInterrupt of SIGINT and SIGTERM to the end of the block."""
     received: list[int] = []
     try:
         with signals_handled(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Options that several commands share, and functions that parse the values of options."""
+"""Options that several commands share, and parsers of option values, which raise `argparse.ArgumentTypeError`."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     ScenarioT = TypeVar("ScenarioT", bound=Scenario)
 
-#: Larger counts and seconds are typos, and not every system call accepts them.
+#: Maximum count. Larger values are probably typos, and some system calls reject them.
 MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
@@ -29,7 +29,7 @@ def output(text: str) -> Path:
 
 
 def require_config(arguments: argparse.Namespace) -> None:
-    """Raise `UserError` if the configuration file of a command, its argument CONFIG, does not exist."""
+    """Raise `UserError` if the configuration file, the argument CONFIG of a command, does not exist."""
     if not arguments.config.exists():
         raise UserError(
             f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
@@ -60,7 +60,7 @@ def attention_name(text: str) -> str:
 
 
 def step_seconds(text: str) -> float:
-    """Parse the duration of a step, from 0.001 to 3600 seconds."""
+    """Parse the duration of a step in seconds, from 0.001 to 3600."""
     try:
         seconds = float(text)
     except ValueError:
@@ -71,7 +71,7 @@ def step_seconds(text: str) -> float:
 
 
 def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
-    """Add the options of a simulated scenario. `defaults` replaces defaults by field name."""
+    """Add the options of a simulated scenario of class `kind`. `defaults` overrides default values, by field name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field, (number, option) in options_of(kind).items():
         default = defaults.get(field, getattr(kind, field))
@@ -87,7 +87,7 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Create a scenario of class `kind` from the parsed options."""
+    """Create a scenario of class `kind` from parsed options. Raises `UserError` if `lengths` is invalid."""
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = kind(**values)

@@ -1,4 +1,4 @@
-"""`odc-mpi prepare`: tokenize text into a data set. Does not use MPI."""
+"""`odc-mpi prepare`: tokenize text and write a data set. Does not use MPI."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ Weights, such as a.jsonl:0.7 b.parquet:0.3, are the shares of the sources in the
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi prepare`."""
     parser.description = "Write an HDF5 data set of token sequences with a loss mask."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
@@ -92,13 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _columns(text: str) -> dict[str, str]:
-    """Convert "prompt=question,completion=answer" to a dictionary."""
+    """Parse pairs such as "prompt=question,completion=answer" into a dictionary."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     return {name.strip(): source.strip() for name, _, source in pairs}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a data set and return the exit code."""
+    """Write a data set, print a summary, and return the exit code."""
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = resolve_model_path(str(arguments.tokenizer), "--tokenizer", weights=False, report=report_line)
         arguments.tokenizer = Path(name)
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
-    # Exit by an exception, so that temporary files are removed.
+    # SIGTERM raises SystemExit, so that temporary files are removed.
     with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
         report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
     print(report.describe(), flush=True)

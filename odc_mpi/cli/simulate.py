@@ -1,4 +1,4 @@
-"""`odc-mpi simulate`: estimate the speed-up of balancing strategies. Does not use MPI."""
+"""`odc-mpi simulate`: estimate the speed-up of transports and balancing strategies. Does not use MPI."""
 
 import argparse
 
@@ -8,14 +8,14 @@ from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import LENGTHS, RolloutOptions, ScenarioOptions, option_name, options_of
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
-#: Default limit of sequences in all minibatches together. The simulation of a thousand ranks then takes ten seconds.
+#: Maximum number of sequences in all minibatches by default, with which 1,000 ranks are simulated in ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
-#: Fields of the options that only `--workload grpo` has.
+#: Fields whose options are valid only with `--workload grpo`.
 GENERATION = tuple(options_of(RolloutOptions).keys() - options_of(ScenarioOptions).keys())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi simulate`."""
     parser.description = (
         "Estimate the speed-up of windows over collectives, by balancing strategy. Does not need MPI. Large scenarios "
         "have fewer minibatches by default."

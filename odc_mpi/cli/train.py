@@ -1,4 +1,4 @@
-"""`odc-mpi train`: initialize the ranks and train. The options are the settings in `training.settings`."""
+"""`odc-mpi train`: initialize the ranks and train. `training.settings` defines the settings."""
 
 import argparse
 import importlib
@@ -29,7 +29,7 @@ HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi train`, without the settings."""
     parser.usage = "odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train a model and return the exit code. If settings are invalid, no file is written. Collective."""
+    """Train a model and return the exit code. Writes no file if settings are invalid. Collective."""
     if arguments.ranks and not arguments.dry_run:
         raise UserError(
             "--ranks: only for --dry-run; a training has the ranks of its launcher: mpiexec -n N odc-mpi train"
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     start_times = StartTimes(process_start())
 
-    # Before the imports: a scheduler may stop a run that has just started, and libraries warn when imported.
+    # Entered before the imports: a scheduler may stop a run that has just started, and imports may cause warnings.
     with StopRequest() as stop, RankLog(launched_rank()) as log:
         loaded = _load(arguments)
-        # Imported late: torch and transformers need seconds, and errors in settings are reported before. MPI starts
-        # with the last import: if an import failed after that, the other ranks would wait for this one.
+        # Imported late: torch and transformers need seconds, and errors in settings are found earlier. MPI starts with
+        # the last import. If an import failed after MPI started, the other ranks would wait for this rank.
         if not isinstance(loaded, UserError):
             with gc_paused():
                 importlib.import_module("odc_mpi.models.build")
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
-    """Read the settings once, as the file may be a pipe; return an error, for all ranks to raise."""
+    """Read the settings once, because the file may be a pipe. Return a `UserError`, so that all ranks can raise it."""
     from odc_mpi.training import settings
 
     try:

@@ -8,7 +8,7 @@ HELP = "follow a run: loss or rewards, idle time, time left"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi watch`."""
     parser.description = (
         "Show loss or rewards, idle time and time left of a run, from the files in its directory, until it ends: on a "
         "terminal a block that is drawn again, elsewhere a line per step. Does not need MPI."

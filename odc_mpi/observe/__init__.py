@@ -1,1 +1,1 @@
-"""Output of a run: metrics, progress on the terminal, a trace, trackers, and a log file of each rank."""
+"""Output of a run: metrics, progress on the terminal, a timeline of all ranks, trackers, and a log file per rank."""

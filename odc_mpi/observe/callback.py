@@ -1,7 +1,7 @@
 """Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
-Only hooks that may be collective communicate. The `local_values` travel with the all-gather that completes the
-gradients, so a callback adds no communication (docs/ordering.md). This module does not import torch.
+Only hooks marked "May be collective" communicate. The `local_values` of all callbacks are part of the all-gather that
+completes the gradients, and need no further communication (docs/ordering.md). This module does not import torch.
 """
 
 import math
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from odc_mpi.data.microbatch import Microbatch
     from odc_mpi.shard import model as sharded
 
-#: Bits of a rounded summand, counted from the leading bit of `max_magnitude`.
+#: Number of fraction bits of a rounded summand, relative to the leading bit of `max_magnitude`.
 _EXACT_SUM_BITS = 44
 
 
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
-    """Round a summand so that float64 sums of such summands are exact in any order of summation.
+    """Round a summand so that float64 sums of rounded summands are exact, whatever the order of summation.
 
     Args:
         value: Summand to round. A non-finite value is returned unchanged.
@@ -34,14 +34,14 @@ def round_for_exact_sum(value: float, max_magnitude: float) -> float:
 
 @dataclass
 class Step:
-    """One step of a run.
+    """Data and metrics of one step of a run.
 
     Attributes:
         number: Number of the step, counted from 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics that the callbacks add. They become one line of ``metrics.jsonl`` and are equal on all ranks,
-            except for values that depend on this rank's clock.
-        failure: Error that ends the run after all hooks `on_step_end`, set on every rank; None to continue.
+        metrics: Metrics that callbacks add, by name. One line of ``metrics.jsonl`` has these metrics. All ranks have
+            equal metrics, except for values that depend on the clock of the rank.
+        failure: Error to raise after the `on_step_end` hooks of all callbacks, set on every rank, or None to continue.
     """
 
     number: int
@@ -51,13 +51,13 @@ class Step:
 
 
 class MicrobatchResult(NamedTuple):
-    """A microbatch that this rank has run.
+    """Result of one microbatch on this rank.
 
     Attributes:
-        loss: Contribution of the microbatch to the objective.
-        began: Start time on the clock `time.perf_counter`, in seconds.
-        ended: End time on the same clock, in seconds.
-        busy_s: Time of the work, in seconds. Includes fetches and pushes, but not waits for slower ranks.
+        loss: Contribution of the microbatch to the loss of the minibatch.
+        began: Start time, a value of `time.perf_counter`, in seconds.
+        ended: End time, a value of `time.perf_counter`, in seconds.
+        busy_s: Duration of the microbatch, including fetches and pushes, without waits for slower ranks, in seconds.
     """
 
     microbatch: "Microbatch"
@@ -71,7 +71,7 @@ class Callback:
     """Base class with the hooks of the training loop. The hooks do nothing unless a subclass overrides them.
 
     Attributes:
-        gathered_names: Names of the `local_values`. Equal on all ranks, and not used by any other callback.
+        gathered_names: Names of the `local_values`: the same on all ranks, and different from those of other callbacks.
         columns: Columns that the callback adds to the progress line on the terminal.
         summary: Entries of ``summary.json`` that are reduced from this callback's metrics, by key.
     """
@@ -84,40 +84,40 @@ class Callback:
         """Prepare for training. May be collective.
 
         Args:
-            completed_steps: Number of steps before this start; 0 unless the run is resumed.
-            metrics: Metrics of the state before the first step, with `step`. If callbacks add others, such as those of
-                an evaluation, they become a line of ``metrics.jsonl``.
+            completed_steps: Number of steps that the run completed before it was resumed; 0 for a new run.
+            metrics: Metrics before the first step, initially only `step`. If callbacks add metrics, such as those of an
+                evaluation, all are written as a line of ``metrics.jsonl``.
         """
 
     def on_step_begin(self, step: Step) -> None:
         """Prepare for a step. Called before the first microbatch."""
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Process the result of a microbatch that this rank has run."""
+        """Process the result of a microbatch. Called on the rank that ran the microbatch."""
 
     def local_values(self) -> Sequence[float]:
         """Return this rank's values for the all-gather, one for each of `gathered_names`."""
         return ()
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Process the gathered values of all ranks before the optimizer step, with the same outcome on every rank."""
+        """Process the values of all ranks before the optimizer step. The outcome must be the same on all ranks."""
 
     def on_step_end(self, step: Step) -> None:
-        """Run after a step, when the parameters are published and the metrics are complete. May be collective."""
+        """Process a completed step, whose updated parameters are published. May be collective."""
 
     def on_train_end(self) -> Mapping[str, Any]:
         """Finish the run and return entries of ``summary.json``. May be collective."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state on which the next step depends, as JSON-serializable entries of a checkpoint."""
+        """Return the state that a resumed run needs, as JSON-serializable entries of a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore this callback's state from the merged `state_dict` of all callbacks.
 
-        Raises a UserError if the state does not match this run.
+        Raises `UserError` if the state does not match this run.
         """
 
     def close(self) -> None:
-        """Release resources. Called at the end of every run, including one that fails."""
+        """Release resources. Called at the end of every run, also if the run fails."""

@@ -1,4 +1,4 @@
-"""Log of a run on rank 0: the terminal, metrics.jsonl and summary.json."""
+"""Logging of the metrics of a run on rank 0: to the terminal, to ``metrics.jsonl`` and to ``summary.json``."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,7 +11,7 @@ from odc_mpi.observe.terminal import ProgressReporter
 
 
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
-    """Writes and prints the metrics on rank 0. Other ranks only reduce them.
+    """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
     Must run after the callbacks that add the metrics.
 
@@ -36,12 +36,12 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Log the evaluation before the first step, if there was one, as step 0."""
+        """Log the metrics of step 0, such as those of an evaluation before training, if there are any."""
         if len(metrics) > 1:
             self._log(metrics)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the metrics of the step to the summary. The main rank also writes and prints them."""
+        """Add the metrics of the step to the summary. Rank 0 also writes and prints the metrics."""
         self._log(step.metrics)
 
     def _log(self, metrics: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
             self._reporter.report(metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the summary, with `fields` added. The main rank also writes and prints it."""
+        """Return the summary (see `Summary.finish`). Rank 0 also writes and prints the summary."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -1,7 +1,7 @@
 """Files of metrics in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
 
-A callback (`observe.callback`) declares how its metrics appear on the terminal and in the summary, and reduces them
-over the ranks. This module does not communicate. Rank 0 writes the files.
+A callback (`observe.callback`) reduces its metrics over the ranks and declares how they appear on the terminal and in
+the summary. This module does not communicate. Rank 0 writes the files.
 """
 
 import json
@@ -19,14 +19,14 @@ METRICS = "metrics.jsonl"
 
 
 class ProgressColumn(NamedTuple):
-    """A column of the progress line, `width` characters wide. `template` has metrics in braces, as in `{loss:.4f}`."""
+    """Column of the progress line, `width` characters wide. `template` is a format string, such as `{loss:.4f}`."""
 
     title: str
     width: int
     template: str
 
     def format(self, metrics: Mapping[str, Any]) -> str:
-        """Return the text for the metrics of a step: empty if a metric is missing, and "-" if one is None."""
+        """Return the text of the column for a step: "" if a metric is missing, and "-" if a metric is None."""
         try:
             return self.template.format_map(metrics)
         except KeyError:
@@ -36,13 +36,13 @@ class ProgressColumn(NamedTuple):
 
 
 class SummaryField(NamedTuple):
-    """An entry of ``summary.json`` that is reduced from a metric of all steps.
+    """Entry of ``summary.json``: the reduction of one metric over all steps.
 
     Attributes:
         metric: Key of the metric in ``metrics.jsonl``.
         reduce: Reduction over the steps. `mean` weights each step by its duration. `per_step` divides the sum by the
-            number of steps. `first`, `last` and `min` ignore skipped steps. `start` is the value before the first step,
-            which the other reductions ignore.
+            number of steps. `first`, `last` and `min` ignore skipped steps. `start` is the value of step 0, the state
+            before training. The other reductions ignore step 0.
     """
 
     metric: str
@@ -50,10 +50,10 @@ class SummaryField(NamedTuple):
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends lines to ``metrics.jsonl``. Creates the run directory if it is missing.
+    """Writer that appends lines to ``metrics.jsonl``. Creates the run directory if it is missing.
 
-    Raises a UserError if the directory or the file cannot be opened for writing. Later, a line that cannot be written
-    is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
+    Raises `UserError` if the directory cannot be created or the file cannot be opened. A line that cannot be written
+    later is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -67,7 +67,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line without buffering, so that a crash loses no completed step. NaN and infinity become null."""
+        """Append a line, unbuffered, so that a crash loses no completed step. NaN and infinity are written as null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -87,9 +87,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in directory `path` up to `step`, in order, without unreadable lines.
+    """Return the lines of ``metrics.jsonl`` in the directory `path` up to `step`, ordered by step.
 
-    The line of step 0, if there is one, has the evaluation before the first step.
+    If a step has several lines, the last one is returned. Unreadable lines are skipped. The line of step 0, if there is
+    one, has the evaluation before the first step.
     """
     lines: dict[int, dict[str, Any]] = {}
     if (path / METRICS).exists():
@@ -97,7 +98,7 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
             try:
                 line = parse_json(text)
                 number = int(line["step"])
-                # `Summary` requires these.
+                # `Summary` requires these two metrics.
                 if not number or (isinstance(line["step_s"], int | float) and isinstance(line["skipped"], bool)):
                     lines[number] = line
             except (ValueError, KeyError, TypeError, OverflowError):
@@ -109,7 +110,7 @@ class Summary:
     """Reduces the metrics of all steps to the content of ``summary.json``.
 
     Args:
-        fields: Entries to reduce, by their key in ``summary.json``.
+        fields: Entries to reduce, by key in ``summary.json``.
         previous_lines: Lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
@@ -125,7 +126,7 @@ class Summary:
         self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of one step, with `step_s` and `skipped`, or those of step 0."""
+        """Add the metrics of one step, including `step_s` and `skipped`, or the metrics of step 0."""
         is_start = metrics.get("step") == 0
         if not is_start:
             self._num_steps += 1
@@ -149,8 +150,8 @@ class Summary:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: Further entries. An entry with the key of a reduced sum is a more precise value for the time since
-                this start. It replaces the sum over the steps of this start; the sum over earlier steps is added.
+            fields: Further entries. If an entry has the key of a reduced `sum`, its value replaces the sum over the
+                steps since this start, because it is more precise. The sum over earlier steps is added.
 
         Returns:
             `fields`, the reduced entries, `steps` (number of all steps), and `elapsed_s` (time since this start plus
@@ -169,12 +170,12 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically. If the file cannot be written, only print a warning."""
+    """Write ``summary.json`` atomically. Prints a warning if the file cannot be written."""
     write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
-    """Replace every nan and inf by None: JSON has neither."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""A log file for each rank, for the warnings of libraries, which must not break the metrics table.
+"""Log file of each rank for the warnings of libraries, which would otherwise interrupt the metrics on the terminal.
 
-Python warnings and log records of libraries are written to run.log_dir, in one file per rank, and each message once
-per logger. Without run.log_dir they are dropped. Rank 0 also prints its records of level ERROR and above, in one line
-each. Messages of odc_mpi that a user can act on are printed by `errors.warn` and do not pass through here.
+Python warnings and log records of libraries are written to one file per rank in the directory `run.log_dir`. Repeated
+messages of a logger are written once. If `run.log_dir` is not set, warnings and records are dropped. Rank 0 also prints
+records of level ERROR and above, each on one line. Warnings of odc_mpi are printed by `errors.warn` and are not logged.
 """
 
 import logging
@@ -20,22 +20,22 @@ from odc_mpi.runtime.job_info import slurm_job
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: Loggers whose library installs a handler that prints.
+#: Loggers of libraries that install a handler which prints.
 _SEPARATE_LOGGERS = ("transformers",)
 
 
 class RankLog:
-    """Context manager that redirects warnings and log records to a file.
+    """Context manager that redirects Python warnings and log records to a file.
 
     Enter the context before large libraries are imported, because imports can cause warnings. Records are kept in
-    memory until `open` is called. They are dropped if the context ends before that.
+    memory until `open` is called. If the context ends before `open` is called, the records are dropped.
 
     Args:
         rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.
     """
 
     def __init__(self, rank: int) -> None:
-        # Without a target and with this flush level, it keeps all records.
+        # Without a target and with this flush level, the handler keeps all records.
         self._buffer = MemoryHandler(capacity=0, flushLevel=logging.CRITICAL + 1)
         self._buffer.setLevel(logging.WARNING)
         self._handlers: list[logging.Handler] = [self._buffer, *([_terminal()] if rank == 0 else [])]
@@ -44,7 +44,7 @@ class RankLog:
     def open(self, directory: str | None, world: "World") -> None:
         """Write the records kept in memory and all later records to this rank's file in `directory`.
 
-        If `directory` is None, no file is written. Raises a UserError if the directory cannot be written.
+        If `directory` is None, the records are dropped. Raises `UserError` if no file can be written in `directory`.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)
@@ -70,14 +70,14 @@ class RankLog:
     def _direct(self) -> None:
         """Send the records of the root logger and of transformers to the handlers of this object.
 
-        Call it again after the import of transformers, which installs a handler of its own.
+        Must be called again after the import of transformers, which installs its own handler.
         """
         for logger, *_ in self._previous:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
 
 def rank_header(world: "World") -> str:
-    """Return the header of this rank's log file: its rank, host, cores, process, MPI library and Slurm job."""
+    """Return the header of this rank's log file: rank, host, node, cores, process, MPI library and Slurm job."""
     cores = sorted(os.sched_getaffinity(0))
     fields = {
         "rank": f"{world.rank} of {world.size}",
@@ -92,7 +92,7 @@ def rank_header(world: "World") -> str:
 
 
 class _Once(logging.Filter):
-    """Drops a message that the same logger has logged before."""
+    """Filter that drops a message which the same logger has logged before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Once(logging.Filter):
 
 
 class _OneLine(logging.Formatter):
-    """Formats a record as one line, `library: text`, without a traceback."""
+    """Formatter that writes a record on one line as `library: text`, without a traceback."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

@@ -1,12 +1,11 @@
 """Progress of a run on the terminal of rank 0: a line per step, a progress bar, and a closing table.
 
-Terminals under mpiexec (tested with MPICH 5.0 and Open MPI 5.0 on a pseudo-terminal): the type of rank 0's standard
-output is not informative. With MPICH it is a pipe, and no rank has a controlling terminal, even on a user's terminal.
-With Open MPI it is a pseudo-terminal of the launcher, even if mpiexec writes to a file. Both forward the output of rank
-0 immediately and unchanged, so a live display works if and only if the output of *mpiexec* is a terminal.
-`terminal_width` determines this from /proc. It finds no terminal if the launcher is Slurm's or is on another node; the
-output then has plain lines only. Output of other ranks or of mpiexec appears after the bar, which is drawn again on
-the next line.
+Under mpiexec, the type of rank 0's standard output does not show whether there is a terminal (tested with MPICH 5.0 and
+Open MPI 5.0). With MPICH, the output is a pipe, and no rank has a controlling terminal. With Open MPI, the output is a
+pseudo-terminal of the launcher, even if mpiexec writes to a file. Both launchers forward the output of rank 0
+immediately and unchanged. A progress bar therefore works if and only if the output of *mpiexec* is a terminal.
+`terminal_width` reads this from /proc. If the launcher is Slurm's or is on another node, no terminal is found, and only
+plain lines are printed. Output of other ranks or of mpiexec appears after the bar, which is drawn again on a new line.
 """
 
 import os
@@ -27,18 +26,18 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import ProgressColumn
 
-# Names in /proc, of at most 15 characters: MPICH and derivatives, Open MPI up to 4, Open MPI from 5 on.
+# Names of launchers in /proc, which has at most 15 characters: MPICH and derivatives, Open MPI 4, Open MPI 5.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
-#: Last column: the estimated time to the last step, from the mean duration of the steps since this start.
+#: Last column: estimated time until the last step, from the mean duration of the steps since this start.
 _LEFT = ProgressColumn("left", 8, "{left}")
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    Without a terminal, the output has no cursor control. Every line is flushed. Use the reporter as a context manager
-    to remove the bar before an error is printed.
+    Without a terminal, the output has no control sequences for the cursor. Use the reporter as a context manager, so
+    that the bar is removed before an error is printed.
 
     Args:
         columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
@@ -54,7 +53,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in self._columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Print the line of a completed step, or of step 0, and advance the bar."""
+        """Print the line of a completed step or of step 0, the state before training, and advance the bar."""
         step = f"{metrics['step']}/{self._total_steps}"
         if "time" in metrics and metrics["step"]:
             now_s = datetime.fromisoformat(metrics["time"]).timestamp()
@@ -105,7 +104,7 @@ _RESULTS = (
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
-    """Start a bar that is drawn once per step: a thread that redraws it would slow down the training."""
+    """Start a bar that is drawn once per step, because a thread that redraws the bar would slow down the training."""
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[left]} left"))
     gap = TextColumn("")  # before output of other processes after the bar
     bar = Progress(*columns, gap, console=console, auto_refresh=False)
@@ -116,7 +115,10 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the closing table of a run from the content of ``summary.json``. Missing entries appear as "-"."""
+    """Return the closing table of a run from the content of ``summary.json``.
+
+    Results that the run does not have, such as rewards, are omitted. Other missing values appear as "-".
+    """
 
     def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
         value = summary.get(name)
@@ -148,10 +150,10 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console on standard output. It counts as a terminal if and only if `terminal_width` finds one.
+    """Return a console for standard output, which is in terminal mode if `terminal_width` finds a terminal.
 
-    With ``FORCE_COLOR`` in the environment, plain lines are colored, too. The variable does not enable the bar, which
-    a log file cannot show.
+    If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
+    enable the progress bar, because a log file cannot show a bar.
     """
     width = terminal_width()
     colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
@@ -159,9 +161,10 @@ def make_console() -> Console:
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal that shows this rank's standard output, or None without a terminal.
+    """Return the width in columns of the terminal that shows this rank's standard output, or None without a terminal.
 
-    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Other values raise a UserError.
+    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Raises `UserError` for other
+    values of this variable.
     """
     requested = os.environ.get("ODC_MPI_PROGRESS", "")
     if requested not in ("", "bar", "plain"):
@@ -172,7 +175,7 @@ def terminal_width() -> int | None:
 
 
 def _outermost_launcher() -> int | None:
-    """Return the process id of mpiexec, not of the processes between it and this rank; None if there is none."""
+    """Return the process id of the outermost launcher, mpiexec, among the parents of this process, or None."""
     pid, launcher = os.getppid(), None
     while pid > 1:
         try:
@@ -186,7 +189,7 @@ def _outermost_launcher() -> int | None:
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal to which the launcher, or without one this process, writes; None without it."""
+    """Return the width of the terminal to which `launcher`, or this process if None, writes; None without one."""
     try:
         if launcher is None:
             return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width

@@ -1,4 +1,4 @@
-"""Metrics of a step that compare machines: time, epoch, speed per rank, model FLOPs utilization, and memory."""
+"""Metrics of throughput: time, epoch, tokens per second and rank, model FLOPs utilization (MFU), and peak memory."""
 
 import re
 from datetime import datetime, timezone
@@ -12,7 +12,7 @@ from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.shard import model as sharded
 
-#: Peak bfloat16 FLOPS of GPUs without sparsity, from NVIDIA's data sheets, by a pattern of torch's device name.
+#: Peak bfloat16 FLOP/s of GPUs without sparsity, from NVIDIA's data sheets. Keys are patterns of torch's device names.
 _PEAK_FLOPS = {
     r"GB200|B200": 2.25e15,
     r"H200|H100 80GB HBM3|GH200": 989e12,
@@ -27,19 +27,19 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak number of bfloat16 operations per second of a GPU, or None if it is not known."""
+    """Return the peak bfloat16 FLOP/s of a GPU, or None if the GPU is not known."""
     return next((flops for pattern, flops in _PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
 
 
 class ThroughputMetrics(Callback):
-    """Adds time, epoch, tokens per second and rank, model FLOPs utilization, and peak memory to the metrics of a step.
+    """Adds time, epoch, tokens per second and rank, model FLOPs utilization and peak memory to the metrics of a step.
 
     Must run after the callbacks that report `step_s` and `tokens_per_s`.
 
     Args:
         steps_per_epoch: Number of steps in one pass over the data.
-        flops: Cost model in FLOPs of forward and backward of a sequence, or None to omit the utilization. It is also
-            omitted if the peak of the device is not known.
+        flops: Cost model that returns the FLOPs of the forward and backward pass of a sequence. If `flops` is None or
+            the peak FLOP/s of the device are not known, the utilization is omitted.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
@@ -51,7 +51,7 @@ class ThroughputMetrics(Callback):
         self._flops = (flops, peak * num_ranks) if flops and peak else None
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Add time and epoch to the metrics of step 0, if there are any."""
+        """Add time and epoch to the metrics of step 0, if other callbacks have added metrics."""
         if len(metrics) > 1:
             metrics |= self._progress(completed_steps)
 
@@ -62,12 +62,12 @@ class ThroughputMetrics(Callback):
         return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the largest peaks of all ranks."""
+        """Add the maximum over all ranks of each peak memory to the metrics of the step, in bytes."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())
 
     def on_step_end(self, step: Step) -> None:
-        """Add the other metrics."""
+        """Add time, epoch, tokens per second and rank, and model FLOPs utilization to the metrics of the step."""
         metrics = step.metrics
         metrics |= self._progress(step.number)
         metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks

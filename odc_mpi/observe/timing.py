@@ -1,4 +1,4 @@
-"""Metrics of time and traffic: busy and waiting time of the ranks, the slowest rank, and transferred bytes."""
+"""Metrics of time and traffic: busy and wait times of the ranks, the slowest rank, and transferred bytes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -48,10 +48,10 @@ class StartReport(Callback):
 
 
 class StepTimeMetrics(Callback):
-    """Reports how long the ranks work and wait.
+    """Adds the busy and wait times of the ranks to the metrics of a step and to the summary.
 
     Args:
-        model: Model that counts the wait times, the collectives and the peak memory.
+        model: Model that measures wait times and peak memory, and counts collectives.
         clock: Function that returns a time in seconds, which does not advance while this rank waits for slower ranks.
     """
 
@@ -112,7 +112,8 @@ class StepTimeMetrics(Callback):
     def on_train_end(self) -> dict[str, Any]:
         """Return wait times since this start, peak memory, cache sizes and collectives per minibatch. Collective.
 
-        The wait times include the waits for the gradient norm and for the publication of parameters.
+        Wait times are means over ranks, and include the waits for the gradient norm and for the publication of
+        parameters. Peak memory is the maximum over ranks, and cache sizes are the minimum.
         """
         model = self._model
         caches = model.cache_bytes
@@ -135,9 +136,9 @@ class StepTimeMetrics(Callback):
 
 
 class TrafficReport(Callback):
-    """Reports the bytes fetched and pushed per minibatch, within nodes and between nodes, averaged over ranks.
+    """Adds the bytes fetched and pushed per minibatch to the metrics, within and between nodes, as means over ranks.
 
-    Fetches during an evaluation count toward the next minibatch.
+    Bytes fetched during an evaluation count toward the next minibatch.
     """
 
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}

@@ -1,8 +1,8 @@
 """Timeline of the last minibatches of a run in ``trace.json``: when each rank computed, fetched, pushed and waited.
 
-The clocks of nodes differ. A rank's times are therefore relative to the moment at which it left the publication of
-parameters before the minibatch, which all ranks leave at about the same time. Ranks gather the timelines once, at the
-end of the run. docs/watching.md describes the content of the file.
+The clocks of nodes differ. A rank's times in a minibatch are therefore relative to the end of its previous minibatch,
+because all ranks return from the publication of the parameters at about the same time. The timelines of all ranks are
+gathered once, at the end of the run. docs/watching.md describes the content of the file.
 """
 
 import json
@@ -22,7 +22,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file, for a few megabytes. A rank with more spans than its share keeps the longest.
+#: Maximum number of spans in the file, a few megabytes. A rank with more spans than its share writes the longest.
 MAX_SPANS = 100_000
 #: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50
@@ -33,8 +33,10 @@ NUM_BINS = 40
 class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
+    Create the callback right after the model's parameters are published: the first minibatch begins at this time.
+
     Args:
-        spans: Span recorder of the model, whose parameters must just have been published.
+        spans: Span recorder of the model.
         num_steps: Number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
     """
@@ -56,7 +58,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record a step. Call it right after a synchronization of all ranks, which ends the step."""
+        """Record a step. Must be called right after the synchronization of all ranks that ends the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -67,10 +69,10 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines and write the file. If it cannot be written, only print a warning. Collective."""
+        """Gather the timelines and write the file. Prints a warning if the file cannot be written. Collective."""
         if not self._steps:
             return {}
-        if spans := self._spans.drain():  # the last checkpoint is saved after its step was recorded
+        if spans := self._spans.drain():  # the last checkpoint is saved after its step is recorded
             last = self._steps[-1]
             last["spans"] += spans
             last["end_s"] = max(last["end_s"], spans[-1].ended - last["origin"])
@@ -91,7 +93,7 @@ class TraceCallback(Callback):
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:
-    """Return the number of tokens of every microbatch of all ranks."""
+    """Return the number of tokens of each microbatch of all ranks, including the chunks of split sequences."""
     lengths = minibatch.dataset.lengths[minibatch.indices]
     plan = minibatch.plan
     chunk_lengths = chain.from_iterable(np.diff(split.bounds).tolist() for split in plan.splits)
@@ -102,7 +104,7 @@ def _tokens(minibatch: Minibatch) -> list[int]:
 
 
 def _serialize_step(step: dict[str, Any], max_spans: int) -> dict[str, Any]:
-    """Return a minibatch of this rank with times relative to its origin, and with its `max_spans` longest spans."""
+    """Return this rank's part of a minibatch: times relative to `origin`, and at most the `max_spans` longest spans."""
     origin: float = step["origin"]
     spans: list[Span] = step["spans"]
     limit = sorted((s.ended - s.began for s in spans), reverse=True)[max_spans] if len(spans) > max_spans else -1.0

@@ -1,10 +1,10 @@
-"""Trackers such as TensorBoard, and the callback that sends the metrics of a run to them. Only rank 0 has trackers.
+"""Trackers such as TensorBoard, and the callback that sends the metrics of a run to trackers on rank 0.
 
 Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
 warning. The tags are those of the callbacks in transformers, such as `train/loss` and `eval/loss`.
 
-The files of trackers are in `trackers/` of the run directory. A tracker cannot delete points. A resumed run therefore
-starts a new series, and first writes the steps before the checkpoint from metrics.jsonl. Repeated steps appear once.
+Trackers write their files to `trackers/` in the run directory. A tracker cannot delete points. A resumed run therefore
+starts a new series, and first writes the steps before the checkpoint from ``metrics.jsonl``. Each step appears once.
 
 The trackers are those of accelerate, and do not use the network, unless environment variables of the library request
 it. A library is imported when its tracker starts, in the thread that writes.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Project name of all runs.
 PROJECT = "odc_mpi"
-#: Values of run.report_to, named as in accelerate, and the packages that each requires in addition to accelerate.
+#: Values of `run.report_to`, named as in accelerate, with the packages that a tracker requires besides accelerate.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
@@ -43,9 +43,9 @@ TRACKERS: dict[str, tuple[str, ...]] = {
     "swanlab": ("swanlab",),
 }
 DIRECTORY = "trackers"
-#: Maximum number of steps in the queue of a tracker. A tracker that falls further behind is disabled.
+#: Maximum number of steps in the queue of a tracker. If the queue is full, the tracker is disabled.
 MAX_WAITING = 10_000
-#: Time for trackers to write their queued steps at the end of a run, in seconds.
+#: Maximum time for trackers to write their queued steps at the end of a run, in seconds.
 FINISH_S = 30.0
 #: Step number, and values of the step by tag. Step 0 is the state before the first step.
 LogRecord: TypeAlias = tuple[int, dict[str, float]]
@@ -55,7 +55,7 @@ class TrackerCallback(Callback):
     """Sends the metrics of every step to trackers. Must run after the callbacks that add the metrics.
 
     Args:
-        names: Names of the trackers, keys of `TRACKERS`. Must be empty on all ranks except 0.
+        names: Names of the trackers, which are keys of `TRACKERS`. Must be empty on all ranks except 0.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 
@@ -71,7 +71,7 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Start a thread per tracker. The threads first write the steps that are in metrics.jsonl."""
+        """Start a thread per tracker. The threads first write the steps before this start from ``metrics.jsonl``."""
         if not self._names:
             return
         previous = [_record(line) for line in read_metrics(self._run_dir, completed_steps)]
@@ -86,7 +86,7 @@ class TrackerCallback(Callback):
             thread.put([_record(step.metrics)])
 
     def close(self) -> None:
-        """Wait for the trackers to write their queued steps, for at most `finish_s` in total."""
+        """Wait until the trackers have written their queued steps, for at most `finish_s` in total."""
         end = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.put(None)
@@ -95,7 +95,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued steps."""
+    """Thread that creates a tracker by calling `make`, and then writes the records in `previous` and in the queue."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -106,7 +106,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, records: list[LogRecord] | None) -> None:
-        """Queue the records of a step. None ends the thread. If the queue is full, disable the tracker and warn."""
+        """Queue the records of a step, or None to end the thread. A full queue disables the tracker with a warning."""
         if self._failed:
             return
         try:
@@ -115,7 +115,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end. If it does not end within `timeout_s`, disable the tracker and warn."""
+        """Wait for the thread to end. If the thread still runs after `timeout_s`, disable the tracker and warn."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -142,7 +142,7 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers in `metrics`, by tag. The tags are those of `rewrite_logs` in transformers."""
+    """Return the finite numbers in `metrics` by tag. The tags are those of `rewrite_logs` in transformers."""
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number
@@ -152,7 +152,7 @@ def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Raise UserError if a package of the trackers `names` is missing. Initialize accelerate if there are trackers."""
+    """Initialize accelerate if `names` has trackers. Raises `UserError` if a package of a tracker is missing."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:
@@ -176,7 +176,8 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
     Args:
         name: Name of the tracker, a key of `TRACKERS`.
         directory: Directory for the files of the tracker. An existing directory is removed first.
-        run_name: Name under which the tracker shows the run.
+        run_name: Display name of the run.
+        config: Settings of the run. All trackers except TensorBoard store the settings.
     """
     if directory.exists():
         shutil.rmtree(directory)
@@ -192,11 +193,11 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
 
 
 def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, Any]]:
-    """Return the arguments of the accelerate class: the project, and options for the function of the library."""
+    """Return the project and the keyword arguments for the tracker class of accelerate."""
     match name:
         case "tensorboard":
-            # The class appends the project to the directory. purge_step makes a running TensorBoard drop the points
-            # of the file that this one replaces.
+            # The class appends the project to the directory. With purge_step, a running TensorBoard drops the points of
+            # the file that the new file replaces.
             return directory.name, {"logging_dir": directory.parent, "purge_step": 0}
         case "mlflow":
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"

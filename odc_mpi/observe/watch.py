@@ -1,6 +1,7 @@
-"""View of a run from another process, from the files in its directory as they are written.
+"""Live view of a run from another process, which reads the files in the run directory while the run writes them.
 
-On a terminal it is a block of the latest values and their course, which is drawn again; elsewhere a line per step.
+On a terminal, the view is a table with the latest metrics and small bar charts of their history. The table is redrawn
+when the run writes a step. Without a terminal, a line is printed for each step.
 """
 
 import time
@@ -19,11 +20,11 @@ from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_metrics
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console
 
-#: Number of earlier lines that are shown at the start, and time between two looks at the files, in seconds.
+#: Maximum number of earlier steps that are printed at the start, and time between two reads of the files, in seconds.
 _BACKLOG, _POLL_S = 20, 1.0
-#: Heights of the bars that show the course of a value, their number, and the steps that determine the time left.
+#: Characters for bars of increasing height, number of bars in a chart, and number of steps for the remaining time.
 _HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
-#: Values that are shown, by objective, and those of all objectives. Each has one metric.
+#: Columns to show. Each column has one metric. `_FIRST` has the columns by objective, `_LAST` those of all objectives.
 _LOSS = [ProgressColumn("loss", 8, "{loss:.4f}"), ProgressColumn("held-out", 8, "{eval_loss:.4f}")]
 _FIRST = {
     "sft": _LOSS,
@@ -47,14 +48,14 @@ _LAST = [ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"), ProgressColumn("i
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
-    """Show a run to its end, then its summary.
+    """Show the progress of a run until the run ends, then print its summary.
 
     Args:
         is_running: Function that returns True while the run may write further lines.
-        wait_s: Time to wait for a run that has not started, in seconds.
+        wait_s: Maximum time to wait for the run to start, in seconds.
 
     Raises:
-        UserError: No run started in time.
+        UserError: The run has not started after `wait_s`.
     """
     ends = time.monotonic() + wait_s
     if not (run_dir / "config.yaml").is_file():
@@ -86,7 +87,7 @@ def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
 
 
 def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
-    """Return all lines of metrics.jsonl each time that it has changed, until the run ends."""
+    """Yield all lines of ``metrics.jsonl`` whenever the file has changed, until the run ends."""
     metrics, size, goes_on = run_dir / METRICS, -1, True
     while goes_on:
         goes_on = is_running()  # before reading: a run writes its last line before it ends
@@ -98,7 +99,7 @@ def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> I
 
 
 def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[ProgressColumn]) -> Table:
-    """Return a row for the progress, and for each value a row of the latest, its course, its minimum and maximum."""
+    """Return a table with the progress, and for each metric the latest value, a chart, the minimum and the maximum."""
     table = Table.grid(padding=(0, 2))
     step, recent = lines[-1]["step"], [line for line in lines if line["step"]][-_RECENT:]
     done = round(_NUM_BARS * step / num_steps)
@@ -117,7 +118,7 @@ def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[P
 
 
 def _bars(values: Sequence[float]) -> str:
-    """Return at most `_NUM_BARS` characters whose heights are those of the values, from the lowest to the highest."""
+    """Return a bar chart of at most `_NUM_BARS` characters. The heights are scaled to the range of the values."""
     count = min(_NUM_BARS, len(values))
     picked = [values[(number + 1) * len(values) // count - 1] for number in range(count)]
     low, high = min(picked), max(picked)

@@ -1,1 +1,1 @@
-"""HTML reports with plots of runs and benchmarks. This package does not use MPI."""
+"""HTML reports on runs and benchmarks, with plots. This package does not use MPI."""

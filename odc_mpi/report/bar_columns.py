@@ -1,4 +1,4 @@
-"""Comparisons of the variants of a benchmark, as bar plots for pages and as tables for terminals."""
+"""Comparisons of the variants of a benchmark: bar plots for HTML pages, and tables for terminals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
-#: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
+#: Styles of bars by the first component of the name of a variant. Other variants have `PLAIN_STYLE`.
 _STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
@@ -20,14 +20,14 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """Values of one quantity for all variants: a panel of the plot, and a column of the table.
+    """Values of one quantity for all variants, as a panel of the plot and a column of the table.
 
     Attributes:
         heading: Name of the quantity, with its unit.
-        figures: Values by variant: numbers, or mappings with `low`, `median` and `high`.
+        figures: Values by variant. A value is a number, or a mapping with the keys `low`, `median` and `high`.
         number_format: Format specification of the values.
-        line: Value at which the plot has a vertical line, or None.
-        references: Values of the same quantity from other sources, by source and variant.
+        line: Value at which the panel has a vertical line, or None.
+        references: Values of the same quantity from other sources, such as a simulation, by source and variant.
         in_plot: False to show the column only in the table.
     """
 

@@ -1,4 +1,4 @@
-"""Reports on benchmarks, created from the JSON object that a benchmark prints with `--json`."""
+"""Reports on benchmarks and simulations, created from the JSON object that a command prints with `--json`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 
 #: Schedule that is compared with the baseline.
 ON_DEMAND = "window/dynamic"
-#: Schedule that is shown below `ON_DEMAND` if it saves at least this fraction of the time.
+#: Schedule that is shown below `ON_DEMAND`, if it saves at least the fraction `MIN_SHOWN_GAIN` of the time.
 SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
-#: Schedule that takes the place of `ON_DEMAND` for a workload with generation.
+#: Schedule that replaces `ON_DEMAND` for workloads with generation.
 RL_ON_DEMAND = "window/on_demand"
-#: Headings of charts. The fraction of time in which ranks wait is appended.
+#: Headings of charts by schedule. The fraction of time in which ranks wait is appended.
 HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
@@ -70,9 +70,9 @@ _LINES = (
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
-    """Create the report of a benchmark from its JSON object.
+    """Create the report on a benchmark or a simulation from its JSON object.
 
-    Raises LookupError, TypeError or ValueError if `result` is not the output of a benchmark.
+    Raises LookupError, TypeError or ValueError if `result` is not the JSON object of a command in `KINDS`.
     """
     return KINDS[result["benchmark"]](result)
 
@@ -275,7 +275,7 @@ def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[st
 
 
 def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """Return a table with a row for each size and a column for each measured variant."""
+    """Return a table with a row for each unit size and a column for each measured variant."""
     entries = [size["all_at_once"] for size in sizes]
     names = {name: title for name, title in titles.items() if any(name in each for each in entries)}
     rows = [
@@ -286,7 +286,7 @@ def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: 
 
 
 def _gb_per_s(entry: Mapping[str, Any]) -> str:
-    """Format the median GB/s and half the interquartile range, or the time of a variant that moves no data."""
+    """Format the median GB/s with half the interquartile range in %, or the time of a variant that moves no data."""
     speed = entry["gb_per_s"]
     if speed is None:
         return format_seconds(entry["seconds"]["median"])
@@ -297,7 +297,7 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
 def _benchmark_report(
     result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
-    """Create a report on a benchmark. Adds the load of the node and skipped variants to the given content."""
+    """Create a report on a benchmark. Adds the load average of the node and the skipped variants to the content."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages with text, tables and plots, for light mode, dark mode and print."""
+"""Content of a report, and its rendering as a self-contained HTML page for light mode, dark mode and print."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transpar
 
 
 class Tile(NamedTuple):
-    """A key figure at the top of a page: name, value, and a remark below the value."""
+    """Box at the top of a page with a key figure: its name, its value, and a remark below the value."""
 
     label: str
     value: str
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Table of texts.
+    """Table whose cells are text.
 
     Attributes:
         columns: Column headings. The first column has the names of the rows.
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """Plot with a caption. A terminal shows the tables instead of the plot."""
+    """Plot with a caption. An HTML page shows the plot, and a terminal shows the tables instead."""
 
     plot: Plot
     caption: str = ""
@@ -76,13 +76,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Content of a page, from top to bottom.
+    """Content of a report.
 
     Attributes:
         subtitle: Lines of text that describe the run or benchmark.
         notes: Remarks, for example about missing data.
-        groups: Small tables of names and values, which are next to each other.
-        collapsed: Long texts by heading, which are hidden until a reader opens them.
+        groups: Small tables of names and values, which are displayed side by side.
+        collapsed: Long texts by heading. A text is hidden until a reader opens its heading.
     """
 
     title: str
@@ -124,7 +124,7 @@ def html(report: ReportPage) -> str:
 
 
 def _wrapped(name: str, parts: Iterable[str]) -> list[str]:
-    """Return a block of the class `name` with the parts, or nothing if there are none."""
+    """Return a div element of the CSS class `name` with the parts, or an empty list if there are no parts."""
     body = "\n".join(parts)
     return [f'<div class="{name}">\n{body}\n</div>'] if body else []
 
@@ -139,7 +139,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _inline(plot: Plot) -> str:
-    """Return an SVG element with the color variables of the page."""
+    """Return the plot as an SVG element whose colors are the CSS variables of the page."""
     svg = plot.svg(standalone=False)
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var({name})")

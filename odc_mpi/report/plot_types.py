@@ -1,4 +1,4 @@
-"""Data types of plots, with colors and hatches. `report.plots` draws them."""
+"""Data types, colors and styles of plots. `report.plots` has the functions that draw these types."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from odc_mpi.report.svg import Drawing
 
-#: Text, lines and background. A page replaces them in dark mode.
+#: Colors of text, secondary text, lines and background. An HTML page replaces these colors in dark mode.
 INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
-#: Colors of Okabe and Ito, which are distinguishable with any kind of color vision.
+#: Colors of the Okabe-Ito palette, which are distinguishable with any kind of color vision.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 
 
@@ -18,7 +18,7 @@ class Style(NamedTuple):
     """Style of a bar or a line.
 
     Attributes:
-        color: Color of the bar or line. "none" draws only the hatch of a bar.
+        color: Color of the bar or line. The color "none" of a bar draws only an outline and the hatch.
         hatch: Hatch of a bar: a slash, a backslash or "-". Style of a line: "-", "--", ":", "-." or "none".
     """
 
@@ -32,10 +32,10 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot that is drawn by a function of `report.plots`.
+    """Plot with a title, and the function that draws the plot.
 
     Attributes:
-        name: Name of the plot on the command line. It also determines the ids in the document.
+        name: Name of the plot for `odc-mpi report --picture`, and prefix of the element ids in the SVG document.
         draw: Function that draws the plot without its title.
     """
 
@@ -44,7 +44,7 @@ class Plot:
     draw: Callable[[], "Drawing"]
 
     def svg(self, *, standalone: bool = True) -> str:
-        """Return an SVG document, with the title and a background if it is `standalone`."""
+        """Return the plot as an SVG document. If `standalone`, the document includes the title and a background."""
         return self.draw().document(self.name, textwrap.wrap(self.title, 118) if standalone else ())
 
 
@@ -54,8 +54,8 @@ class GanttRow:
 
     Attributes:
         label: Text at the left of the row.
-        spans: Start and end times of spans, in seconds, by kind of span.
-        notes: Start and end times with a text, which is drawn if it fits between them. A line marks each start.
+        spans: Start and end times in seconds of all spans, by kind of span.
+        notes: Start time, end time and text of each note. A line marks the start. The text is drawn if it fits.
     """
 
     label: str
@@ -65,11 +65,11 @@ class GanttRow:
 
 @dataclass(frozen=True)
 class GanttChart:
-    """Timelines of several ranks.
+    """Gantt chart with the timelines of several ranks.
 
     Attributes:
         end_s: Time at which the chart ends, in seconds.
-        marks: Times in seconds, each with a text.
+        marks: Times to mark with a line, in seconds, each with a text.
         saved_s: Seconds by which this chart ends earlier than the chart above it.
     """
 
@@ -84,7 +84,7 @@ class GanttChart:
 class Bar:
     """Bar for one value.
 
-    `spread` has its lower and upper quartile, if they are known. `references` are values from other sources, by source.
+    `spread` has the lower and upper quartile, if known. `references` has values from other sources, by source.
     """
 
     label: str
@@ -99,9 +99,9 @@ class Curve:
     """Curve in a panel.
 
     Attributes:
-        label: Text in the legend, or "".
-        y: Value at each `x`, NaN for a missing value.
-        marker: Marker of each point, as in `svg.Drawing.marker`.
+        label: Text in the legend, or "" to omit the curve from the legend.
+        y: Value at each `x`, or NaN for a missing value.
+        marker: Marker at each point (see `svg.Drawing.marker`).
     """
 
     label: str
@@ -113,10 +113,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one pair of axes.
+    """Panel of a plot, with one or more curves.
 
     Attributes:
-        form: Format specification of the numbers on the y axis, which then includes 0; or "log" for a logarithmic axis.
+        form: Format specification of the y axis, which then includes 0; "log" for a logarithmic y axis.
     """
 
     heading: str
@@ -131,7 +131,7 @@ class Histogram:
 
     Attributes:
         edges: Edges of the bins, in tokens.
-        marks: Positions on the x axis, in tokens, each with a text.
+        marks: Positions on the x axis to mark with a line, in tokens, each with a text.
     """
 
     heading: str
@@ -141,12 +141,12 @@ class Histogram:
     marks: Sequence[tuple[float, str]]
 
 
-#: Maximum number of rows in a plot that a reader can distinguish.
+#: Maximum number of ranks in a plot, so that a reader can distinguish the rows.
 MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Select at most `MAX_RANKS` ranks to plot, evenly spaced from the least to the most busy."""
+    """Return at most `MAX_RANKS` ranks to plot, in ascending order, evenly spaced from the least to the most busy."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

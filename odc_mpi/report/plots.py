@@ -1,6 +1,6 @@
-"""Charts of the data in `report.plot_types`, as SVG.
+"""Functions that draw the data types of `report.plot_types` as SVG.
 
-Everything that differs by color also differs by hatching, by a marker or by a label. Values appear on hovering.
+Elements that differ in color also differ in hatching, marker or label. Hovering over an element shows its value.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Any
 from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, GanttChart, GanttRow, Histogram, Panel, Style
 from odc_mpi.report.svg import CHARACTER, LINE_HEIGHT, WIDTH, Axes, Drawing, format_short
 
-#: Text on colored bars; differs from `PAPER`, so that dark mode does not replace it.
+#: Color of text on bars. It differs from `PAPER`, so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
-#: Space at the left of axes for labels, between panels, and maximum number of places with values in a panel.
+#: Space for labels at the left of axes and space between panels, in pixels; maximum number of hover areas in a panel.
 _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Drawing:
-    """Draw Gantt charts, one below the other. `styles` maps each kind of span to its style, in drawing order."""
+    """Draw Gantt charts one below the other. `styles` maps each kind of span to its style, in drawing order."""
     drawing, end_s, row_height = Drawing(), max(chart.end_s for chart in charts), 24
     for chart in charts:
         if chart.heading:
@@ -76,7 +76,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
-    """Draw panels of horizontal bars side by side. `form`: number format per panel; `reference`: line per panel."""
+    """Draw panels of bars side by side. Panel i has the number format `form[i]`, and a line at `reference[i]`."""
     rows, row_height = next(iter(panels.values())), 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
@@ -119,7 +119,7 @@ def _draw_bar(axes: Axes, y: float, height: float, bar: Bar, form: str) -> None:
 
 
 def curves(rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None) -> Drawing:
-    """Draw rows of panels of curves on a common x axis, which is logarithmic if `x_form` is given."""
+    """Draw rows of panels with curves over the same x range. With `x_form`, the x axes are logarithmic."""
     drawing = Drawing()
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
     for panels in rows:
@@ -164,7 +164,7 @@ def _draw_panel(
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Return the ends of the y axis, with a margin. Formats with a sign of a unit start at 0."""
+    """Return the limits of the y axis, with a margin. If the panel has a number format, the limits include 0."""
     values = [y for curve in panel.curves for y in curve.y if not math.isnan(y)] or [0.0, 1.0]
     low, high = min(values), max(values)
     if panel.form == "log":
@@ -210,7 +210,7 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
 ) -> Drawing:
-    """Draw stacked bars of the fractions `parts`."""
+    """Draw a stacked bar at each `x`. `parts` has the heights of the segments, as fractions of 1, by kind."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))

@@ -1,4 +1,4 @@
-"""Implementation of `odc-mpi report`, which writes an HTML page about a run or a benchmark, or a single plot."""
+"""Implementation of `odc-mpi report`, which writes an HTML report on a run or a benchmark, or one plot as SVG."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
     """Write a report on a run or a benchmark.
 
     Args:
-        source: Run directory, or file with the output of a benchmark or of `odc-mpi simulate` with --json.
-        out: Output file. None: report.html or report.PLOT.svg in the run directory; for a file, `source` with the
-            suffix .html or .PLOT.svg instead.
-        plot_name: Name of a plot, which is written as SVG. None: the whole report, as HTML.
+        source: Run directory, or file with the `--json` output of a benchmark or of `odc-mpi simulate`.
+        out: Output file. By default, report.html or report.PLOT.svg in a run directory, or the path of a source file
+            with the suffix .html or .PLOT.svg.
+        plot_name: Name of the plot to write as SVG. By default, the full report is written as HTML.
 
     Returns:
         Path of the output file.
 
     Raises:
-        UserError: The source is invalid or damaged, the plot does not exist, or the output file cannot be written or
-            has the suffix of another format.
+        UserError: The source is invalid or damaged, the report has no such plot, or the output file cannot be written
+            or has the suffix of another format.
     """
     ending = ".html" if plot_name is None else f".{plot_name}.svg"
     form = ending[ending.rindex(".") :]

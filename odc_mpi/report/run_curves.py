@@ -1,4 +1,4 @@
-"""Curves over the steps of a run: loss, rewards, and their companions."""
+"""Figures with the curves of metrics over the steps of a run, such as loss and rewards."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ from odc_mpi.report.plot_types import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Cur
 
 Lines = Sequence[Mapping[str, Any]]
 _HELD_OUT = Style(ORANGE, "--")
-#: Styles of the rewards of single functions.
+#: Styles of the curves of individual reward functions.
 _PARTS = (Style(SKY, "-."), Style(GREEN, ":"), Style(PURPLE, "--"), Style(RED, "-."))
 
 
 def loss_figure(lines: Lines) -> Figure:
-    """Draw the loss of training and of evaluations, learning rate, gradient norm and speed.
+    """Create a figure with the training and held-out loss, learning rate, gradient norm and tokens per second.
 
-    `lines` are those of metrics.jsonl, with step 0 if the run was evaluated before its first step.
+    `lines` are the lines of ``metrics.jsonl``, including step 0 if the run was evaluated before its first step.
     """
     loss = _curve(lines, "loss", "training")
     curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
@@ -34,7 +34,7 @@ def loss_figure(lines: Lines) -> Figure:
 
 
 def _preference_panels(lines: Lines) -> list[Panel]:
-    """Return panels of preferences: share of pairs in order, margins of rewards, and log-probabilities of answers."""
+    """Return the panels of DPO and reward models: accuracy, reward margin, and log-probabilities of answers."""
     panels = []
     for heading, names, form in (
         ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),
@@ -50,7 +50,7 @@ def _preference_panels(lines: Lines) -> list[Panel]:
 
 
 def rewards_figure(lines: Lines) -> Figure:
-    """Draw the rewards and their parts, evaluations, lengths of completions, and divergence from the start."""
+    """Create a figure with rewards, held-out evaluations, completion lengths, KL divergence and entropy of GRPO."""
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
     parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
     reward = _curve(lines, "reward", "mean reward")
@@ -87,7 +87,7 @@ def rewards_figure(lines: Lines) -> Figure:
 
 
 def change(values: Iterable[float], form: str = ".4g") -> str:
-    """Describe how values changed: "fell from 8.3 to 5.1"."""
+    """Describe the change from the first to the last value that is not NaN, such as "fell from 8.3 to 5.1"."""
     known = _known(values)
     first, last = format(known[0], form), format(known[-1], form)
     if first == last:
@@ -109,13 +109,13 @@ def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Fig
 
 
 def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:
-    """Return a curve for each key with a value, with label, style and marker."""
+    """Return a curve for each metric in `keys` that has a value. `keys` maps metrics to label, style and marker."""
     curves = [_curve(lines, key, *drawn) for key, drawn in keys.items()]
     return [curve for curve in curves if _known(curve.y)]
 
 
 def _curve(lines: Lines, key: str, label: str, style: Style = Style(BLUE), marker: str = "") -> Curve:  # noqa: B008
-    """Return the curve of a metric. Values of training in skipped steps are missing."""
+    """Return the curve of a metric. Training metrics of skipped steps are NaN."""
     present = [line for line in lines if key in line]
     missing = [line[key] is None or (line.get("skipped") and not key.startswith("eval")) for line in present]
     y = [math.nan if is_missing else line[key] for line, is_missing in zip(present, missing, strict=True)]

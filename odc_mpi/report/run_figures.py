@@ -1,4 +1,4 @@
-"""Charts of where the time of a run went, and of the lengths of its sequences."""
+"""Figures with the activities of the ranks of a run, and with the lengths of sequences and microbatches."""
 
 import math
 from bisect import bisect_right
@@ -27,7 +27,7 @@ from odc_mpi.report.plot_types import (
 )
 
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
-#: Kinds of spans in trace.json by what a rank does, with styles. Fetches and pushes are drawn over activities.
+#: Style and kinds of spans in ``trace.json`` of each activity. Fetches and pushes are drawn over other activities.
 _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     COMPUTES: (Style(BLUE), ()),
     GENERATES: (Style(PURPLE), ("generate",)),
@@ -39,13 +39,13 @@ _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     WAITS: (Style("none", "/"), ("gradients_complete", "grad_norm", "parameters_published", "rollout_wait")),
 }
 _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
-#: Maximum number of bars in a plot. If there are more steps, they are averaged in groups.
+#: Maximum number of bars in a plot. If there are more steps, a bar is the mean of a group of steps.
 _MAX_BARS = 80
 _NUM_BINS = 40
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
-    """Draw what each rank did in the last steps, from trace.json."""
+    """Create a Gantt chart of the activities of each rank in the last steps, from the content of ``trace.json``."""
     steps = trace["steps"]
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
@@ -69,7 +69,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
-    """Return the shares of the time of ranks, as in "compute 48% of the time, wait 22%". Communication is not work."""
+    """Return the share of each activity as text. Fetches and pushes within an activity are not part of its share."""
     seconds = dict.fromkeys(_KINDS, 0.0)
     for local in locals_:
         moves = sorted((*local["fetch"], *local["accumulate"]))
@@ -110,13 +110,13 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the mean parts of the time of each step, from metrics.jsonl."""
+    """Create a figure with the mean share of each activity in the time of each step, from ``metrics.jsonl``."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
     names = {FETCHES: ["fetch_wait_s"], PUSHES: ["accumulate_wait_s"], WAITS: ["boundary_wait_s"]}
     if "generate_s" in steps[0]:
-        # Generation is mostly without communication.
+        # Generation has little communication.
         names = {GENERATES: ["generate_s"], **names, WAITS: ["boundary_wait_s", "rollout_wait_s"]}
     parts = {kind: [_share(group, keys) for group in groups] for kind, keys in names.items()}
     rest = "computes and everything else"
@@ -135,7 +135,7 @@ def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
 
 
 def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    """Draw the lengths of sequences, and how full microbatches were. Either can be unknown."""
+    """Create a figure with histograms of sequence lengths and tokens per microbatch. Returns [] without data."""
     panels, title = [], []
     if lengths is not None and len(lengths):
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths

@@ -1,4 +1,4 @@
-"""Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
+"""Reports on runs, created from the files in a run directory. A run that was killed lacks some of these files."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_curves import loss_figure, rewards_figure
 from odc_mpi.report.run_figures import histograms, time_breakdown, timeline
 
-#: Maximum magnitude of a number that can be drawn without overflow, with a margin. Excludes NaN.
+#: Maximum magnitude of a number in a plot, which prevents overflow. NaN is also excluded.
 _MAX_DRAWN = 1e100
-#: Number of completions at the beginning and at the end of a run that are shown, and maximum length of their texts.
+#: Number of completions shown from the first and from the last step, and maximum length of their texts in characters.
 _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
 #: Name of each objective.
 _OBJECTIVES = {
@@ -27,7 +27,7 @@ _OBJECTIVES = {
     "reward": "Training of a reward model",
     "grpo": "Training from rewards (GRPO)",
 }
-#: Groups of entries of summary.json, each followed by indented entries with their names.
+#: Groups of entries of ``summary.json``. A heading is followed by indented entries: the key and its display name.
 _SUMMARY = """
 Result
     steps: steps; skipped_steps: skipped steps; loss_first: loss of the first step; loss_last: loss of the last step;
@@ -58,16 +58,16 @@ Model and machine
     progress: progress thread; balance: balance of work; checkpoints_saved: checkpoints saved;
     checkpoints_failed: checkpoints failed; run_dir: run directory
 """
-#: Entries that repeat others, or that are details of the choice of communication.
+#: Entries that are not shown, because they repeat others or are details of the choice of communication.
 _OMITTED = {"decision", "ranks_per_node", "checkpoint_waits", "bytes_fetched_same_node", "bytes_pushed_same_node"}
 
 
 def describe(run_dir: Path) -> ReportPage:
-    """Create the report of a run from its run directory.
+    """Create the report on a run from its run directory.
 
     Raises:
-        UserError: `run_dir` is not a run directory, or its config.yaml is damaged.
-        LookupError, TypeError, ValueError: Another file in the run directory is damaged.
+        UserError: `run_dir` is not a run directory, or its config.yaml is not valid YAML.
+        LookupError, TypeError, ValueError: A file in the run directory has unexpected content.
     """
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
@@ -119,7 +119,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _is_step(step: Any) -> bool:
-    """Return True if a line of metrics.jsonl is a mapping of names to null, a time, or numbers that can be drawn."""
+    """Return True if a line of ``metrics.jsonl`` is a mapping whose values are a time, null, or numbers for plots."""
     return isinstance(step, dict) and all(
         value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN)
         for key, value in step.items()
@@ -194,7 +194,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
 
 
 def _samples(path: Path) -> list[Table]:
-    """Return a table of completions with rewards from the first and the last step that logged some."""
+    """Return a table of completions and rewards of the first and the last recorded step, or [] without a record."""
     records = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -223,14 +223,14 @@ def _samples(path: Path) -> list[Table]:
 
 
 def _text(content: Any) -> str:
-    """Return a prompt or completion as text. A chat has a line for each message."""
+    """Return a prompt or completion as text. Each message of a conversation begins a line."""
     if isinstance(content, list):
         return "\n".join(f"{message['role']}: {message['content']}" for message in content)
     return str(content)
 
 
 def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
-    """Return a table per group of the entries of a summary. Entries with other keys are in a last group."""
+    """Return a table for each group in `_SUMMARY`. Entries of the summary without a group are in a last table."""
     groups = _parse(_SUMMARY)
     known = {key for names in groups.values() for key in names} | _OMITTED
     others = {key: key.replace("_", " ") for key in summary if key not in known}
@@ -242,13 +242,13 @@ def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Return the names of entries by group and key."""
+    """Parse `_SUMMARY`, and return the display names of entries by heading and key."""
     blocks = [block.partition("\n") for block in re.split(r"\n(?=\w)", text.strip())]
     return {heading: dict(item.strip().split(": ", 1) for item in entries.split(";")) for heading, _, entries in blocks}
 
 
 def _format_value(key: str, value: Any) -> str:
-    """Format an entry of a summary with its unit, which the key determines."""
+    """Format the value of a summary entry. The key determines the unit."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
     if isinstance(value, bool | str) or not isinstance(value, int | float):

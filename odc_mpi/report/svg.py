@@ -1,6 +1,6 @@
-"""Elements of SVG charts: shapes with values on hovering, hatches, text, and axes with round tick values.
+"""Elements of SVG charts: shapes with hover text, hatches, text, and axes with round tick values.
 
-Colors of text, lines and background are those of `report.plot_types`, which a page replaces in dark mode.
+Text, lines and background have the colors of `report.plot_types`, which an HTML page replaces in dark mode.
 """
 
 import math
@@ -12,22 +12,22 @@ from typing import Any
 
 from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Style
 
-#: Width of a drawing, and height of a line of text, in pixels.
+#: Width of a drawing and height of a line of text, in pixels.
 WIDTH, LINE_HEIGHT = 1060, 16
-#: Mean width of a character at the default font size of 12 pixels.
+#: Mean width of a character at the default font size of 12 pixels, in pixels.
 CHARACTER = 6.4
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _DASHES = {"--": "6 4", ":": "2 3", "-.": "8 3 2 3"}
-#: Path of each hatch in a square of 8 pixels.
+#: SVG path of each hatch, in a square of 8 by 8 pixels.
 _HATCHES = {"/": "M0,8 L8,0", "\\": "M0,0 L8,8", "-": "M0,4 L8,4"}
 
 
 @dataclass
 class Drawing:
-    """SVG drawing of `WIDTH` pixels, to which elements are added.
+    """SVG drawing with a width of `WIDTH` pixels, to which methods add elements.
 
     Attributes:
-        height: Height in pixels, which grows as parts are added.
+        height: Height in pixels. Callers increase it when they add elements.
     """
 
     height: float = 0.0
@@ -35,21 +35,21 @@ class Drawing:
     _hatches: dict[Style, str] = field(default_factory=dict)
 
     def add(self, tag: str, hover: str = "", content: str = "", **attributes: Any) -> None:
-        """Add an element. Underscores in the names of attributes stand for hyphens.
+        """Add an SVG element. Underscores in attribute names are replaced by hyphens.
 
         Args:
-            hover: Text that a browser shows while the pointer is on the element.
+            hover: Text that a browser shows while the pointer is over the element.
         """
         inside = (f"<title>{escape(hover)}</title>" if hover else "") + escape(content)
         values = " ".join(f'{name.replace("_", "-")}="{_number(value)}"' for name, value in attributes.items())
         self._parts.append(f"<{tag} {values}>{inside}</{tag}>" if inside else f"<{tag} {values}/>")
 
     def text(self, x: float, y: float, content: str, color: str = INK, **attributes: Any) -> None:
-        """Add a line of text whose baseline starts at (x, y)."""
+        """Add a line of text. Its baseline starts at (x, y), unless `text_anchor` is "middle" or "end"."""
         self.add("text", content=content, x=x, y=y, fill=color, **attributes)
 
     def bar(self, x: float, y: float, width: float, height: float, style: Style, hover: str = "") -> None:
-        """Add a filled rectangle, and its hatch over it."""
+        """Add a rectangle that is filled with the color and the hatch of `style`."""
         box: dict[str, Any] = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
         if style.color != "none":
             self.add("rect", hover, fill=style.color, **box)
@@ -59,7 +59,7 @@ class Drawing:
             self.add("rect", hover, fill="transparent", stroke=MUTED, stroke_width=0.5, **box)
 
     def line(self, points: Iterable[tuple[float, float]], style: Style) -> None:
-        """Add a line through points. A point that is NaN interrupts it. A style whose hatch is "none" draws nothing."""
+        """Add a line through points. A NaN as y interrupts the line. A style with the hatch "none" draws nothing."""
         path, pen = [], "M"
         for x, y in points:
             if math.isnan(y):
@@ -72,7 +72,7 @@ class Drawing:
             self.add("path", d=" ".join(path), fill="none", stroke=style.color, stroke_width=1.8, **dash)
 
     def marker(self, x: float, y: float, marker: str, color: str) -> None:
-        """Add a marker: `o` circle, `s` square, `D` diamond, `^` triangle, `x` cross, or none."""
+        """Add a marker at (x, y): "o" circle, "s" square, "D" diamond, "^" triangle, "x" cross, or "" for no marker."""
         shapes = {"s": "M-4,-4 h8 v8 h-8 Z", "D": "M0,-5 l5,5 l-5,5 l-5,-5 Z", "^": "M0,-5 l5,9 h-10 Z"}
         if marker == "o":
             self.add("circle", cx=x, cy=y, r=4, fill=color)
@@ -82,7 +82,7 @@ class Drawing:
             self.add("path", d=shapes[marker], transform=f"translate({x:.1f},{y:.1f})", fill=color)
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, Style, str]], as_bars: bool = False) -> None:
-        """Add a row of labels with samples of their styles and markers, from left to right."""
+        """Add a row of legend entries from left to right. An entry is a label, a style and a marker."""
         for label, style, marker in entries:
             if as_bars:
                 self.bar(x, y - 10, 20, 11, style)
@@ -93,7 +93,7 @@ class Drawing:
             x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
-        """Return the drawing as an SVG document. The lines of `title` are drawn above it, on a background."""
+        """Return the drawing as an SVG document. The lines of `title`, if any, add a heading and a background."""
         margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
         width, height = WIDTH + 2 * margin, round(self.height) + top + margin
         size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'
@@ -119,11 +119,12 @@ class Drawing:
 
 @dataclass
 class Axes:
-    """Rectangle of a drawing with a scale in each direction.
+    """Rectangle of a drawing with an x axis and a y axis.
 
     Attributes:
-        x_range, y_range: Values at the ends of the scales.
-        log_x, log_y: True for a logarithmic scale.
+        left, top, width, height: Position and size in the drawing, in pixels.
+        x_range, y_range: Values at the ends of the axes.
+        log_x, log_y: True for a logarithmic axis.
     """
 
     drawing: Drawing
@@ -137,11 +138,11 @@ class Axes:
     log_y: bool = False
 
     def x(self, value: float) -> float:
-        """Return the position of a value in pixels."""
+        """Return the horizontal position of an x value in the drawing, in pixels from the left."""
         return self.left + self.width * _fraction(value, self.x_range, self.log_x)
 
     def y(self, value: float) -> float:
-        """Return the position of a value in pixels, from the top of the drawing."""
+        """Return the vertical position of a y value in the drawing, in pixels from the top."""
         return self.top + self.height * (1 - _fraction(value, self.y_range, self.log_y))
 
     def draw_x(
@@ -152,7 +153,7 @@ class Axes:
         grid: bool = False,
         integers: bool = False,
     ) -> None:
-        """Draw the x axis with labels at `values`, by default at round numbers or integers."""
+        """Draw the x axis with labels at `values`, by default at round numbers; with `integers`, at integers only."""
         bottom = self.top + self.height
         count = max(2, int(self.width / 75))
         values = ticks(self.x_range, count, 1 if integers else 0) if values is None else values
@@ -163,20 +164,20 @@ class Axes:
         self.drawing.add("path", d=f"M{self.left},{bottom} h{self.width:.1f}", stroke=MUTED)
 
     def draw_y(self, form: Callable[[float], str]) -> None:
-        """Draw horizontal lines at round numbers, with labels on the left."""
+        """Draw horizontal grid lines at round numbers of the y axis, with labels on the left."""
         count = max(2, int(self.height / 32))
         for value in log_ticks(self.y_range) if self.log_y else ticks(self.y_range, count):
             self._rule(self.left, self.y(value), self.left + self.width, self.y(value))
             self.drawing.text(self.left - 8, self.y(value) + 4, form(value), MUTED, text_anchor="end")
 
     def mark(self, value: float, text: str) -> None:
-        """Draw a dashed vertical line with a text beside it, where there is more room."""
+        """Draw a dashed vertical line at an x value, with a text on the side that has more room."""
         x, is_right = self.x(value), _fraction(value, self.x_range, self.log_x) > 0.6
         self.drawing.line([(x, self.top), (x, self.top + self.height)], Style(INK, "--"))
         self.drawing.text(x - 5 if is_right else x + 5, self.top + 10, text, text_anchor="end" if is_right else "start")
 
     def hover(self, x: Sequence[float], texts: Sequence[str]) -> None:
-        """Show a text while the pointer is in the part of the axes that is nearest to each of the ascending `x`."""
+        """Add hover texts, one for each of the ascending values `x`, to the areas of the axes nearest to the values."""
         positions = [self.x(value) for value in x]
         edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
         edges.append(self.left + self.width)
@@ -189,7 +190,7 @@ class Axes:
 
 
 def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[float]:
-    """Return about `count` round numbers between two limits, at least `min_unit` apart."""
+    """Return about `count` round numbers between two limits. Neighbors differ by at least `min_unit`."""
     low, high = limits
     rough = max((high - low) / count, min_unit)
     size = 10.0 ** math.floor(math.log10(rough))
@@ -199,14 +200,14 @@ def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[
 
 
 def format_short(value: float) -> str:
-    """Format a number with at most 4 digits, such as "0.25", "3000" or "2e-5"."""
+    """Format a number with at most 4 significant digits, such as "0.25", "3000" or "2e-5"."""
     text = f"{value:.4g}" if not value or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
     mantissa, _, exponent = text.partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}" if exponent else text
 
 
 def log_ticks(limits: tuple[float, float]) -> list[float]:
-    """Return the numbers 1, 2 and 5 times a power of 10 between two limits."""
+    """Return all numbers between two limits that are 1, 2 or 5 times a power of 10."""
     low, high = limits
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [value for power in powers for factor in (1, 2, 5) if low <= (value := factor * 10.0**power) <= high]
@@ -220,5 +221,5 @@ def _fraction(value: float, limits: tuple[float, float], is_log: bool) -> float:
 
 
 def _number(value: Any) -> str:
-    """Return the text of an attribute. Lengths are rounded to a tenth of a pixel."""
+    """Return the text of an attribute. Floats are rounded to two decimal places."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))

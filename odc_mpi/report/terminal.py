@@ -1,4 +1,4 @@
-"""Reports on the terminal, which have the text of a page, and tables instead of plots."""
+"""Reports on the terminal, with the text of an HTML report, and tables instead of plots."""
 
 import textwrap
 
@@ -11,7 +11,7 @@ from odc_mpi.report.page import ReportPage, Table
 
 
 def render(report: ReportPage) -> Group:
-    """Lay out a report for a terminal with at least 80 columns."""
+    """Convert a report to a rich renderable for a terminal with at least 80 columns."""
     parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
     for figure in report.figures:
         parts += [Text(), Text(figure.plot.title, "bold"), *map(_table, figure.tables)]

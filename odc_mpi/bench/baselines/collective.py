@@ -1,7 +1,7 @@
-"""Baseline of `bench train` on the runtime over MPI collectives: the communication of FSDP with our units and shards.
+"""Baseline of `bench train`: the runtime over MPI collectives, with the communication pattern of FSDP.
 
-Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all must run the same number of
-microbatches. A rank with fewer runs the shortest sequence of its minibatch with a loss multiplied by zero.
+Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all ranks must run the same number
+of microbatches. A rank with fewer microbatches also runs the shortest sequence of its minibatch, with a loss of zero.
 """
 
 from typing_extensions import override
@@ -19,8 +19,7 @@ from odc_mpi.training.update import make_optimizer
 class CollectiveBaseline(Contender):
     """Contender that trains over MPI collectives. Construction is collective.
 
-    The contender must be the only user of `inputs`: `step` advances the sequence loader, and `close` closes the data
-    set.
+    Takes ownership of `inputs`: `step` advances its sequence loader, and `close` closes its data set.
     """
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:

@@ -1,11 +1,12 @@
-"""Baseline of `bench train` with FSDP2 over gloo, the sharded training of PyTorch on CPUs.
+"""Baseline of `bench train` with FSDP2 over gloo, which is sharded training in PyTorch on CPUs.
 
-Each layer is a group of `fully_shard`; all other parameters form the root group. Parameters of a group are all-gathered
-before its forward, freed after it, and all-gathered again before its backward. Its gradients are reduce-scattered after
-its backward. This is the default of FSDP2, and equals ZeRO-3.
+Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. With the defaults of
+FSDP2, the parameters of a layer are all-gathered before its forward, freed after its forward, and all-gathered again
+before its backward, as in ZeRO-3. Parameters of the root group are not freed after its forward. The gradients of a
+group are reduce-scattered after its backward.
 
-FSDP needs the same number of microbatches on all ranks. A rank with fewer runs the shortest sequence of its minibatch
-with a loss multiplied by zero. Construct a `Gloo` before, which is the process group.
+FSDP requires the same number of microbatches on all ranks. A rank with fewer microbatches also runs the shortest
+sequence of its minibatch, with a loss of zero. Construct a `Gloo` first: it starts the process group.
 """
 
 from torch import nn
@@ -20,7 +21,7 @@ from odc_mpi.training.settings import Config
 
 
 class FSDPBaseline(UnshardedBaseline):
-    """Contender that trains with FSDP2, on a loader of its own. Construction is collective."""
+    """Contender that trains with FSDP2. No other contender may use `loader`. Construction is collective."""
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
         self._world = world
@@ -28,7 +29,7 @@ class FSDPBaseline(UnshardedBaseline):
 
     @override
     def _prepare(self, model: nn.Module) -> nn.Module:
-        # The default units of `shard_model`.
+        # The layers are the default units of `shard_model`.
         mesh = init_device_mesh("cpu", (self._world.size,))
         units = set(getattr(model, "_no_split_modules", None) or ())
         for part in model.modules():

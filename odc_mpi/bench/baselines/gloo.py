@@ -1,4 +1,4 @@
-"""Process group of torch.distributed over gloo, the backend of FSDP2 on CPUs. No other module starts one."""
+"""Process group of torch.distributed with the gloo backend, for FSDP2 on CPUs. No other module starts a group."""
 
 import os
 import shutil
@@ -37,12 +37,12 @@ class Gloo:
         world.gather_objects(None)
         if world.rank == 0:
             shutil.rmtree(store, ignore_errors=True)
-        # torch 2.13 renamed both, and warns about the old names.
+        # torch 2.13 renamed both functions, and warns about the old names.
         self._all_gather = _first("all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
     def all_gather(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Concatenate the shards of all ranks, `[n]` each, into `full`, `[size * n]`. Collective."""
+        """Gather the shards of all ranks, each `[n]`, into `full`, `[size * n]`, in rank order. Collective."""
         with self._world.deadline("gathering with gloo"):
             self._all_gather(full, shard)
 
@@ -52,7 +52,7 @@ class Gloo:
             self._reduce_scatter(shard, gradient)
 
     def close(self) -> None:
-        """End the process group. Collective."""
+        """Destroy the process group. Collective."""
         with self._world.deadline("closing gloo"):
             dist.destroy_process_group()
 

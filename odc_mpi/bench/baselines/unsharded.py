@@ -1,4 +1,4 @@
-"""Baseline in plain torch on a model with ordinary parameters, the reference for sharded training.
+"""Baseline in plain PyTorch, without sharding, as the reference for sharded training.
 
 `UnshardedBaseline` trains in one process without communication, on the CPU or on a GPU. `bench.baselines.fsdp` shards
 the same model over ranks with FSDP2.
@@ -23,22 +23,22 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the model of a configuration in fp32, with the initial values of a run. Raises `UserError` as runs do."""
+    """Build the unsharded model of a configuration, in fp32. Raises `UserError` if the configuration is invalid."""
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
     parameters = {}
     for name, meta in module.named_parameters():
-        # A copy, since a random initialization is cached; in fp32, whatever the type in files.
+        # A copy, because a random initialization is cached; in fp32, whatever the dtype in files.
         values = meta_model.weights.read(name, 0, meta.numel()).view(meta.shape).to(device, torch.float32, copy=True)
         parameters[id(meta)] = nn.Parameter(values, requires_grad=meta.requires_grad)
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             setattr(part, name, parameters[id(parameter)])
-    return cast(Any, module).to(device).train()  # moves the buffers, and keeps their types
+    return cast(Any, module).to(device).train()  # moves the buffers, and keeps their dtypes
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains this process's own microbatches without communication, on a loader of its own."""
+    """Contender that trains on this rank's microbatches of `loader` without communication, as its only user."""
 
     def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
         self._max_norm = config.optim.max_grad_norm
@@ -78,7 +78,7 @@ def run_microbatches(
 ) -> float:
     """Run the forward and the backward of microbatches, and return their contribution to the minibatch's loss.
 
-    Gradients, but not the returned loss, are multiplied by `factor`. The calls of a sharded model communicate.
+    `factor` multiplies the gradients, but not the returned loss. If the model is sharded, its calls communicate.
     """
     total = 0.0
     for microbatch in microbatches:

@@ -1,1 +1,1 @@
-"""Commands for trained models: inspection and export of checkpoints, completions, conversations."""
+"""Commands for trained models: inspect and export checkpoints, complete prompts, and chat."""

@@ -1,4 +1,4 @@
-"""`odc-mpi chat`: a conversation with a model on the terminal, in one process."""
+"""`odc-mpi chat`: chat with a model on the terminal, in one process."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ HELP = "talk to a run, a checkpoint or a Hugging Face model on the terminal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi chat`."""
     parser.description = "Read questions line by line and answer them, until the end of the input (Ctrl-D)."
     generate.add_model(parser, max_new_tokens=512)
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message at the start of the conversation")

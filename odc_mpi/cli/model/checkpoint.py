@@ -1,4 +1,4 @@
-"""`odc-mpi checkpoint`: inspection and export of checkpoints, in one process."""
+"""`odc-mpi checkpoint`: list, verify, inspect and export checkpoints, in one process."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ _ACTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their arguments."""
+    """Add a subcommand for each action, with its arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, help_text in _ACTIONS.items():
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action and return the exit code."""
+    """Run the action and return the exit code, which is 1 if `verify` finds a damaged checkpoint."""
     from odc_mpi.checkpoint import commands
 
     if arguments.action == "export":

@@ -1,4 +1,4 @@
-"""`odc-mpi export`, also `odc-mpi checkpoint export`: export of a run as a Hugging Face directory, in one process."""
+"""`odc-mpi export`, also `odc-mpi checkpoint export`: export a run as a Hugging Face directory, in one process."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ DIRECTORY_HELP = "run directory, its checkpoints or one of them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi export`."""
     parser.description = HELP
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY_HELP)
     parser.add_argument("--out", type=output, required=True, metavar="NEW_DIR", help="directory to create")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export the newest checkpoint and return the exit code."""
+    """Export the newest checkpoint, print the names of the written files, and return the exit code."""
     from odc_mpi.checkpoint.commands import open_newest_checkpoint
     from odc_mpi.checkpoint.export import Exporter, export
     from odc_mpi.hub import resolve_model_path

@@ -18,7 +18,7 @@ HELP = "complete prompts with a run, a checkpoint or a Hugging Face model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `odc-mpi generate`."""
     parser.description = "Complete prompts with a model. Under mpiexec its parameters are sharded over the ranks."
     add_model(parser, max_new_tokens=128)
     parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="text to complete, without the chat template")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options that select a model and how it samples, for this command and `odc-mpi chat`."""
+    """Add the options for the model and for sampling, which `odc-mpi generate` and `odc-mpi chat` share."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -60,7 +60,7 @@ def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate completions and return the exit code. Collective."""
+    """Complete the prompts and return the exit code. Collective."""
 
     def work(job: "GenerateArguments", world: "World") -> None:
         from odc_mpi.generation.run import generate_all
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, World], None]") -> int:
-    """Start MPI, call `work` on all ranks, and return the exit code. Collective."""
+    """Start MPI, call `work` on all ranks, and return the exit code of the command. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
-        # Before MPI starts: if an import fails later, the other ranks wait for this one.
+        # Imported before MPI starts: if an import failed later, the other ranks would wait for this rank.
         with gc_paused():
             from odc_mpi.generation.generate import SamplingParams
         sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
