@@ -1,19 +1,20 @@
 """Parameters in memory that the ranks of a node share, so that a node fetches each array once between publications.
 
-    claim    the first rank that needs an array sets the word of the array by compare-and-swap, and fetches the array
-    ready    after the transfer it sets the word again; the other ranks wait for this, and read the array in place
+    claim    the first rank that needs an array sets the array's state word by compare-and-swap, and fetches the array
+    ready    after the transfer this rank sets the word again; the other ranks wait for that, and read the array
     sync     each rank counts the publications; a word of an earlier publication counts as not claimed
 
 Ranks need no other coordination, since parameters do not change between two publications.
 
 Note: no stale read
-    A rank overwrites an array only with a claim of the current publication, after the barrier that all ranks reach when
-    they have released what they fetched before. It reads an array only if the word is ready and of this publication.
+    A rank overwrites an array only after a claim for the current publication. Before this publication all ranks have
+    synchronized, and each has released its earlier fetches. A rank reads an array only if the word is ready and of the
+    current publication.
 
 Note: no deadlock
-    A rank starts a fetch when it claims the array, and waits for other ranks only within the fetch of a unit, for one
-    array after the other. All ranks fetch the arrays of a unit in the same order. So of the ranks that hold a claim in
-    a unit, the one that waits for the first array waits for a transfer, and not for another such rank.
+    A rank starts a transfer when it claims the array, and waits for other ranks only within the fetch of a unit, for
+    one array after another. All ranks fetch the arrays of a unit in the same order. So a rank that waits for an array
+    waits either for a transfer or for a rank that waits for an earlier array. This chain ends at a transfer.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from odc_mpi.runtime.deadline import wait_until
 
 
 class NodeCache(ShardStorage, ParameterStore):
-    """Parameter store that fetches with `inner`, a storage of its own, into memory of the node, and returns views."""
+    """Parameter store that fetches with the store `inner` into memory of the node, and returns views of this memory."""
 
     access = Access.NODE
 
@@ -114,7 +115,7 @@ class NodeCache(ShardStorage, ParameterStore):
         return taken
 
     def _word(self, local_rank: int) -> int:
-        """Return the word of an array that a rank of the node has claimed. When the array is ready it is 1 more."""
+        """Return the word of an array that a rank of the node has claimed. The word of a ready array is larger by 1."""
         return 2 * (self._version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a start, from the start of the process to the end of the first step. Does not use MPI."""
+"""Durations of the phases of a start, from the start of the process to the end of the first step. Does not use MPI."""
 
 import os
 import time
@@ -9,14 +9,14 @@ PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "e
 
 
 class StartTimes:
-    """Seconds of each phase so far, as `seconds`. The first phase began at `began`, a value of `time.perf_counter`."""
+    """Duration of each phase so far, in seconds, as `seconds`. `began` is a time of `time.perf_counter`."""
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """Add the time since the last call to a phase, without the seconds of `parts`, which are other phases."""
+        """Add the time since the last call to `phase`, except for `parts`, which are seconds to add to other phases."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
