@@ -2,7 +2,7 @@
 
     fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward
     push     reduce-scatter of the full gradient of a unit, and addition of this rank's part to its shard
-    between minibatches, the same synchronization points as with windows (`comm.transport`)
+    A, N, B  synchronization points, the same as with windows (`comm.transport`)
 
 All ranks must make the same calls in the same order, so ranks wait for each other at each unit. A rank with fewer
 microbatches than others runs dummy microbatches with a loss of zero.

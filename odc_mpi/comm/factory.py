@@ -64,8 +64,7 @@ def window_transport(
     """Build a transport with shards in windows.
 
     Args:
-        device: Device of the windows and of the model, on all ranks or on none. If None, the windows are in host
-            memory.
+        device: Device of the windows and of the model, on all ranks or on none. If None, windows are on the host.
         zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load. Has
             no effect with a `device`.
         node_cache: If True, the ranks of a node share the arrays that they fetch from other nodes. Has no effect

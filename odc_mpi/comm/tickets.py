@@ -22,7 +22,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Shared counters from which ranks draw positions. Closed with their world. Construction is collective."""
+    """Shared counters from which ranks draw positions. The world closes the counters. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -60,7 +60,7 @@ class Tickets:
         """
         host = self._host(self._world.node)
         if self._world.rank == host:
-            # With atomics, as a draw: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic, as draws are: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("setting the ticket counters to zero", [host]):
                 self._window.atomic_store(host, _DRAWN, 0)
                 self._window.atomic_store(host, _EMPTY, 0)

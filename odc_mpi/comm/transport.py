@@ -2,7 +2,7 @@
 
     Group            the ranks, their collectives, and the status that each rank publishes for time-out messages
     ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
-    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners (the ranks with a shard)
+    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners of the elements
 
 A `Transport` combines a group, a parameter store and a gradient store. It runs the synchronization points between two
 minibatches:
@@ -60,7 +60,7 @@ class Access(Enum):
 
     @property
     def transfers(self) -> bool:
-        """True if a fetch may transfer data. If False, it only returns a view."""
+        """True if a fetch may transfer data. If False, a fetch only returns a view."""
         return self in (Access.COPY, Access.NODE)
 
 
@@ -190,8 +190,7 @@ class ParameterStore(ABC):
     def take_shared_fetches(self) -> list[int]:
         """Return the array indices of the fetches that another rank of the node made for this rank since the last call.
 
-        These fetches transferred no data to this rank. They occur only with `Access.NODE`. An index can occur more than
-        once.
+        These fetches occur only with `Access.NODE`, and transferred no data to this rank. Indices can occur repeatedly.
         """
         return []
 
@@ -248,8 +247,7 @@ class Transport:
         device: Device of the model, of fetched arrays and of pushed gradients.
         thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without calls by other ranks. If False, each fetch and push is
-            collective: all ranks must make the same fetches and pushes in the same order, so caching a unit saves no
-            fetch.
+            collective: all ranks must make the same fetches and pushes in the same order, so no rank may skip a fetch.
     """
 
     group: Group

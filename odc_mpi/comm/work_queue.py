@@ -1,8 +1,8 @@
 """Work queue of items that one rank has produced, such as generated groups, and that any idle rank can claim.
 
-Items are numbered from 0, and all ranks know their number. The state of an item is a 64-bit word in a window of rank 0,
-the *board*. The content of an item is in a window of the rank that produced it (its *owner*). This window is the
-*store* of the owner and has a fixed size. All accesses are one-sided: neither rank 0 nor the owner takes part.
+Items are numbered from 0, and all ranks know the number of items. The state of an item is a 64-bit word in a window of
+rank 0, the *board*. The content of an item is in a window of the rank that produced it (its *owner*). This window is
+the *store* of the owner and has a fixed size. All accesses are one-sided: neither rank 0 nor the owner takes part.
 
     mark_started   this rank works on the item
     publish        the item can be claimed: its content is in the store of this rank (written before the board)
@@ -135,7 +135,7 @@ class WorkQueue:
         """Clear the board and the store. One-sided. Call it on all ranks after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
-            # With atomics, as a claim: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic, as claims are: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("clearing the work queue", [0]):
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 

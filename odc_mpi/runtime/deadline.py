@@ -22,7 +22,7 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls `on_expiry` when a wait exceeds its deadline, and ends unless that extends the deadline.
+    """Thread that calls `on_expiry` when a wait exceeds its deadline, and ends if the deadline is not extended.
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.

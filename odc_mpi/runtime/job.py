@@ -47,7 +47,7 @@ SAME_ERROR_S = 0.5
 
 
 class Progress:
-    """Tasks that this rank runs for other ranks, such as adding their gradients to its shards. Thread-safe.
+    """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
 
     Tasks run during waits that poll (`World.wait`, `wait_collective`, `collective`), in fetches from windows, and in a
     progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
@@ -58,7 +58,7 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a function to call periodically. It returns True if it had anything to do."""
+        """Register a function to call periodically. `task` returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
@@ -158,8 +158,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective of all ranks, in which they close their worlds.
 
-        Yields a function to call periodically while waiting. One-sided. The function aborts the job if another rank
-        waits in a collective that this rank will not join.
+        Yields a function to call periodically while waiting. The function is one-sided, and aborts the job if another
+        rank waits in a collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True

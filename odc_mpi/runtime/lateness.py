@@ -73,10 +73,9 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
-    """Return the seconds until a rank that delays a wait has published no new activity for `limit_s`, at most
-    `limit_s`.
+    """Return the seconds until a rank that delays a wait has published no new activity for `limit_s`.
 
-    Returns 0 if this time has passed, if no rank is known to delay the wait, or if a rank in `peers` did not answer.
+    At most `limit_s`. 0 if this time has passed, if no rank is known to delay the wait, or if a rank did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0

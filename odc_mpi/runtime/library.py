@@ -6,7 +6,7 @@ launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
     MPI_THREAD_SERIALIZED   no thread of this package calls MPI. In a backward on a GPU, the autograd thread calls MPI
                             while the main thread waits
-    lower levels            only the main thread calls MPI. In other threads MPI calls raise an error, as do models on GPUs
+    lower levels            only the main thread calls MPI. MPI calls in other threads and models on a GPU raise errors
 """
 
 import re

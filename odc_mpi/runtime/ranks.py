@@ -62,8 +62,8 @@ def mpi_startup() -> Iterator[None]:
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
     """Run a function on all ranks, close the world, and return the exit code for `odc_mpi.cli.main`. Collective.
 
-    If `work` raises a `UserError` that other ranks may not raise, or is interrupted, the whole job is aborted. If
-    `work` raises an error on all ranks, rank 0 prints the error, and the world closes when the program ends.
+    After a `UserError` that other ranks may not have raised, and after an interrupt, the whole job is aborted. After an
+    error that all ranks raise, rank 0 prints the error, and the world closes when the program ends.
     """
     from odc_mpi.runtime.abort import abort
 

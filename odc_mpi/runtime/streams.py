@@ -1,4 +1,4 @@
-"""Standard streams for closed descriptors, full disks, and encodings that lack characters. Does not use MPI."""
+"""Standard streams that tolerate closed descriptors, full disks and limited encodings. Does not use MPI."""
 
 import io
 import os

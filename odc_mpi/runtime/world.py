@@ -205,7 +205,7 @@ class World(AbstractContextManager["World"]):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Return the result of a function called on every rank, or raise on all ranks if it fails on any. Collective.
+        """Call a function on every rank and return its result. Collective. Raises on all ranks if it fails on any rank.
 
         The function must not communicate. If it raises `UserError` or `OSError` on one or more ranks, all ranks raise
         `AllRanksUserError` with the message of the lowest of these ranks.

@@ -6,9 +6,9 @@ contributions to the gradients of earlier chunks' keys and values into its windo
 read these contributions. Thus only its owner writes to a window. Ranks of the same node read it by direct load, other
 ranks with MPI_Get. Four kinds of flags synchronize the ranks:
 
-    KV_READY        to later chunks: keys and values can be read, up to a layer
-    GRAD_READY      to earlier chunks: gradients can be read, down to a layer
-    GRAD_CONSUMED   to a later chunk: this rank has read the gradients from the later chunk, down to a layer
+    KV_READY        to later chunks: keys and values can be read, up to the layer in the flag
+    GRAD_READY      to earlier chunks: gradients can be read, down to the layer in the flag
+    GRAD_CONSUMED   to a later chunk: gradients from that chunk have been read, down to the layer in the flag
     KV_RELEASED     to earlier chunks: this rank has finished its backward and reads no more keys and values
 
 A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
@@ -73,8 +73,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         """Publish the keys and values that a layer computed for this chunk to the ranks of later chunks. One-sided.
 
         Call it for all layers in order. A second call for a layer, as in activation recomputation, does nothing. The
-        call for the first layer waits until all ranks have finished reading this rank's chunk of the previous split
-        sequence.
+        call for the first layer waits until all ranks have read this rank's chunk of the previous split sequence.
         """
         if layer < self._num_published:
             return
@@ -93,7 +92,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Yield a layer's keys and values of each earlier chunk, in the order of chunks, as they arrive. One-sided."""
+        """Yield the keys and values of a layer for each earlier chunk, in order, as they arrive. One-sided."""
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)

@@ -63,6 +63,9 @@ class KVWindows:
     Args:
         sizes: Sizes of the memory. They must be the same on all ranks.
         shared: If True, ranks of the same node read each other's memory by direct load.
+
+    Attributes:
+        waited_s: Total time that this rank has waited for flags, in seconds.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:
@@ -123,8 +126,7 @@ class KVWindows:
         """Read keys and values, or their gradients, from the window of rank `rank` at byte offset `start`. One-sided.
 
         The result has the device, dtypes and shapes of `template`, except for the number of tokens. If this rank maps
-        the window and `template` is in host memory, the result is a view. `what` describes the operation in time-out
-        messages.
+        the window and `template` is in host memory, the result is a view. `what` describes the read in messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -142,7 +144,8 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set this rank's flag of a kind at each of `ranks`, ordered after its earlier loads and stores. One-sided."""
+        """Set this rank's flag of a kind to `value` at each of `ranks`, after its earlier loads and stores. One-sided.
+        """
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank
@@ -164,7 +167,7 @@ class KVWindows:
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait until the flag of a kind from `rank` is at least `value`. Makes progress while waiting. One-sided."""
+        """Wait until `rank` has set its flag of a kind to at least `value`, and make progress meanwhile. One-sided."""
 
         def is_set() -> bool:
             self._flags.sync()

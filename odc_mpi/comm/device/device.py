@@ -87,7 +87,7 @@ class Device:
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
-        The memory is freed when no tensor references it. The pinned memory of PyTorch is not used, since its allocator
+        The memory is freed when no tensor references it. PyTorch's allocator of pinned memory is not used, since it
         rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin more
         memory.
         """

@@ -86,7 +86,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Compute the same as `flatten` with torch operators."""
+    """Copy tensors into a flat array with torch operators. The result is the same as that of `flatten`."""
     filled = 0
     for start, tensor in segments:
         if filled < start:

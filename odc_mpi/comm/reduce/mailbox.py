@@ -1,4 +1,4 @@
-"""Gradient store for networks without a fast MPI_Accumulate. Owners add gradients that others Put into ring buffers.
+"""Gradient store for networks without fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
 
 Every rank has an inbox with one ring buffer for each other rank, the origin of the content of the ring. A ring contains
 slots of varying length. A slot is a header followed by gradient elements. An origin splits gradients larger than a

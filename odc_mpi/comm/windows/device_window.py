@@ -5,8 +5,7 @@ pool may have no handle for other processes. Without such a handle, MPI librarie
 
 The MPI library determines which operations work on such a window, and whether they wait for their target. Device
 windows are used where `odc-mpi doctor` found that they work (`probe.device_probe`), or where the settings require them.
-A window orders only MPI operations. `comm.device.device_stores` synchronizes MPI operations with the streams of the
-device.
+A window orders only MPI operations. `comm.device.device_stores` synchronizes windows with streams.
 """
 
 from functools import partial

@@ -7,9 +7,9 @@
 Ranks need no other coordination, since parameters do not change between two publications.
 
 Note: no stale read
-    A rank overwrites an array only after a claim for the current publication. Before this publication all ranks have
-    synchronized, and each has released its earlier fetches. A rank reads an array only if the word is ready and of the
-    current publication.
+    A rank overwrites an array only after a claim for the current publication. Before a publication all ranks
+    synchronize, after each rank has released its earlier fetches. A rank reads an array only if the word is ready and
+    of the current publication.
 
 Note: no deadlock
     A rank starts a transfer when it claims the array, and waits for other ranks only within the fetch of a unit, for
@@ -68,7 +68,7 @@ class NodeCache(ShardStorage, ParameterStore):
 
     @override
     def sync(self) -> None:
-        # Between the two calls of a publication no rank fetches, so it does not matter which one a rank has made.
+        # No rank fetches between the two calls of a publication, so ranks need not make these calls at the same time.
         self._version += 1
 
     @override

@@ -73,7 +73,7 @@ class Window:
         self.tensor = self._mapped_shards[world.rank]
         # This first touch of the pages would otherwise slow down the first fetch.
         self.tensor.zero_()
-        # Other ranks may access the shard after this and a collective.
+        # Other ranks may access the shard after this call and a collective.
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
@@ -186,7 +186,7 @@ class Window:
             win.Sync()
 
     def free(self) -> None:
-        """Free the window. Collective. Tensors that view its memory keep a copy, provided that `CAN_DETACH_STORAGE`."""
+        """Free the window. Collective. If `CAN_DETACH_STORAGE` is True, tensors that view the window keep a copy."""
         views = (*self._mapped_shards.values(), *self._views)
         storages = [StorageWeakRef(view.untyped_storage()) for view in views]
         del views

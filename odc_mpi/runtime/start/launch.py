@@ -116,7 +116,7 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
         rank: Rank of this process. On rank 0 the block begins when the result is known, on other ranks when this
             process is no longer needed.
         deadline_s: Maximum duration of the child, in seconds. A child that takes longer counts as failed.
-        quiet_s: Maximum time between two messages on rank 0, in seconds. A child that is silent for longer counts as
+        quiet_s: Maximum time between two messages on rank 0, in seconds. After longer silence the child counts as
             failed.
     """
     ended = threading.Event()  # by the launcher

@@ -9,14 +9,14 @@ PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "e
 
 
 class StartTimes:
-    """Duration of each phase so far, in seconds, as `seconds`. `began` is a time of `time.perf_counter`."""
+    """Duration of each phase so far in `seconds`. The first phase began at `began`, a time of `time.perf_counter`."""
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """Add the time since the last call to `phase`, except for `parts`, which are seconds to add to other phases."""
+        """Add the time since the last call to `phase`, without the seconds in `parts`, which belong to other phases."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
