@@ -68,7 +68,7 @@ def window_transport(
         zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load. Has
             no effect with a `device`.
         node_cache: If True, the ranks of a node share the arrays that they fetch from other nodes. Has no effect
-            without `zero_copy`, with a `device`, on a single node, or on a node with a single rank.
+            without `zero_copy` or `CAN_DETACH_STORAGE`, with a `device`, on one node, or on a node with one rank.
         reduction: Factory of the gradient store, one of the values of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """

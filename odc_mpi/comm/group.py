@@ -47,7 +47,7 @@ class WorldGroup(Group):
         self._close = close
         self._world.job.num_models += 1
         # Each collective has its own communicator. A rank that skips a collective then waits in the next one until the
-        # deadline, whose message names the rank. Otherwise, it would receive the numbers of another collective.
+        # deadline, whose message names the collective. Otherwise, it would receive the numbers of another collective.
         with self._world.collective("duplicating the communicator"):
             self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:

@@ -18,8 +18,8 @@ from typing import ClassVar
 from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
-#: Sleep after a poll that found no work, in seconds. It delays a small operation that no socket reports. 1 ms took 3 to
-#: 6 % of the time of two busy ranks on two cores, 0.2 ms took 13 %.
+#: Sleep after a poll that found no work, in seconds. It delays small operations that no socket reports. With 1 ms,
+#: polling took 3 to 6 % of the time of two busy ranks on two cores; with 0.2 ms, 13 %.
 SLEEP_S = 1e-3
 #: After a longer time without work, each sleep takes this share of that time, but at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02

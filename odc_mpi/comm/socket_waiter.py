@@ -37,7 +37,7 @@ class SocketWaiter:
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until data arrives."""
+        """Sleep for `seconds`, or until data arrives. Sleeps shorter than `POLL_S` do not end early."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:
@@ -76,7 +76,7 @@ class SocketWaiter:
 def _connections() -> set[int]:
     """Return the TCP sockets of this process, or an empty set if identifying them would modify them."""
     if socket.getdefaulttimeout() is not None:
-        return set()  # `socket.socket` would make each of them non-blocking
+        return set()  # `socket.socket` would make each socket non-blocking
     try:
         fds = [int(path.name) for path in OPEN_FILES.iterdir()]
     except OSError:

@@ -34,7 +34,7 @@ class Work:
 
 @dataclass
 class FetchWork:
-    """Handle of a fetch, and the buffer that it fills."""
+    """Handle of a fetch, and the buffer that the fetch fills."""
 
     buffer: torch.Tensor
     work: Work

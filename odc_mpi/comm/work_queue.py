@@ -52,7 +52,7 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items that at most one rank each can claim. It closes with its world. Construction is collective.
+    """Queue of items, each claimed by at most one rank. The world closes the queue. Construction is collective.
 
     Args:
         max_count: Maximum number of items between two resets. Must be the same on all ranks.
@@ -162,7 +162,7 @@ class WorkQueue:
             self._store.get(owner, buffer, start)
             self._store.flush(owner)
         with self._world.deadline("releasing fetched work", [0]):
-            self._board.atomic_store(0, item, _word(_FETCHED, owner))  # no change that a rank waits for
+            self._board.atomic_store(0, item, _word(_FETCHED, owner))  # not counted as a change: no rank waits for it
         return owner, buffer.tobytes()
 
     def _find_space(self, size: int) -> int | None:

@@ -17,8 +17,8 @@ from mpi4py import MPI
 #: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
 #: returns (MPICH), and no process is killed.
 ABORT_GRACE_S = 10.0
-#: Time for the launcher to forward output before the abort, in seconds. On abort it discards pending output: without
-#: this pause, only the first line of a traceback was printed once.
+#: Time for the launcher to forward output before the abort, in seconds. On abort, the launcher discards pending output:
+#: without this pause, only the first line of a traceback was printed once.
 FORWARD_S = 0.3
 STDERR = 2
 #: Prefix of the names of all threads of this package.

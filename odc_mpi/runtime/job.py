@@ -175,7 +175,7 @@ class Job:
     def _check_stranded(self) -> None:
         status = self.status
         assert status is not None
-        # The next lower rank would be enough: it waits in a collective, leaves, or is late and will do either.
+        # The next lower rank would be enough: it waits in a collective, finalizes, or is late and will do either.
         peers = status.read(status.nearby)
         waiting = stranded_ranks(status.page.num_collectives, peers)
         if waiting:

@@ -66,7 +66,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
         # A rank that did not answer is unknown: its host may be dead, or it may only be busy.
         late = [rank for rank, s in peers.items() if s and (s.heartbeat_missing or _misses(s, wait))]
     else:
-        # Without owners any rank may be late: one without a heartbeat, if there is one, or one that is elsewhere.
+        # Without owners, any rank may be late: ranks without a heartbeat if any, otherwise ranks that do other work.
         busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
         late = [rank for rank in peers if rank in wait.owners] or lifeless or busy or list(peers)
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))

@@ -4,8 +4,8 @@ mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set
 launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE. The library may grant a lower level:
 
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
-    MPI_THREAD_SERIALIZED   no thread of this package calls MPI. In a backward on a GPU, the autograd thread calls MPI
-                            while the main thread waits
+    MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. In a backward on a GPU, the autograd thread
+                            calls MPI while the main thread waits
     lower levels            only the main thread calls MPI. MPI calls in other threads and models on a GPU raise errors
 """
 

@@ -130,5 +130,5 @@ def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
     """Unlink the shared memory files of MPI_Init after all ranks of the node have mapped them. Collective."""
     # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
-    # Every rank unlinks, since any single one could be killed before.
+    # Every rank unlinks, since any single rank could be killed before it does.
     unlink(set.intersection(*node_comm.allgather(startup_shm_names())))

@@ -206,8 +206,8 @@ class StatusWindow:
         # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
             self._thread.start()
-        # The first Get from a peer opens a connection, which must exist before the peer fails. No rank does so with all
-        # others, except a few, which then read for all.
+        # The first Get from a peer opens a connection, which must exist before the peer fails. Only the first ranks
+        # open connections to all other ranks, and can later read the status of all.
         comm.Barrier()
         self.read(self.others if self._rank < NUM_FIRST_RANKS else self.nearby)
         comm.Barrier()

@@ -28,8 +28,8 @@ from odc_mpi.runtime.start.limits import limit_finalize
 if TYPE_CHECKING:
     import torch
 
-# Here, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the files of
-# a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
+# At import, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the
+# files of a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
 if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
     unlink(startup_shm_names())
 

@@ -31,6 +31,7 @@ class KVSizes:
 
     Attributes:
         token_bytes: Size of the keys and values of one token in one layer, in bytes.
+        max_earlier_tokens: Maximum number of tokens in all earlier chunks of a chunk's sequence.
     """
 
     num_layers: int
@@ -130,7 +131,7 @@ class KVWindows:
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
-        self._memory.sync()  # no load may precede that of the flag
+        self._memory.sync()  # no load of data may precede the load of the flag
         shard = self._memory.mapped_shard(rank)
         if shard is not None:
             data = shard[start : start + sum(sizes)]
@@ -144,8 +145,7 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set this rank's flag of a kind to `value` at each of `ranks`, after its earlier loads and stores. One-sided.
-        """
+        """Set this rank's flag of a kind to `value` at each of `ranks`, after its earlier accesses. One-sided."""
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank

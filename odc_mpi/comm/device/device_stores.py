@@ -44,7 +44,7 @@ class DeviceParameters(WindowParameters):
 
     @override
     def sync(self) -> None:
-        # The windows contain what the enqueued kernels write only when these have run.
+        # Kernels that write to the windows may still be enqueued.
         self._device.record_event().synchronize()
         super().sync()
 

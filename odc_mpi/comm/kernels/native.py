@@ -3,10 +3,11 @@
     flatten          copies gradients of several dtypes into one flat array and finds the largest magnitude
     add_segments_    adds segments (parts of gradients) to a shard, in order
 
-Each function launches a kernel if the tensors are on an NVIDIA GPU and CuPy is installed. Otherwise it calls torch
-operators. The results are bitwise identical, except for the bits of a NaN. A kernel makes a single pass over the data;
-torch operators make several. CuPy compiles a kernel with NVRTC when it is first used. Later processes load the kernel
-from the disk cache of CuPy, `~/.cupy/kernel_cache` or CUPY_CACHE_DIR.
+Each function launches a kernel if the target is float32 or float64 on an NVIDIA GPU, CuPy is installed, and
+ODC_MPI_KERNELS is not off. Otherwise it calls torch operators. The results are bitwise identical, except for the bits
+of a NaN. A kernel makes a single pass over the data; torch operators make several. CuPy compiles a kernel with NVRTC
+when it is first used. Later processes load the kernel from the disk cache of CuPy, `~/.cupy/kernel_cache` or
+CUPY_CACHE_DIR.
 
 Note: streams
     A kernel is launched on the current stream of torch for the device of the tensors, so the rules of torch operators

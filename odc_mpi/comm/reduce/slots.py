@@ -36,7 +36,7 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory (`shards`, by array index), and slots in its inbox."""
+    """Shards of this rank in private memory (`shards`, by array index), and slots in this rank's inbox."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT

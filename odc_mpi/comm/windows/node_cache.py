@@ -1,8 +1,8 @@
-"""Parameters in memory that the ranks of a node share, so that a node fetches each array once between publications.
+"""Cache of parameters in memory that the ranks of a node share. A node fetches each array only once per minibatch.
 
     claim    the first rank that needs an array sets the array's state word by compare-and-swap, and fetches the array
     ready    after the transfer this rank sets the word again; the other ranks wait for that, and read the array
-    sync     each rank counts the publications; a word of an earlier publication counts as not claimed
+    sync     each rank counts publications of parameters; a word of an earlier publication counts as not claimed
 
 Ranks need no other coordination, since parameters do not change between two publications.
 

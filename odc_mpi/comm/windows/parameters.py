@@ -59,8 +59,8 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world = world
         self._kind = kind
         self._shards: list[torch.Tensor] = []
-        # Full arrays, if fetches do not copy. Not the memory of `_shards` for torch: a change of a shard must not look
-        # like a change of tensors that autograd has saved.
+        # Full arrays, if fetches do not copy. For torch, they share no storage with `_shards`: autograd must not regard
+        # a change of a shard as a change of a saved tensor.
         self._arrays: list[torch.Tensor] = []
         self._plan_of = cache(self._plan_fetch)
 

@@ -234,6 +234,7 @@ class WindowFactory:
 
     Attributes:
         create: Function that creates a window from `(world, numel, dtype)`. Collective.
+        on_host: True if the windows are in host memory.
     """
 
     create: Callable[..., Any]

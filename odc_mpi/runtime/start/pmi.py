@@ -34,7 +34,7 @@ def check_before_start() -> None:
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
-    # The import must not start MPI, which may fail. Afterwards the state is as if it had.
+    # The import must not start MPI, since that may fail. MPI_Finalize still runs at exit.
     import mpi4py
 
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
