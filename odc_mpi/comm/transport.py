@@ -168,7 +168,7 @@ class ParameterStore(ABC):
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, after `record_event(buffer)`. Call it from the computing thread."""
+        """Return a buffer for `start_fetch` with a recorded event. Call this method from the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer

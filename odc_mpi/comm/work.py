@@ -19,7 +19,7 @@ class Work:
 
     @property
     def is_done(self) -> bool:
-        """True if the operation is complete: from the start, or since `wait` returned."""
+        """True if the operation was complete at construction, or if `wait` has returned."""
         return self._operation is None
 
     def wait(self) -> None:

@@ -9,9 +9,9 @@ _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the job ID, as Slurm commands expect it, and the number of requeues. Empty outside of a Slurm job.
+    """Return the ID and the number of requeues of the Slurm job of this process. Empty outside of a Slurm job.
 
-    The keys are ``slurm_job_id`` and ``slurm_restarts``.
+    The keys are ``slurm_job_id``, in the format that Slurm commands expect, and ``slurm_restarts``.
     """
     if "SLURM_JOB_ID" not in environment:
         return {}

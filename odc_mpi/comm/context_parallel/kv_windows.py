@@ -56,7 +56,7 @@ class KVSizes:
 
 
 class KVWindows:
-    """Windows for keys, values and gradients of this rank's chunks, which other ranks read, and for flags.
+    """Windows with the keys, values and gradients that this rank publishes to other ranks, and with flags.
 
     The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
     collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.

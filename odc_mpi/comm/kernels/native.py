@@ -60,7 +60,7 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array and find the largest magnitude. All other elements become zero.
+    """Copy tensors into a flat array and find the largest magnitude. Elements that no tensor covers become zero.
 
     Asynchronous on a GPU: kernels that are enqueued later on the same stream can use the results.
 
@@ -236,7 +236,7 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Make a device current in the context. Usually it is current already, and the launch saves the time to set it."""
+    """Return a context manager that makes a device current. Does nothing, to save time, if it is current already."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
     guard = ExitStack()

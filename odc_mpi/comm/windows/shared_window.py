@@ -36,7 +36,8 @@ class SharedWindow(Window):
     def node_view(self, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return elements of the shards of all ranks of the node as one tensor `[numel]`, from byte `start` on.
 
-        Each view has its own storage. If it is referenced when the window is freed, the storage keeps a copy.
+        Each view has its own storage. A view that is still referenced when the window is freed keeps a copy of its
+        elements.
         """
         view = torch.frombuffer(self._node_memory, dtype=dtype, count=numel, offset=start)
         self._views.append(view)
