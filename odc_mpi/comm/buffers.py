@@ -1,8 +1,8 @@
 """Pool of reusable buffers.
 
-New memory costs a page fault per 4 KiB, which is slower than the copy that fills it. Autograd or a user may still
-reference a buffer that was released. The pool does not reuse it until no reference is left, so a late reader never sees
-the parameters of another unit (parameters that are fetched and released together).
+New memory costs a page fault per 4 KiB. These page faults take longer than the copy that fills the memory. Autograd or
+a user may still reference a buffer that was released. The pool does not reuse the buffer until no reference is left, so
+a late reader never sees the parameters of another unit (parameters that are fetched and released together).
 """
 
 import threading
@@ -18,7 +18,7 @@ def empty_host(num_bytes: int) -> torch.Tensor:
 
 
 def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor `[n]` in host memory to another one of the same dtype, on the calling thread only.
+    """Copy a contiguous tensor `[n]` in host memory to a tensor of the same dtype and size, in the calling thread only.
 
     `Tensor.copy_` would start a team of OpenMP threads for each thread that calls it.
     """
@@ -44,7 +44,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized buffer, `[numel]` of `dtype`, and reuse an idle one if possible."""
+        """Return an uninitialized buffer, `[numel]` of `dtype`, reusing an idle buffer if possible."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -78,7 +78,7 @@ class BufferPool:
         return best
 
     def _free_unreferenced(self, num_bytes: int) -> None:
-        """Free idle buffers, which are all too small, until `num_bytes` are freed. Otherwise the pool would grow."""
+        """Free idle buffers, which are all too small, until `num_bytes` are freed, so that the pool does not grow."""
         for block in [block for block in self._idle if _is_unreferenced(block)]:
             if num_bytes <= 0:
                 return

@@ -1,21 +1,21 @@
 """Stores that use MPI collectives: the baseline, fully sharded data parallel training as in FSDP and ZeRO-3.
 
-    fetch     all-gather of a unit (parameters fetched together), before its forward and again before its backward
-    push      reduce-scatter of the full gradient of a unit, and addition of the result to the shard of this rank
-    A, N, B   synchronization points as with windows (`comm.transport`)
+    fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward
+    push     reduce-scatter of the full gradient of a unit, and addition of this rank's part to its shard
+    A, N, B  synchronization points, the same as with windows (`comm.transport`)
 
-All ranks must make the same calls in the same order, so they wait for each other at each unit. A rank with fewer
+All ranks must make the same calls in the same order, so ranks wait for each other at each unit. A rank with fewer
 microbatches than others runs dummy microbatches with a loss of zero.
 
 Note: the same order on all ranks
-    The sequence of fetches depends only on the control flow of the model: no unit is prefetched, only the root unit
-    stays unsharded after its forward or backward, and no unit is unsharded when a microbatch begins
-    (`shard.units.unsharded`). A push covers the full array, even if some of its parameters have no gradient. As with
+    The sequence of fetches depends only on the control flow of the model (`shard.units.unsharded`). No unit is
+    prefetched. Only the root unit stays unsharded after its forward or backward. All units are sharded when a
+    microbatch begins. A push covers the full array, even if some parameters in the array have no gradient. As with
     FSDP, control flow that depends on data must not make a rank skip a unit. Each array has a communicator for gathers
-    and one for reductions. If a rank fetches or pushes another array, the other ranks wait until the deadline and print
-    its activity. With a single communicator, arrays of the same size would silently be confused.
+    and one for reductions. If one rank fetches or pushes a different array, the other ranks wait until the deadline and
+    print that rank's activity. With a single communicator, MPI would silently mix up arrays of the same size.
 
-`CollectiveCommunicator` provides only blocking calls, for benchmarks.
+`CollectiveCommunicator` provides blocking calls for benchmarks.
 """
 
 import functools
@@ -33,14 +33,14 @@ from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
-#: Maximum number of communicators of a store; more arrays share them. MPICH has about 2000 communicators in total.
+#: Maximum number of communicators of a store. A store with more arrays reuses them. MPICH has about 2000 in total.
 MAX_COMMUNICATORS = 400
 
 
 class CollectiveCommunicator:
     """Blocking all-gather and reduce-scatter of shards of equal size. Construction is collective.
 
-    Tensors must be contiguous host tensors. The calls busy-wait within the library, which is fastest.
+    Tensors must be contiguous and on the host. The all-gather and reduce-scatter busy-wait, which is fastest.
     """
 
     def __init__(self, world: World) -> None:
@@ -49,19 +49,19 @@ class CollectiveCommunicator:
             self._comm = world.comm.Dup()
 
     def barrier(self) -> None:
-        """Synchronize all ranks. They return as close in time as MPI allows. Collective."""
+        """Synchronize all ranks, which then return as simultaneously as MPI allows. Collective."""
         # The first wait leaves the core to ranks that are still busy. The second is short.
         self._world.wait(self._comm.Ibarrier(), "waiting at a barrier")
         with self._world.deadline("waiting at a barrier"):
             self._comm.Barrier()
 
     def all_gather(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Concatenate the shards of all ranks, `[n]` of any dtype, into `gathered`, `[size * n]`. Collective."""
+        """Concatenate the shards of all ranks, each `[n]` of any dtype, into `gathered`, `[size * n]`. Collective."""
         with self._world.deadline("gathering an array from all ranks"):
             self._comm.Allgather(_as_bytes(shard), _as_bytes(gathered))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient` over all ranks, and write the part of this rank into `shard`. Collective.
+        """Sum `gradient` over all ranks, and write this rank's part of the sum into `shard`. Collective.
 
         Args:
             gradient: `[size * n]`, float32, float64 or int64.
@@ -80,8 +80,8 @@ class CollectiveCommunicator:
 class CollectiveParameters(ShardStorage, ParameterStore):
     """Parameters in private memory. Each fetch is an all-gather.
 
-    Fetches are collective, and so is everything that fetches: forward, backward and `state_dict`. Only the main thread
-    may call the store, since the order of calls from two threads would differ between ranks.
+    Fetches are collective. So are the operations that fetch: forward, backward and `state_dict`. Only the main thread
+    may call the store, since calls from two threads could have a different order on each rank.
     """
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
@@ -99,7 +99,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         return self._shards[index]
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to gather a full array from all ranks. Collective."""
+        """Start to gather the shards of an array from all ranks, and return a handle of the fetch. Collective."""
         layout = self.layouts[index]
         # The last shards reach beyond the end of the array.
         buffer = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
@@ -142,9 +142,9 @@ class CollectiveGradients(ShardStorage, GradientStore):
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start to sum a gradient over all ranks. Collective. On completion each owner adds the sum to its shard.
+        """Start to sum a gradient over all ranks. Collective. On completion each rank adds its part to its shard.
 
-        Elements of the array that are not in `gradient` count as zero. `start` may differ between ranks.
+        Elements of the array that `gradient` does not contain count as zero. `start` may differ between ranks.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
@@ -179,7 +179,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
 
 
 class _Communicators:
-    """Communicators for the collectives of arrays. If there are more than `MAX_COMMUNICATORS` arrays, they share."""
+    """Communicators for the collectives of arrays. More than `MAX_COMMUNICATORS` arrays share communicators."""
 
     def __init__(self, world: World, group: Group) -> None:
         self._world, self._group = world, group
@@ -191,7 +191,7 @@ class _Communicators:
             self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
     def comm_of(self, index: int) -> MPI.Intracomm:
-        """Return the communicator of an array and count the operation."""
+        """Return the communicator of an array, and add 1 to the number of collectives of the group."""
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
 

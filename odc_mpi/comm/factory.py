@@ -1,8 +1,8 @@
 """Factories of the transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
 
-The factories do not communicate; `Transport.allocate` is collective. All raise ValueError if the dtype of the
-parameters, `param_dtype`, or the dtype of the gradients, `reduce_dtype`, is not supported. When a world closes, it
-closes its transports.
+Creating a transport does not communicate; `Transport.allocate` is collective. The factories of transports raise
+ValueError if `param_dtype`, the dtype of the parameters, or `reduce_dtype`, the dtype of the gradients, is not
+supported. A world that closes also closes its transports.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,10 +36,10 @@ GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return a factory of gradient stores for each value of the setting `comm.reduction`.
+    """Return a factory of gradient stores for each value of the setting `comm.reduction` except "auto".
 
     Args:
-        mailbox_bytes: Memory per rank for received gradients, if the value is "mailbox".
+        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used by "mailbox" only.
         device: Device of the windows; None for the host.
     """
     kind = HOST_WINDOW if device is None else device_windows(device)
@@ -64,12 +64,12 @@ def window_transport(
     """Build a transport with shards in windows.
 
     Args:
-        device: Device of the windows and of the model, which every rank needs; None for the host.
-        zero_copy: If True, ranks of the same node map each other's parameter shards on the host and read them by direct
-            load.
-        node_cache: If True, ranks of a node share what they fetch from other nodes. Requires `zero_copy`, and has no
-            effect on a single node, for a single rank on a node, and with a `device`.
-        reduction: Factory of the gradient store, a value of `gradient_store_factories` for this device.
+        device: Device of the windows and of the model, on all ranks or on none. If None, windows are on the host.
+        zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load. Has
+            no effect with a `device`.
+        node_cache: If True, the ranks of a node share the arrays that they fetch from other nodes. Has no effect
+            without `zero_copy` or `CAN_DETACH_STORAGE`, with a `device`, on one node, or on a node with one rank.
+        reduction: Factory of the gradient store, one of the values of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
     """
     gradients = reduction(world, reduce_dtype)
@@ -98,7 +98,7 @@ def window_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Build a transport for a world of one rank. Its shards are in device memory, and nothing is transferred."""
+    """Build a transport for a world of one rank. Shards are in device memory, and no data is transferred."""
     assert world.size == 1
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
@@ -117,9 +117,10 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap a transport with shards on the host for a model on a device. Data is copied through pinned memory.
+    """Build a transport for a model on a device from the transport `inner`, whose shards are in host memory.
 
-    `inner` must not be allocated yet. Use only the returned transport afterwards.
+    Parameters and gradients are copied through pinned memory. `inner` must be one-sided and not allocated yet.
+    Afterwards, use only the returned transport.
     """
     pinned = PinnedMemory(inner.storages, device)
     return Transport(

@@ -1,7 +1,6 @@
-"""Group of all ranks of a world. It uses non-blocking MPI collectives, and sleeps between polls of their completion.
+"""Group of all ranks of a world. It uses non-blocking MPI collectives, and sleeps between polls for their completion.
 
-gradients_complete, norm    all-gather of a few numbers
-parameters_published        barrier
+`gradients_complete` and `norm` are all-gathers of a few numbers. `parameters_published` is a barrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from odc_mpi.runtime.world import World
 
 
 class WorldGroup(Group):
-    """Group of all ranks of a world. If `progress` is True, it runs a progress thread (`comm.progress`)."""
+    """Group of all ranks of a world. If `progress` is True, the group runs a progress thread (`comm.progress`)."""
 
     def __init__(self, world: World, *, progress: bool = False) -> None:
         self.rank, self.size = world.rank, world.size
@@ -47,8 +46,8 @@ class WorldGroup(Group):
         self._world.on_close(close)
         self._close = close
         self._world.job.num_models += 1
-        # A communicator for each collective: a rank that skips one waits at the next until the deadline, which names
-        # it, instead of mistaking the numbers of the others.
+        # Each collective has its own communicator. A rank that skips a collective then waits in the next one until the
+        # deadline, whose message names the collective. Otherwise, it would receive the numbers of another collective.
         with self._world.collective("duplicating the communicator"):
             self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:

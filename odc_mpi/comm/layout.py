@@ -1,6 +1,7 @@
 """Layout of parameters in flat arrays: order, padding and owners. This module only computes; it does not use MPI.
 
-The parameters of a unit are concatenated into a flat array, which is split into shards of equal length, one per rank:
+The parameters of a unit (parameters that are fetched together) are concatenated into a flat array. The flat array is
+split into shards of equal length, one per rank:
 
     flat      [ q_proj.weight | pad | k_proj.weight | pad | norm.weight | ... ]
     shards    [      rank 0       |       rank 1       |       rank 2        | pad ]
@@ -53,7 +54,7 @@ class ParameterRange:
 class Slice:
     """Elements `[start, stop)` of a flattened parameter that one rank owns. A slice can be empty.
 
-    Its first element is at index `offset` of the rank's shard.
+    The first element of the slice is at index `offset` of the rank's shard.
     """
 
     spec: ParameterSpec
@@ -69,7 +70,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of a flat array with parameters of a unit, and its division among the ranks.
+    """Layout of a flat array with parameters of a unit, and division of the array among the ranks.
 
     Attributes:
         numel: Number of elements, including the padding between parameters.
@@ -88,7 +89,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
-        """Create the layout of concatenated parameters, which are divided among `num_owners` ranks.
+        """Create the layout of a flat array with the given parameters, divided among `num_owners` ranks.
 
         The parameters must have the same dtype and must be either all trainable or all frozen.
         """
@@ -105,12 +106,12 @@ class FlatLayout:
         return cls(name, tuple(ranges), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the range `(start, stop)` of the elements that a rank owns. It is empty if the rank owns none."""
+        """Return the range `(start, stop)` of the elements that a rank owns. The range can be empty."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return the slices that a rank owns: one for each parameter, in order. Slices can be empty."""
+        """Return the slices that a rank owns: one per parameter, in the order of parameters. Slices can be empty."""
         first, last = self.owned(rank)
         slices = []
         for whole in self.ranges:

@@ -1,8 +1,9 @@
 """Progress thread, which lets one-sided operations of other ranks complete while this rank computes.
 
-Where MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
-the target enters MPI. The progress thread probes for a message that never arrives, on a separate communicator, which
-drives the progress engine of MPI. It also adds the gradients that wait in the mailbox of this rank.
+Where MPI implements one-sided operations with messages, as between hosts over TCP, one-sided operations complete only
+when a thread of the target enters MPI. The progress thread probes for a message that never arrives, on a separate
+communicator. Each probe drives the progress engine of MPI. The thread also adds the gradients in the mailbox of this
+rank to its shards.
 
 The thread sleeps between polls. A thread that spins or blocks in a receive takes half of a core from the rank that
 computes (figures: docs/windows.md). Over TCP the kernel wakes the thread when data arrives (`comm.socket_waiter`).
@@ -17,10 +18,10 @@ from typing import ClassVar
 from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
-#: Sleep after a poll that found no work, in seconds. It delays a small operation that no socket reports. 1 ms took 3 to
-#: 6 % of the time of two busy ranks on two cores, 0.2 ms took 13 %.
+#: Sleep after a poll that found no work, in seconds. It delays small operations that no socket reports. With 1 ms,
+#: polling took 3 to 6 % of the time of two busy ranks on two cores; with 0.2 ms, 13 %.
 SLEEP_S = 1e-3
-#: After a longer time without work, a sleep takes this share of that time, but at most `IDLE_SLEEP_S`.
+#: After a longer time without work, each sleep takes this share of that time, but at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
 #: A poll that takes more CPU time than this, in seconds, has found work and is repeated without a sleep. A poll without
@@ -29,7 +30,7 @@ IDLE_SLEEP_S = 10e-3
 BUSY_POLL_S = 40e-6
 #: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like work.
 MAX_CONSECUTIVE_POLLS = 100
-#: Sleep between polls until `EAGER_S` after work. An operation of many messages would wait longer at each of them.
+#: Sleep between polls until `EAGER_S` after work, so that an operation of many messages waits little at each message.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
 #: Switch interval of the GIL while the thread runs. The default of 5 ms would be added to every poll: with it, a Get of
@@ -40,8 +41,8 @@ SWITCH_INTERVAL_S = 0.5e-3
 class ProgressThread:
     """Background thread that drives the progress of MPI. Construction is collective.
 
-    The thread switch interval of the interpreter is shorter while the thread runs (`SWITCH_INTERVAL_S`). An exception
-    in the thread ends the job.
+    While the thread runs, the thread switch interval of the interpreter is at most `SWITCH_INTERVAL_S`. An exception in
+    the thread ends the job.
 
     Args:
         world: World with MPI_THREAD_MULTIPLE.
@@ -95,7 +96,7 @@ class ProgressThread:
 
 
 def _sleep_s(since_work_s: float) -> float:
-    """Return the length of the next sleep."""
+    """Return the length of the next sleep, in seconds."""
     if since_work_s < EAGER_S:
         return EAGER_SLEEP_S
     return min(max(SLEEP_S, IDLE_SHARE * since_work_s), IDLE_SLEEP_S)

@@ -10,8 +10,8 @@ from odc_mpi.comm.layout import FlatLayout
 def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Split a range of elements of an array by owner, and yield `(owner, start, stop)` of each part.
 
-    The owners follow each other cyclically from `rank + 1` to `rank`, so that not all ranks access rank 0 first. Keep
-    the result: with a thousand owners this takes longer than to issue the operations.
+    The owners are in cyclic order from `rank + 1` to `rank`, so that not all ranks access rank 0 first. Cache the
+    result: with a thousand owners, computing it takes longer than issuing the operations.
     """
     owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
     for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):
@@ -23,7 +23,7 @@ class ShardStorage:
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
     `Group.gradients_complete`, and `sync` before and after `Group.parameters_published`. By default, `plan` records the
-    layouts and returns 0, as for private memory, and the other methods do nothing.
+    layouts and returns 0, as for private memory. The other methods do nothing by default.
     """
 
     layouts: Sequence[FlatLayout] = ()
@@ -48,7 +48,7 @@ class ShardStorage:
         """Complete all pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Add all gradients that this rank has received, and not added yet, to its shards."""
+        """Add the gradients that this rank has received, but not yet added, to its shards."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""

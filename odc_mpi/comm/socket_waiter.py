@@ -1,7 +1,7 @@
-"""Sleep that ends early if data arrives on a TCP connection of this process.
+"""Sleep that ends early when data arrives on a TCP connection of this process.
 
-MPI libraries do not report that a message has arrived. The kernel does: `poll(2)` on the TCP sockets of the process
-returns the sockets with data to read. Only the MPI library reads the data.
+MPI libraries do not report that a message has arrived, but the kernel does: `poll(2)` on the TCP sockets of the process
+returns the sockets with data to read. This module does not read the data.
 """
 
 import os
@@ -18,12 +18,12 @@ RESCAN_S = 1.0
 #: Shortest time between two polls, in seconds. `poll(2)` waits in units of `POLL_S`, so shorter waits are sleeps.
 MIN_WAIT_S = 50e-6
 POLL_S = 1e-3
-#: Maximum number of polls in a row that find the same socket readable. It is then ignored until its data was read.
+#: Maximum number of polls in a row that find the same socket readable. The socket is then ignored until it was read.
 MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Sleeps, but wakes up early if data arrives on a TCP connection of this process. Not thread-safe."""
+    """Sleeps until a time-out, or until data arrives on a TCP connection of this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")
@@ -33,11 +33,11 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """True if the last search found TCP connections that are not ignored."""
+        """True if `wait` currently polls TCP connections. Ignored connections do not count."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until data arrives."""
+        """Sleep for `seconds`, or until data arrives. Sleeps shorter than `POLL_S` do not end early."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:
@@ -74,9 +74,9 @@ class SocketWaiter:
 
 
 def _connections() -> set[int]:
-    """Return the TCP sockets of this process, or none if they cannot be identified without changing them."""
+    """Return the TCP sockets of this process, or an empty set if identifying them would modify them."""
     if socket.getdefaulttimeout() is not None:
-        return set()  # `socket.socket` would make each of them non-blocking
+        return set()  # `socket.socket` would make each socket non-blocking
     try:
         fds = [int(path.name) for path in OPEN_FILES.iterdir()]
     except OSError:

@@ -1,9 +1,10 @@
 """Dynamic distribution of microbatches by shared counters, from which an idle rank draws its next microbatch.
 
-A ticket is the right to process one item, given by its position in a list that all ranks know. The lowest rank of each
-node hosts a counter in an MPI window. A rank draws a ticket by one MPI_Fetch_and_op, in which the host takes no part.
-Each node has a share of the positions. Ranks draw from their node until its share is used up, and then from the other
-nodes. A second counter on each node counts the other nodes without tickets, so that not every rank asks all of them.
+A ticket is the right to process one item, identified by its position in a list that all ranks know. The lowest rank of
+each node hosts a counter in an MPI window. A rank draws a ticket by one MPI_Fetch_and_op, in which the host takes no
+part. Each node has a share of the positions. A rank draws from its own node until the share of the node is used up, and
+then from the other nodes. A second counter on each node counts the nodes without tickets left, so that not every rank
+asks all nodes.
 
 `reset` cannot overlap with a draw: ranks draw tickets only within a minibatch, and reset the counters between the
 synchronization points at which gradients are complete and parameters are published.
@@ -16,12 +17,12 @@ import torch
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
-#: Elements of the window of a host: positions drawn, and other nodes known to have none left.
+#: Elements of the window of a host: number of positions drawn, and number of other nodes known to have no tickets left.
 _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Shared counters from which ranks draw positions. They close with their world. Construction is collective."""
+    """Shared counters from which ranks draw positions. The world closes the counters. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -35,7 +36,7 @@ class Tickets:
         world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
     def draw(self, count: int) -> Iterator[int]:
-        """Yield positions from 0 to `count - 1` that no other rank gets, until none is left. One-sided.
+        """Yield positions from 0 to `count - 1`, each on one rank only, until no position is left. One-sided.
 
         Each position is drawn when the iterator advances, so a fast rank gets more positions. `count` must be the same
         on all ranks.
@@ -59,7 +60,7 @@ class Tickets:
         """
         host = self._host(self._world.node)
         if self._world.rank == host:
-            # With atomics, as a draw: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic, as draws are: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("setting the ticket counters to zero", [host]):
                 self._window.atomic_store(host, _DRAWN, 0)
                 self._window.atomic_store(host, _EMPTY, 0)

@@ -1,7 +1,7 @@
 """Counter of the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
 
-Accesses to the shards of this rank, zero-copy fetches, fetches of another rank of the node and message headers are not
-counted.
+Not counted are accesses to the shards of this rank, zero-copy fetches, arrays that another rank of the node has fetched
+(`comm.windows.node_cache`), and message headers.
 """
 
 import functools
@@ -18,7 +18,8 @@ class TrafficCounter:
     """Counter of the bytes that this rank fetches and pushes through a transport. Not thread-safe.
 
     Attributes:
-        fetched: Bytes fetched since construction, by place (`PLACES`).
+        fetched: Bytes fetched since construction, by place (`PLACES`). `bytes_since_last_call` subtracts fetches that
+            another rank of the node made for this rank.
         pushed: Bytes pushed since construction, by place.
     """
 
@@ -31,16 +32,16 @@ class TrafficCounter:
         self._by_owner = functools.cache(self._by_place)
 
     def add_fetch(self, index: int) -> None:
-        """Count the bytes of one fetch of an array."""
+        """Count the bytes of one fetch of a full array."""
         if self._transport.parameters.access.transfers:
             self.fetched = self.fetched + self._bytes_of(index)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
-        """Count the bytes of one push of the elements from `start` to `stop`, exclusive, of an array."""
+        """Count the bytes of one push of elements `[start, stop)` of an array."""
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes counted since the last call: fetched from each of `PLACES`, then pushed to each."""
+        """Return the bytes since the last call: those fetched, by place, then those pushed, by place (`PLACES`)."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         now, last = (self.fetched, self.pushed), self._last

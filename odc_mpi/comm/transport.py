@@ -1,10 +1,11 @@
 """Communication interface of a sharded model.
 
-    Group            the ranks, their collectives, and the status that they publish for time-out messages
+    Group            the ranks, their collectives, and the status that each rank publishes for time-out messages
     ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
-    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners (the ranks with a shard)
+    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners of the elements
 
-A `Transport` combines one of each and runs the synchronization points between two minibatches:
+A `Transport` combines a group, a parameter store and a gradient store. It runs the synchronization points between two
+minibatches:
 
     A  complete_gradients   all pushes have completed at their targets; owners may read their gradient shards
     N  group.norm           only if gradients are clipped by their norm
@@ -23,8 +24,8 @@ The transport `window` has VIEW access, or KEEP if torch allows it, when zero-co
 On several nodes, ranks that share a cache with other ranks of their node (`comm.windows.node_cache`) have NODE access.
 Otherwise it has COPY access. Threads require MPI_THREAD_MULTIPLE.
 
-A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often a class is both the store and its storage. A
-store can wrap another store, as in `comm.device.staged`; the inner store then keeps its storage.
+A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often one class is both store and storage. A store
+can wrap another store, as in `comm.device.staged`; the storage of the inner store is then used.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +41,7 @@ from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
-#: Dtypes of parameters. They are transferred as bytes, so MPI need not support them.
+#: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: Dtypes of gradients: those that MPI can sum at the target, which excludes bf16. int64 represents fixed-point numbers
 #: (`shard.gradient_format.fixed_point`), which a transport adds as integers.
@@ -57,7 +58,7 @@ class Access(Enum):
 
     @property
     def transfers(self) -> bool:
-        """True if a fetch may transfer data. If False, it only returns a view."""
+        """True if a fetch may transfer data. If False, a fetch only returns a view."""
         return self in (Access.COPY, Access.NODE)
 
 
@@ -66,7 +67,7 @@ class Group(ABC):
 
     rank: int
     size: int
-    #: Number of collectives so far, at synchronization points and for collective fetches and pushes.
+    #: Number of collectives so far: synchronization points, and fetches and pushes that are collective.
     num_collectives: int = 0
 
     def is_on_this_node(self, rank: int) -> bool:
@@ -79,25 +80,26 @@ class Group(ABC):
 
     @abstractmethod
     def reserve(self, plan: Callable[[], int]) -> None:
-        """Call `plan` on every rank and check that so many bytes of shared memory are available. Collective.
+        """Call `plan` on every rank, and check that each node has the shared memory that its ranks need. Collective.
 
-        Raises `AllRanksUserError` on every rank if `plan` or the check fails on any rank.
+        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if `plan` or
+        the check fails on any rank.
         """
 
     @abstractmethod
     def open(self, close: Callable[[], None]) -> None:
         """Start the progress thread, if requested, and synchronize all ranks. Collective.
 
-        From then on the world calls `close` when it closes.
+        When the world closes, it calls `close`, unless the group was freed before.
         """
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the reports of all ranks, each `[k]` float64, and return them as `[size, k]`. Collective."""
+        """Gather the report of each rank, `[k]` float64, and return the reports as `[size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values`, `[k]` float64, over all ranks. Collective. The result is bitwise identical on all ranks."""
+        """Return the sum of `values`, `[k]` float64, over all ranks, bitwise identical on all ranks. Collective."""
 
     @abstractmethod
     def parameters_published(self) -> None:
@@ -105,11 +107,11 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, which must be contiguous, with its value on rank 0. Collective."""
+        """Overwrite `tensor`, which must be contiguous, with the tensor of rank 0. Collective."""
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, for time-out messages of other ranks. See `World.set_status`."""
+        """Publish the activity of this rank for time-out messages of other ranks. See `World.set_status`."""
 
     @abstractmethod
     def free(self, storages: Sequence["ShardStorage"]) -> None:
@@ -121,7 +123,8 @@ class ParameterStore(ABC):
 
     Args:
         dtype: Default dtype of parameters in shards and transfers. The `dtype` of a layout takes precedence.
-        buffers: Pool of buffers for fetched arrays. Its peak size is the peak memory of parameters, without the shards.
+        buffers: Pool of buffers for fetched arrays. The peak size of the pool is the peak memory of parameters without
+            the shards.
     """
 
     #: Kind of memory in which a fetch returns an array.
@@ -150,8 +153,8 @@ class ParameterStore(ABC):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to fetch a full array into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Only if `access.transfers`. Call `record_event(buffer)` first, and do not access the buffer before the returned
-        handle is complete.
+        Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access the buffer before
+        the returned handle is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
@@ -163,18 +166,18 @@ class ParameterStore(ABC):
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, and call `record_event` for it. Call it from the computing thread."""
+        """Return a buffer for `start_fetch` with a recorded event. Call this method from the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to fetch a full array, and return a handle whose `wait` returns the array. One-sided."""
+        """Start to fetch a full array. One-sided. The method `wait` of the returned handle returns the array."""
         buffer = self.acquire_buffer(index)
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Release a fetched array. Its memory is not reused while other tensors share it."""
+        """Release a fetched array. The memory of the array is not reused while other tensors share it."""
         self.buffers.release(fetched)
 
     @property
@@ -196,9 +199,9 @@ class ParameterStore(ABC):
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks, all of dtype `dtype`."""
+    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks, all of the same `dtype`."""
 
-    #: False if a push is a local addition (one rank on a GPU), so that accumulating gradients before it saves nothing.
+    #: False if a push only adds locally (one rank on a GPU). Accumulating gradients before such a push saves nothing.
     pushes_to_peers: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -206,7 +209,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradient shard of a trainable array, `[shard_numel]` of `dtype`, not a copy."""
+        """Return this rank's gradient shard of a trainable array, `[shard_numel]` of `dtype`, without a copy."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -214,13 +217,13 @@ class GradientStore(ABC):
 
         Args:
             index: Index of a trainable array.
-            gradient: Contiguous gradient of `n` elements of the array, `[n]` of `dtype`. Call `record_event(gradient)`
-                first. Do not modify the tensor before the returned handle is complete.
-            start: Index of the first of these elements in the array.
+            gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
+                `record_event(gradient)` first. Do not modify the tensor before the returned handle is complete.
+            start: Index of the first of the `n` elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized buffer, `[num_bytes]` uint8, for gradients. It is on the device of the model."""
+        """Return an uninitialized buffer for gradients, `[num_bytes]` uint8, on the device of the model."""
         return empty_host(num_bytes)
 
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
@@ -242,7 +245,7 @@ class Transport:
         device: Device of the model, of fetched arrays and of pushed gradients.
         thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without calls by other ranks. If False, each fetch and push is
-            collective: all ranks must issue the same ones in the same order, so no rank may skip a unit that it caches.
+            collective: all ranks must make the same fetches and pushes in the same order, so no rank may skip a fetch.
     """
 
     group: Group
@@ -262,10 +265,10 @@ class Transport:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {dtype}")
 
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
-        """Allocate zero-filled shards of arrays with these layouts. Collective. Call it once.
+        """Allocate zero-filled shards for arrays with the given layouts. Collective. Call it only once.
 
         `close` is called if the world closes before the transport. It must call `self.close`, which is the default.
-        Raises `AllRanksUserError` on every rank if any rank has too little shared memory.
+        Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         self.group.reserve(lambda: sum(storage.plan(layouts) for storage in self.storages))
@@ -278,7 +281,7 @@ class Transport:
         self._is_open = True
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete the pushes of all ranks, and gather their reports, `[k]` float64, as `[size, k]`. Collective."""
+        """Complete the pushes of all ranks. Collective. Gathers the reports, `[k]` float64 per rank, as `[size, k]`."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()

@@ -10,8 +10,8 @@ class Work:
     """Handle of a fetch or push in flight.
 
     Args:
-        operation: Function that completes the operation. Until then, the handle references it and its buffers. By
-            default, the operation is complete already.
+        operation: Function that completes the fetch or push. The handle references the function, and thus its buffers,
+            until the function has returned. If None, the fetch or push is already complete.
     """
 
     def __init__(self, operation: Callable[[], object] | None = None) -> None:
@@ -19,13 +19,13 @@ class Work:
 
     @property
     def is_done(self) -> bool:
-        """True if the operation was complete at the start, or `wait` has returned."""
+        """True if the operation was complete at construction, or if `wait` has returned."""
         return self._operation is None
 
     def wait(self) -> None:
         """Wait until the operation is complete at this rank and its buffers may be used.
 
-        Further calls do nothing, unless the operation failed: they then try again.
+        Further calls do nothing. If the operation raised an error, the next call runs it again.
         """
         if self._operation is not None:
             self._operation()
@@ -34,7 +34,7 @@ class Work:
 
 @dataclass
 class FetchWork:
-    """Handle of a fetch, and the buffer that it fills."""
+    """Handle of a fetch, and the buffer that the fetch fills."""
 
     buffer: torch.Tensor
     work: Work

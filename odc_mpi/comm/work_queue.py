@@ -1,22 +1,22 @@
-"""Work queue: items that one rank has finished, such as generated groups, and any idle rank can claim.
+"""Work queue of items that one rank has produced, such as generated groups, and that any idle rank can claim.
 
-Items are numbered from 0, and all ranks know their number. The state of an item is a 64-bit word in a window of rank 0,
-the *board*. Its content is in a window of the rank that finished it (the owner of the item), the *store* of that rank,
-which has a limited size. All accesses are one-sided: neither rank 0 nor the owner takes part.
+Items are numbered from 0, and all ranks know the number of items. The state of an item is a 64-bit word in a window of
+rank 0, the *board*. The content of an item is in a window of the rank that produced it (its *owner*). This window is
+the *store* of the owner and has a fixed size. All accesses are one-sided: neither rank 0 nor the owner takes part.
 
     mark_started   this rank works on the item
     publish        the item can be claimed: its content is in the store of this rank (written before the board)
     mark_done      the item is finished, and no rank needs to claim it
     claim          take published items, the largest first (MPI_Fetch_and_op on a counter of each item)
-    has_changed    poll a single counter of the board, which every change of a state increments
+    has_changed    poll a single counter of the board, which every change of a state except to FETCHED increments
     reset          clear the board and the stores, after gradients are complete and before parameters are published
 
 Note: each item once
     The word of an item is changed only by its owner, from NOT_STARTED to STARTED to PUBLISHED. Then the first rank that
-    increments the counter of its claims changes it to CLAIMED. After this rank has read the content, it sets the word
-    to FETCHED, and the owner may reuse the memory. Ranks reach the synchronization point of complete gradients only
-    when no word is NOT_STARTED, STARTED or PUBLISHED. Then no rank can claim an item, so no claim can overlap with
-    `reset`.
+    increments the item's counter of claims changes the word to CLAIMED. After this rank has read the content, it sets
+    the word to FETCHED, and the owner may reuse the memory. An item that needs no claim is set to DONE by its owner.
+    Ranks reach the synchronization point of complete gradients only when no word is NOT_STARTED, STARTED or PUBLISHED.
+    Then no rank can claim an item, so no claim can overlap with `reset`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class QueueState(NamedTuple):
         in_progress: Rank that works on each started item, by item.
         published: Items that can be claimed, in descending order of size.
         num_done: Number of items that are claimed or done.
-        num_changes: Number of changes of states before the snapshot.
+        num_changes: Number of state changes before the snapshot, as counted for `WorkQueue.has_changed`.
     """
 
     in_progress: dict[int, int]
@@ -52,11 +52,11 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items, each of which at most one rank claims. It closes with its world. Construction is collective.
+    """Queue of items, each claimed by at most one rank. The world closes the queue. Construction is collective.
 
     Args:
-        max_count: Maximum number of items between two resets. It must be the same on all ranks.
-        store_bytes: Memory on this rank for the content of items that wait to be claimed, in bytes.
+        max_count: Maximum number of items between two resets. Must be the same on all ranks.
+        store_bytes: Size of this rank's store for the content of published items, in bytes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
@@ -81,7 +81,7 @@ class WorkQueue:
         self._write(item, _word(_DONE, self._world.rank))
 
     def publish(self, item: int, content: bytes) -> bool:
-        """Publish an item, which any idle rank can then claim. One-sided. Returns False if `content` does not fit."""
+        """Publish an item for any idle rank to claim. One-sided. Returns False if the store has too little space."""
         start = self._find_space(len(content))
         if start is None:
             return False
@@ -95,7 +95,7 @@ class WorkQueue:
         return True
 
     def snapshot(self, count: int) -> QueueState:
-        """Return the state of the first `count` items. One-sided."""
+        """Return the states of the first `count` items. One-sided."""
         num_changes = self._num_changes()  # first: a change during the snapshot is found by `has_changed`
         words = self._words(count)
         states, sizes = words & 7, words >> _SIZE_SHIFT
@@ -111,16 +111,17 @@ class WorkQueue:
         )
 
     def has_changed(self, state: QueueState) -> bool:
-        """Return True if the state of an item has changed since a snapshot. Reads 8 bytes. One-sided."""
+        """Return True if an item was started, published, claimed or done since a snapshot. Reads 8 bytes. One-sided."""
         return self._num_changes() != state.num_changes
 
     def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
-        """Claim items that a snapshot found published, the largest first, except those of other ranks. One-sided.
+        """Claim the items in `published`, in order, except for those that other ranks claim first. One-sided.
 
-        If another rank was first, this rank continues at a position of its own, so that idle ranks do not compete for
-        one item after the other.
+        `published` is `QueueState.published`, so the largest item comes first. When another rank has claimed an item
+        first, this rank continues at a position in the list that depends on its rank, so that idle ranks do not compete
+        for the same items.
 
-        Yields `(item, owner, content)` of each claimed item. The owner is the rank that published it.
+        Yields `(item, owner, content)` for each claimed item. The owner is the rank that published the item.
         """
         left, position = list(published), 0
         while left:
@@ -131,10 +132,10 @@ class WorkQueue:
                 position = len(left) * self._world.rank // self._world.size
 
     def reset(self) -> None:
-        """Clear the board and the store. One-sided. All ranks must call it, after all items are claimed or done."""
+        """Clear the board and the store. One-sided. Call it on all ranks after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
-            # With atomics, as a claim: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic, as claims are: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("clearing the work queue", [0]):
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 
@@ -161,11 +162,11 @@ class WorkQueue:
             self._store.get(owner, buffer, start)
             self._store.flush(owner)
         with self._world.deadline("releasing fetched work", [0]):
-            self._board.atomic_store(0, item, _word(_FETCHED, owner))  # no change that a rank waits for
+            self._board.atomic_store(0, item, _word(_FETCHED, owner))  # not counted as a change: no rank waits for it
         return owner, buffer.tobytes()
 
     def _find_space(self, size: int) -> int | None:
-        """Return the offset of a gap of `size` bytes in the store, or None."""
+        """Return the offset of `size` free bytes in the store, or None. One-sided."""
         start = self._find_gap(size)
         if start is None and self._held:
             words = self._words(max(self._held) + 1)

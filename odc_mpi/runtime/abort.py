@@ -17,8 +17,8 @@ from mpi4py import MPI
 #: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
 #: returns (MPICH), and no process is killed.
 ABORT_GRACE_S = 10.0
-#: Time for the launcher to forward output before the abort, in seconds. On abort it discards pending output: without
-#: this pause, only the first line of a traceback was printed once.
+#: Time for the launcher to forward output before the abort, in seconds. On abort, the launcher discards pending output:
+#: without this pause, only the first line of a traceback was printed once.
 FORWARD_S = 0.3
 STDERR = 2
 #: Prefix of the names of all threads of this package.
@@ -26,7 +26,7 @@ THREAD_NAME_PREFIX = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
-    """Print a message and end all ranks of the job with MPI_Abort. Any single rank can call this. Does not return."""
+    """Print a message and end all ranks of the job with MPI_Abort. A single rank can call it. Does not return."""
     # The job must also end if standard error is closed.
     with suppress(OSError):
         sys.stdout.flush()
@@ -45,13 +45,13 @@ def abort(message: str, code: int = 1) -> NoReturn:
 def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: None) -> None:
     """Install hooks that abort the job after an uncaught exception. Idempotent.
 
-    The hooks apply to the main thread and to the threads of this package: if such a thread ended, waits could hang
-    without a deadline. Before the abort, the previous hook reports the exception. An exception in a user's thread is
-    only printed, as in plain Python.
+    The hooks apply to the main thread and to the threads of this package. If one of these threads ended without an
+    abort, waits could hang without a deadline. Before the abort, the previous hook reports the exception. An exception
+    in another thread is only printed, as in plain Python.
 
     Args:
-        reported_by: Function that publishes an error of this rank, and returns the lowest other rank that has published
-            the same error and reports it, or None. Then only that rank prints a traceback.
+        reported_by: Function that publishes an error of this rank. It returns the lowest rank below this rank that has
+            published the same error, or None. If there is such a rank, only that rank prints a traceback.
     """
     main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):

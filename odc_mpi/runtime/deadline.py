@@ -22,12 +22,12 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls a function if a wait exceeds its deadline, and ends if that does not extend the deadline.
+    """Thread that calls `on_expiry` when a wait exceeds its deadline, and ends if the deadline is not extended.
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
         on_expiry: Function called in the watchdog thread with the description of the wait, and the time waited so far
-            in seconds. It should end the process, or return the time in seconds by which to extend the deadline.
+            in seconds. It should end the process, or return the seconds from now until the new deadline.
         on_poll: Function called in the watchdog thread at each check, at least once per second.
     """
 
@@ -45,7 +45,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, wait: object) -> Iterator[None]:
-        """Context manager that sets a deadline for a wait, which `wait` describes."""
+        """Context manager that sets a deadline for a wait. `wait` is the description passed to `on_expiry`."""
         token = next(self._tokens)
         began = time.monotonic()
         self._waits[token] = _Wait(wait, began, began + self.timeout_s)
@@ -74,7 +74,7 @@ class Watchdog:
 
 @dataclass
 class _Wait:
-    """A wait with the time at which it began and its deadline, by the monotonic clock."""
+    """A wait: its description, and the times at which it began and expires, by the monotonic clock."""
 
     what: object
     began: float
@@ -84,9 +84,9 @@ class _Wait:
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Test a condition, such as `Test` of an MPI request, until it holds, for at most `patience_s` seconds.
+    """Test a condition, such as `Test` of an MPI request, until it is true, for at most `patience_s` seconds.
 
-    `poll` is called after each test that fails. Return True if the condition holds, False after `patience_s`.
+    `poll` is called after each failed test. Returns True if the condition is true, False after `patience_s`.
     """
     start = time.perf_counter()
     while not condition():

@@ -47,10 +47,10 @@ SAME_ERROR_S = 0.5
 
 
 class Progress:
-    """Tasks that this rank runs for other ranks, such as adding their gradients to its shards. Thread-safe.
+    """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
 
-    The tasks are run by waits that poll (`World.wait`, `wait_collective`, `collective`), by fetches from windows, and
-    by a progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
+    Tasks run during waits that poll (`World.wait`, `wait_collective`, `collective`), in fetches from windows, and in a
+    progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
     """
 
     def __init__(self) -> None:
@@ -58,16 +58,16 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a task to call periodically. The task returns True if it had anything to do."""
+        """Register a function to call periodically. `task` returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
-        """Unregister a task. Wait until no thread runs it. Idempotent."""
+        """Unregister a task, after waiting until no thread runs tasks. Idempotent."""
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
     def run_tasks(self) -> bool:
-        """Run all tasks, unless another thread is running them. Return True if a task had anything to do."""
+        """Run all tasks, unless another thread is running tasks. Return True if a task had anything to do."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
@@ -77,7 +77,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Make MPI progress with a probe, since some networks progress only in MPI calls, and then call `run_tasks`."""
+        """Make MPI progress with a probe, since some networks progress only in MPI calls, and return `run_tasks()`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -89,8 +89,8 @@ class Job:
         limit: Name of the setting that defines `timeout_s`, for messages.
 
     Attributes:
-        num_models: Number of sharded models of this process that were not closed.
-        status: Status window, or None while it does not exist. Without it, messages do not name late ranks.
+        num_models: Number of sharded models of this process that are not closed.
+        status: Status window, or None while it does not exist. Messages then do not name late ranks.
         watchdog: Thread that checks the deadlines of this process.
 
     Raises:
@@ -126,7 +126,7 @@ class Job:
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
         """Return a context manager that sets a deadline for an MPI operation.
 
-        Raise `UserError` if the granted thread level does not allow MPI calls from this thread.
+        Raises `UserError` if the granted thread level does not allow MPI calls from this thread.
         """
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
@@ -138,12 +138,12 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for the wait in a collective. It publishes that this rank has arrived, and sets a deadline.
+        """Context manager for the wait in a collective. Publishes that this rank has arrived, and sets a deadline.
 
         Args:
             what: Description of the operation for messages ("... while <what>").
-            among: Ranks of the collective, or None for all ranks. Collectives of all ranks are numbered, which allows
-                other ranks to find late ones.
+            among: Ranks of the collective, or None for all ranks. Only collectives of all ranks are numbered, so that
+                ranks can find late ranks.
         """
         number = 0
         if among is None and self.status is not None:
@@ -158,8 +158,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective of all ranks, in which they close their worlds.
 
-        Yields a one-sided function to call periodically while waiting, which aborts the job if another rank waits in a
-        collective that this rank will not join.
+        Yields a function to call periodically while waiting. The function is one-sided, and aborts the job if another
+        rank waits in a collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -175,7 +175,7 @@ class Job:
     def _check_stranded(self) -> None:
         status = self.status
         assert status is not None
-        # The next lower rank would be enough: it waits in a collective, leaves, or is late and will do either.
+        # The next lower rank would be enough: it waits in a collective, finalizes, or is late and will do either.
         peers = status.read(status.nearby)
         waiting = stranded_ranks(status.page.num_collectives, peers)
         if waiting:
@@ -188,7 +188,7 @@ class Job:
     def _expired(self, wait: PendingWait, waited_s: float) -> float:
         """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread.
 
-        If all ranks that delay it report progress, return the time in seconds by which to extend the deadline.
+        If all ranks that delay the wait report progress, return the seconds by which to extend the deadline instead.
         """
         limit_s, limit = self.watchdog.timeout_s, self._limit
         extensible_s = max(0.0, MAX_EXTENSION * limit_s - waited_s)
@@ -229,7 +229,7 @@ class Job:
         return extension_s
 
     def _reported_by(self, error: str) -> int | None:
-        """Publish an error, and return the lowest other rank below this one with the same error, or None."""
+        """Publish an error, and return the lowest rank below this rank with the same error, or None. One-sided."""
         status = self.status
         if status is None:
             return None
@@ -245,7 +245,7 @@ class Job:
             status.page.heartbeat()
 
     def _defer_to_lower_rank(self, status: StatusWindow) -> None:
-        """Wait, if a lower rank is about to abort the job, so that only that rank prints a message."""
+        """Sleep if a lower rank is about to abort the job, so that only that rank prints a message. One-sided."""
         peers = status.read(self._lower_ranks(status))
         if any(peer and peer.aborting for peer in peers.values()):
             time.sleep(ABORT_DELAY_S)

@@ -9,9 +9,9 @@ _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the job ID, as Slurm commands expect it, and the number of requeues. Empty outside of a Slurm job.
+    """Return the ID and the number of requeues of the Slurm job of this process. Empty outside of a Slurm job.
 
-    The keys are ``slurm_job_id`` and ``slurm_restarts``.
+    The keys are ``slurm_job_id``, in the format that Slurm commands expect, and ``slurm_restarts``.
     """
     if "SLURM_JOB_ID" not in environment:
         return {}
@@ -21,7 +21,7 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Describe a job in one line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12"."""
+    """Describe the hosts and the Slurm job in one line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12"."""
     named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
     more = len(layout) - len(named)
     if more:

@@ -66,7 +66,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
         # A rank that did not answer is unknown: its host may be dead, or it may only be busy.
         late = [rank for rank, s in peers.items() if s and (s.heartbeat_missing or _misses(s, wait))]
     else:
-        # Without owners any rank may be late: one without a heartbeat, if there is one, or one that is elsewhere.
+        # Without owners, any rank may be late: ranks without a heartbeat if any, otherwise ranks that do other work.
         busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
         late = [rank for rank in peers if rank in wait.owners] or lifeless or busy or list(peers)
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
@@ -75,7 +75,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
     """Return the seconds until a rank that delays a wait has published no new activity for `limit_s`.
 
-    At most `limit_s`; 0 if one already has, if none is known to delay it, or if any peer did not answer.
+    At most `limit_s`. 0 if this time has passed, if no rank is known to delay the wait, or if a rank did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0
@@ -86,7 +86,7 @@ def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[
     """Return the ranks that would wait forever in a collective if this rank closed its world.
 
     `collective` is the number of the collective in which this rank closes its world. Ranks that have begun to close
-    their world, or will do so later, are not returned.
+    their world are not returned.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
@@ -124,10 +124,10 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 def mark_missing_heartbeats(
     first: Mapping[int, Status | None], second: Mapping[int, Status | None]
 ) -> dict[int, Status | None]:
-    """Return the first of two readings of the status, after setting `heartbeat_missing` in it.
+    """Return the first of two readings of the status, with `heartbeat_missing` set.
 
-    A heartbeat is missing if its number is the same in both. Ranks that announced an abort are not marked. A rank that
-    answered only the second time has its second status.
+    A heartbeat is missing if `heartbeat_number` is the same in both readings. Ranks that announced an abort are not
+    marked. For a rank that answered only in the second reading, the second status is returned.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():

@@ -1,12 +1,12 @@
 """Properties of the MPI library: name, memory model of windows, thread level.
 
-mpi4py and `runtime.start.pmi` request MPI_THREAD_MULTIPLE when they start MPI, unless a program has set
-`mpi4py.rc.thread_level`. The library may grant a lower level:
+mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`. Under a PMIx
+launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE. The library may grant a lower level:
 
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
-    MPI_THREAD_SERIALIZED   no thread of this package calls MPI. In a backward on a GPU, the autograd thread calls MPI
-                            while the main thread waits
-    lower levels            only the main thread calls MPI. Calls from other threads and models on a GPU raise an error
+    MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. In a backward on a GPU, the autograd thread
+                            calls MPI while the main thread waits
+    lower levels            only the main thread calls MPI. MPI calls in other threads and models on a GPU raise errors
 """
 
 import re
@@ -53,5 +53,5 @@ def has_thread_multiple() -> bool:
 
 
 def has_thread_serialized() -> bool:
-    """Return True if every thread may call MPI, one at a time or concurrently."""
+    """Return True if every thread may call MPI, either concurrently or only one thread at a time."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

@@ -27,7 +27,7 @@ def available_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident memory of this process so far in bytes, with shared memory that it has touched."""
+    """Return the peak resident memory of this process in bytes, including shared memory that it has accessed."""
     lines = _read(Path("/proc/self/status")).splitlines()
     # Linux counts the memory of the program that started this one in `ru_maxrss`.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -50,7 +50,7 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the bytes available in a control group and in each group that contains it.
+    """Yield the number of available bytes of a control group and of each parent group.
 
     `names` are the names of the limit file, of the usage file, and of the entry of memory.stat for the inactive page
     cache.
@@ -117,7 +117,7 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Unlink shared memory files. Every rank of the node must have mapped them. Errors are ignored.
+    """Unlink shared memory files, ignoring errors. Every rank of the node must have mapped the files.
 
     MPI libraries unlink their files only in MPI_Finalize. A killed or aborted job would leave megabytes in /dev/shm.
     """
@@ -130,5 +130,5 @@ def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
     """Unlink the shared memory files of MPI_Init after all ranks of the node have mapped them. Collective."""
     # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
-    # Every rank unlinks, since any single one could be killed before.
+    # Every rank unlinks, since any single rank could be killed before it does.
     unlink(set.intersection(*node_comm.allgather(startup_shm_names())))

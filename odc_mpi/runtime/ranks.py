@@ -21,10 +21,10 @@ _STOPPED = 75
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager for imports that pauses garbage collection, and excludes imported objects from it (`gc.freeze`).
+    """Context manager for imports that pauses garbage collection, and exempts imported objects from it (`gc.freeze`).
 
     torch and transformers create half a million permanent objects. Garbage collection would take a third of the time of
-    the import, and each later full collection 0.2 s, at a different time on every rank.
+    the import. Each later full collection would take 0.2 s, at a different time on every rank.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -62,8 +62,8 @@ def mpi_startup() -> Iterator[None]:
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
     """Run a function on all ranks, close the world, and return the exit code for `odc_mpi.cli.main`. Collective.
 
-    After a `UserError` that only this rank may have raised, and after an interrupt, the whole job is aborted. After an
-    error that all ranks raise, it is printed by rank 0, and the world is closed when the program ends.
+    After a `UserError` that other ranks may not have raised, and after an interrupt, the whole job is aborted. After an
+    error that all ranks raise, rank 0 prints the error, and the world closes when the program ends.
     """
     from odc_mpi.runtime.abort import abort
 

@@ -1,13 +1,13 @@
-"""Status of all ranks, in a window. It is read after a missed deadline or an error, and on leaving.
+"""Status of all ranks, in a window. Ranks read it after a missed deadline, after an error, and when they finalize.
 
 Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
-with MPI_Rget. In a large job each rank reads a limited number of pages, except for a few that read all
-(`runtime.job`). Within a node, they can read the page of a rank that computes or is stopped.
-Over a network without one-sided hardware, a page can be read only while its rank is in MPI, which a background thread
-of the rank enters periodically. A stopped rank then does not answer.
+with MPI_Rget. In a large job each rank reads a limited number of pages, except for a few ranks that read all pages
+(`runtime.job`). Within a node, ranks can read the page of a rank that computes or is stopped. Over a network without
+one-sided hardware, a page can be read only while its rank is in MPI. A background thread of each rank therefore enters
+MPI periodically. A stopped rank does not answer over such a network.
 
 Note: torn pages
-    A page has two slots (halves), which are written alternately, each with a number and a checksum. A reader uses the
+    A page has two slots (halves), each with a number and a checksum. Slots are written alternately. A reader uses the
     valid slot with the higher number. If a writer is stopped while it writes one slot, the other slot is valid. Unlike
     a sequence lock, this does not depend on the order of stores.
 """
@@ -40,16 +40,16 @@ _FINALIZING, _ABORTING = 1, 2
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
 #: A reading ends when no rank has answered for this time, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
-#: Maximum number of incomplete reads. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
+#: Maximum number of reads in flight. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
 MAX_REQUESTS = 64
-#: Number of ranks, from rank 0 on, that all ranks can read from the start on.
+#: Number of ranks, from rank 0 on, whose status all ranks can read from the start on.
 NUM_FIRST_RANKS = 8
 
 
 class StatusPage:
     """Status page of this rank, stored in `memory`, `[PAGE_BYTES]`. Thread-safe.
 
-    The attributes have the same meaning as those of `Status`. Changes are published with the next write.
+    The attributes have the same meaning as those of `Status`. A changed attribute is published with the next write.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -76,7 +76,7 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
-        """Publish that this rank is about to abort the job, or no longer is. Its last activity is kept."""
+        """Publish whether this rank is about to abort the job. The published activity is kept."""
         with self._lock:
             self.aborting = aborting
             self._store()
@@ -87,7 +87,7 @@ class StatusPage:
             self._store()
 
     def detach(self) -> None:
-        """Detach the page from the window memory. Later writes are not visible to other ranks."""
+        """Detach the page from the window memory. Other ranks do not see later writes."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
 
@@ -126,7 +126,7 @@ def _read_slot(slot: bytes) -> Status | None:
 
 
 def nearby_ranks(rank: int, size: int) -> list[int]:
-    """Return the ranks that a rank reads if it does not need the status of all others (`StatusWindow.nearby`)."""
+    """Return the ranks whose status a rank reads if it does not need that of all ranks (`StatusWindow.nearby`)."""
     first = range(min(NUM_FIRST_RANKS, size))
     below = ((rank - distance) % size for distance in range(1, size))
     return [other for other in dict.fromkeys([*first, *below]) if other != rank][:MAX_REQUESTS]
@@ -145,7 +145,7 @@ class PageReader:
         self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
 
     def read(self, status: dict[int, Status | None], deadline: float) -> None:
-        """Set `status[rank]` for each of its ranks that answers before the deadline. One-sided.
+        """Set `status[rank]` for each rank in `status` that answers before the deadline. One-sided.
 
         `deadline` is a time of the monotonic clock. The reading ends earlier if no rank answers for `READ_GRACE_S`.
         """
@@ -178,10 +178,10 @@ class StatusWindow:
     Attributes:
         memory_model: Memory model of this window, which is the same for all windows of the library.
         prepare: Function that the background thread calls before it calls MPI.
-        background_progress: True if the background thread enters MPI periodically. Other ranks can then read the page
-            over any network.
-        nearby: The first ranks, and those below this one, cyclically: at most `MAX_REQUESTS` of `others`. Ranks that do
-            not need the status of all others read these.
+        background_progress: True if the background thread enters MPI periodically, so that other ranks can read the
+            page over any network.
+        nearby: The first ranks, and the ranks below this rank, cyclically: at most `MAX_REQUESTS` ranks. A rank that
+            does not need the status of all other ranks reads only these.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -206,14 +206,17 @@ class StatusWindow:
         # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
             self._thread.start()
-        # The first Get from a peer opens a connection, which must exist before the peer fails. No rank does so with all
-        # others, except a few, which then read for all.
+        # The first Get from a peer opens a connection, which must exist before the peer fails. Only the first ranks
+        # open connections to all other ranks, and can later read the status of all.
         comm.Barrier()
         self.read(self.others if self._rank < NUM_FIRST_RANKS else self.nearby)
         comm.Barrier()
 
     def read(self, ranks: Iterable[int]) -> dict[int, Status | None]:
-        """Read the status of other ranks. The status is None if a rank does not answer in time. One-sided."""
+        """Read the status of other ranks. One-sided. The status is None if a rank does not answer in time.
+
+        Without MPI_THREAD_MULTIPLE, the status of every rank is None.
+        """
         status: dict[int, Status | None] = dict.fromkeys(ranks)
         limit_s = READ_GRACE_S * -(-len(status) // MAX_REQUESTS)
         reading = _Reading(status, time.monotonic() + limit_s)
@@ -250,7 +253,7 @@ class StatusWindow:
             reading.is_done.set()
 
     def _poll(self) -> None:
-        """Make MPI progress, which ranks on other hosts need to read the page without one-sided hardware."""
+        """Make MPI progress. Without one-sided hardware, ranks on other hosts can read the page only then."""
         for _ in range(NUM_POLLS):
             self._comm.Iprobe()
             time.sleep(1e-3)

@@ -1,4 +1,4 @@
-"""Standard streams of the process: closed ones, full disks, and encodings without some characters. Does not use MPI."""
+"""Standard streams that tolerate closed descriptors, full disks and limited encodings. Does not use MPI."""
 
 import io
 import os
@@ -7,18 +7,18 @@ from typing import TextIO
 
 
 class Output(io.FileIO):
-    """Raw file over the descriptor of a standard stream that discards the first failed write and all later ones.
+    """Raw file for the descriptor of a standard stream. It discards the first write that fails, and all later writes.
 
     A full disk therefore does not end a training run. A closed pipe still raises `BrokenPipeError`.
 
     Attributes:
-        error: First error other than `BrokenPipeError`; None if there was none.
+        error: First error other than `BrokenPipeError`. None if there was no error.
     """
 
     error: OSError | None = None
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Write bytes, or discard them after an error, and return their number."""
+        """Write bytes, or discard the bytes after an error. Return the number of bytes written or discarded."""
         if self.error is None:
             try:
                 return super().write(content)
@@ -32,8 +32,8 @@ class Output(io.FileIO):
 def open_standard_streams() -> Output:
     """Replace `sys.stdout` and `sys.stderr` by streams over `Output`, and return the `Output` of standard output.
 
-    Characters that the encoding lacks are written as escape sequences. A closed stream is replaced by the null device,
-    since otherwise the next file that is opened would become this stream.
+    Characters that the encoding lacks are written as escape sequences. A closed stream is replaced by the null device.
+    Otherwise, the next file that is opened would become this stream.
     """
     for descriptor in range(3):
         try:

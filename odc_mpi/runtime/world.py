@@ -1,7 +1,7 @@
 """`World`: the ranks of a job, or a subset, with their communicators and topology.
 
 A world has the collectives that are used outside of training steps: `run_on_all` and `broadcast` at startup,
-`gather_objects` at the end. All waits have a deadline, which `runtime.job` checks for all worlds of a process.
+`gather_objects` at the end. Every wait has a deadline. `runtime.job` checks the deadlines of all worlds of a process.
 """
 
 import atexit
@@ -28,14 +28,14 @@ from odc_mpi.runtime.start.limits import limit_finalize
 if TYPE_CHECKING:
     import torch
 
-# Here, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the files of
-# a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
+# At import, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the
+# files of a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
 if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
     unlink(startup_shm_names())
 
 T = TypeVar("T")
 
-#: Time between checks in `World.close`, in seconds. It checks for ranks that wait for this rank in another collective.
+#: Time between checks in `World.close` for ranks that wait for this rank in another collective, in seconds.
 STRANDED_POLL_S = 0.5
 
 
@@ -44,15 +44,15 @@ class World(AbstractContextManager["World"]):
 
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
-    An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
-    traceback of that rank. Exceptions in user threads are only printed.
+    An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
+    after the traceback is printed. Exceptions in other threads are only printed.
 
     Args:
         comm: Communicator to duplicate. By default, it contains all ranks of the job.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
             error.
         limit: Name of the setting that defines `timeout_s`, for messages.
-        job: Existing `Job` of this process, if the ranks are a subset. By default, a new one is created, which ends
+        job: Existing `Job` of this process, for a subset of the ranks. By default, a new `Job` is created, which ends
             when this world closes.
 
     Raises:
@@ -71,8 +71,8 @@ class World(AbstractContextManager["World"]):
         hosts: Host name of every rank.
         layout: Host name and number of ranks of each node.
         node_ranks: Ranks of the processes on this node, in the order of their local ranks.
-        comm: Duplicate of the communicator.
-        node_comm: Communicator of the ranks of this node.
+        comm: Communicator of this world, a duplicate of the argument `comm`.
+        node_comm: Communicator of the ranks on this node.
         job: Deadlines, status and progress tasks of this process, shared by all its worlds.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
@@ -108,9 +108,9 @@ class World(AbstractContextManager["World"]):
             atexit.register(self._finalize, os.getpid())
 
     def split(self, by: str) -> "World":
-        """Return a new world of the ranks on this node or of this rank only. Collective if `by` is "node".
+        """Return a new world of the ranks on this node, or of this rank only. Collective if `by` is "node".
 
-        It has the same timeout, and closes when this world closes.
+        The new world has the same timeout, and closes when this world closes.
 
         Args:
             by: "node", or "self" for this rank only.
@@ -158,7 +158,7 @@ class World(AbstractContextManager["World"]):
     def background_progress_off(self) -> Iterator[None]:
         """Context manager in which the background thread does not enter MPI, for measurements of one-sidedness.
 
-        Otherwise, the thread enters MPI twice a second for some milliseconds to let other ranks read the status.
+        Otherwise, the thread enters MPI twice a second for some milliseconds, so that other ranks can read the status.
         """
         status = self.job.status
         assert status is not None
@@ -171,8 +171,8 @@ class World(AbstractContextManager["World"]):
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Return a context manager that ends the job with an error message if the enclosed wait exceeds `timeout_s`.
 
-        Does not communicate. `owners` are the ranks whose memory the operation accesses. If it is empty, any rank may
-        be the cause of a delay.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses. Without owners, any rank may
+        cause a delay.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -183,8 +183,8 @@ class World(AbstractContextManager["World"]):
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
         All ranks must use it for the same operations in the same order. Ranks that have entered fewer operations are
-        reported as late. On entry the ranks synchronize by polling. Otherwise, a rank could spin in the operation on a
-        core that a late rank needs.
+        reported as late. On entry, the ranks synchronize by polling. Without this, a rank could spin in the operation
+        on a core that a late rank needs.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
@@ -193,19 +193,19 @@ class World(AbstractContextManager["World"]):
     def wait(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking operation within the deadline, and run the `progress` tasks while waiting.
 
-        Unlike a blocking MPI call, this does not spin. With more ranks than cores, spinning would delay ranks that
-        compute. For a collective operation, use `wait_collective`.
+        Unlike a blocking MPI call, this method does not spin. With more ranks than cores, spinning would delay ranks
+        that compute. Use `wait_collective` for a collective operation.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
 
     def wait_collective(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking collective operation. Late ranks are found as in `collective`. Collective."""
+        """Wait for a non-blocking collective operation. Late ranks are determined as in `collective`. Collective."""
         with self.job.in_collective(what, self._members):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and raise on all ranks if it fails on any. Collective.
+        """Call a function on every rank and return its result. Collective. Raises on all ranks if it fails on any rank.
 
         The function must not communicate. If it raises `UserError` or `OSError` on one or more ranks, all ranks raise
         `AllRanksUserError` with the message of the lowest of these ranks.
@@ -227,7 +227,8 @@ class World(AbstractContextManager["World"]):
     def require_same(self, value: str, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
 
-        The message has the first line that differs. Only digests are gathered. `what` is the name of the value.
+        The message contains the first line that differs. `what` names the value. Only digests are gathered. If two
+        digests differ, these two values are broadcast.
         """
         digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -245,7 +246,7 @@ class World(AbstractContextManager["World"]):
     def cores_per_rank(self) -> int:
         """Return the number of cores per rank on this host, at least 1. Collective.
 
-        Only cores that the ranks of this world may use are counted.
+        Only cores on which the ranks of this world may run are counted.
         """
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
@@ -253,12 +254,12 @@ class World(AbstractContextManager["World"]):
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective. Not for use in training steps."""
+        """Return the picklable values of all ranks, in rank order. Collective. Not for use in training steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Overwrite a contiguous CPU tensor with that of rank 0. Collective. Raise `ValueError` for other tensors."""
+        """Overwrite a contiguous CPU tensor with that of rank 0. Collective. Raises `ValueError` for other tensors."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
         # Imported late: `odc-mpi doctor` and invalid settings need ranks, but not torch, whose import takes a second.
@@ -272,7 +273,7 @@ class World(AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its windows. Collective.
+        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its ranks' windows. Collective.
 
         Args:
             num_bytes: Size of the windows of this rank, in bytes.
@@ -284,7 +285,7 @@ class World(AbstractContextManager["World"]):
         self.run_on_all(lambda: check_window_memory(int(total[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function that frees a resource when this world closes, in reverse order of registration.
+        """Register a function that frees a resource when this world closes. The last registered function runs first.
 
         If the resource is freed earlier, call `cancel_on_close`, since the world keeps a reference to the function.
         """

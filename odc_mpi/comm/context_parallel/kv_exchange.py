@@ -2,29 +2,29 @@
 
 A split sequence is divided into chunks of tokens, one per rank. In every attention layer a rank writes the keys and
 values of its chunk into its window, and the ranks of later chunks read them. In the backward a rank writes its
-contributions to the gradients of earlier chunks' keys and values into its window, and the ranks of these chunks read
-them. A window is thus written only by its owner. Ranks of the same node read it by direct load, other ranks with
-MPI_Get. Four kinds of flags synchronize the ranks:
+contributions to the gradients of earlier chunks' keys and values into its window, and the ranks of the earlier chunks
+read these contributions. Thus only its owner writes to a window. Ranks of the same node read it by direct load, other
+ranks with MPI_Get. Four kinds of flags synchronize the ranks:
 
-    KV_READY        to later chunks: keys and values of layers up to this one can be read
-    GRAD_READY      to earlier chunks: gradients of layers down to this one can be read
-    GRAD_CONSUMED   to a later chunk: its gradients of layers down to this one have been read; their slot is free
+    KV_READY        to later chunks: keys and values can be read, up to the layer in the flag
+    GRAD_READY      to earlier chunks: gradients can be read, down to the layer in the flag
+    GRAD_CONSUMED   to a later chunk: gradients from that chunk have been read, down to the layer in the flag
     KV_RELEASED     to earlier chunks: this rank has finished its backward and reads no more keys and values
 
 A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
-integers that never decrease, even from one sequence to the next. They need no reset, and a torn read returns at most
+integers that never decrease, even from one sequence to the next. Flags need no reset, and a torn read returns at most
 the new value (see `comm.reduce.mailbox`).
 
 Note: slots
-    Keys and values have one slot per layer. It is free after KV_RELEASED from all later chunks. Gradients have two
-    slots, which the layers use alternately. A slot is free after GRAD_CONSUMED from all earlier chunks.
+    Keys and values have one slot per layer. These slots are free after KV_RELEASED from all later chunks. Gradients
+    have two slots, which the layers use alternately. A slot is free after GRAD_CONSUMED from all earlier chunks.
 
 Note: deadlock freedom
     All ranks process split sequences in the same order. Within a sequence, the forward of a layer waits only for
     earlier chunks in the same layer. The backward of a layer first publishes gradients, for which it waits only for
-    GRAD_CONSUMED of higher layers, and then reads gradients, for which it waits only for later chunks that publish in
-    the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; all chunks of earlier
-    sequences can finish before that.
+    GRAD_CONSUMED of higher layers. Then it reads gradients, for which it waits only for later chunks that publish in
+    the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; by then, all chunks of
+    earlier sequences can finish.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,10 +44,10 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """Context manager for one split sequence, which encloses the forward and backward of this rank's chunk.
+    """Context manager that encloses the forward and backward of this rank's chunk of a split sequence.
 
     Args:
-        sequence_number: Number of the sequence among all split sequences so far, from 1. The same on all ranks.
+        sequence_number: Number of this split sequence, starting at 1. Must be the same on all ranks.
         bounds: Token offsets of the chunk boundaries, including 0 and the sequence length, `[chunks + 1]`.
         ranks: Rank that processes each chunk, in the order of the chunks.
     """
@@ -72,8 +72,8 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     def publish_kv(self, layer: int, kv: KVPair) -> None:
         """Publish the keys and values that a layer computed for this chunk to the ranks of later chunks. One-sided.
 
-        Call it for all layers in order. A second call for a layer, by activation recomputation, does nothing. At the
-        first layer, it waits until all ranks have finished reading this rank's chunk of the previous sequence.
+        Call it for all layers in order. A second call for a layer, as in activation recomputation, does nothing. The
+        call for the first layer waits until all ranks have read this rank's chunk of the previous split sequence.
         """
         if layer < self._num_published:
             return
@@ -92,7 +92,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Yield the keys and values of each earlier chunk in a layer, in order, as they arrive. One-sided."""
+        """Yield the keys and values of a layer for each earlier chunk, in order, as they arrive. One-sided."""
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
@@ -101,7 +101,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
         """Publish this rank's contributions to the gradients of earlier chunks' keys and values. One-sided.
 
-        Waits for a free slot. `grads` has one pair per earlier chunk, in order.
+        Waits for a free slot. `grads` has one pair of tensors per earlier chunk, in the order of chunks.
         """
         assert len(grads) == self._chunk
         if not grads:
@@ -115,9 +115,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Return the sum of `grads` and the contributions of all later chunks, added in order. One-sided.
+        """Return the sum of `grads` and the contributions of all later chunks, added in the order of chunks. One-sided.
 
-        Waits for the contributions. Sums are computed in float32, or in the dtype of `grads` if it is wider.
+        Waits for the contributions. The sum is computed in float32, or in the dtype of `grads` if that is wider, and
+        returned in the dtype of `grads`.
         """
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)
@@ -141,12 +142,12 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return self._windows.sizes.num_layers - layer
 
     def _gradient_offset(self, chunk: int, layer: int) -> int:
-        """Return the offset of the gradients of a chunk in the window of a later one."""
+        """Return the byte offset of the gradients of a chunk in the window of a later chunk."""
         token_bytes = sum(part.nbytes for part in self._templates[layer])
         return self._windows.gradient_slot_offset(layer) + self._bounds[chunk] * token_bytes
 
     def _read(self, chunk: int, start: int, layer: int, of: int) -> KVPair:
-        """Read keys and values `of` a chunk, or their gradients, from the window of `chunk`."""
+        """Read the keys and values of chunk `of`, or their gradients, from the window of chunk `chunk`."""
         tokens = self._bounds[of + 1] - self._bounds[of]
         what = f"reading from {self._describe(chunk, layer)}"
         return self._windows.read(self._ranks[chunk], start, self._templates[layer], tokens, what)

@@ -31,6 +31,7 @@ class KVSizes:
 
     Attributes:
         token_bytes: Size of the keys and values of one token in one layer, in bytes.
+        max_earlier_tokens: Maximum number of tokens in all earlier chunks of a chunk's sequence.
     """
 
     num_layers: int
@@ -55,14 +56,17 @@ class KVSizes:
 
 
 class KVWindows:
-    """Windows for keys, values and gradients of this rank's chunks, which other ranks read, and for flags.
+    """Windows with the keys, values and gradients that this rank publishes to other ranks, and with flags.
 
     The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
-    collective. It raises `AllRanksUserError` if a node has too little memory.
+    collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
         sizes: Sizes of the memory. They must be the same on all ranks.
         shared: If True, ranks of the same node read each other's memory by direct load.
+
+    Attributes:
+        waited_s: Total time that this rank has waited for flags, in seconds.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:
@@ -97,37 +101,37 @@ class KVWindows:
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the byte offset of the gradient slot of `layer` within the window. Layers use two slots in turn."""
+        """Return the byte offset of the gradient slot of `layer` within the window. Layers alternate between slots."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is in use until each rank in `ranks` has set its flag of this kind to `value`.
+        """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to `value`.
 
-        A slot is identified by its offset in the window. Offset 0 represents the slots of all keys and values.
+        A slot is identified by its offset in the window. Offset 0 stands for all slots of keys and values.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait for the flags that `mark_busy_until` recorded for a slot. One-sided. `what` is its name in messages."""
+        """Wait for the flags that `mark_busy_until` recorded for a slot, which `what` names in messages. One-sided."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into the window of this rank at byte offset `start`, and return the offset of its end."""
+        """Copy a tensor into the window of this rank at byte offset `start`, and return the byte offset of its end."""
         stop = start + tensor.nbytes
         self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
-        """Read keys and values, or their gradients, from the window of a rank at byte offset `start`. One-sided.
+        """Read keys and values, or their gradients, from the window of rank `rank` at byte offset `start`. One-sided.
 
-        The result has the device, dtype and shapes of `template`, except for the number of tokens. It is a view if this
-        rank maps the window and `template` is on the host. `what` describes the operation in time-out messages.
+        The result has the device, dtypes and shapes of `template`, except for the number of tokens. If this rank maps
+        the window and `template` is in host memory, the result is a view. `what` describes the read in messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
-        self._memory.sync()  # no load may precede that of the flag
+        self._memory.sync()  # no load of data may precede the load of the flag
         shard = self._memory.mapped_shard(rank)
         if shard is not None:
             data = shard[start : start + sum(sizes)]
@@ -141,7 +145,7 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set this rank's flag of a kind at each of `ranks`, after all earlier accesses of this rank. One-sided."""
+        """Set this rank's flag of a kind to `value` at each of `ranks`, after its earlier accesses. One-sided."""
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank
@@ -156,14 +160,14 @@ class KVWindows:
         self.world.comm.Iprobe()
 
     def flush(self, what: str) -> None:
-        """Complete the Puts of all flags at their targets. One-sided."""
+        """Complete the Puts of all flags at their targets. One-sided. `what` describes the operation in messages."""
         with self.world.deadline(what, self._unflushed):
             for rank in self._unflushed:
                 self._flags.flush(rank)
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait until a rank has set its flag of a kind to at least `value`, and make progress meanwhile. One-sided."""
+        """Wait until `rank` has set its flag of a kind to at least `value`, and make progress meanwhile. One-sided."""
 
         def is_set() -> bool:
             self._flags.sync()

@@ -1,14 +1,14 @@
 """CUDA device of a rank. This module does not use MPI.
 
 Kernels run asynchronously, in the order of a stream. Another stream or MPI may access a buffer only after the kernels
-that use it have finished. For this, an event is recorded after these kernels. Waiting for it releases the GIL and does
-not spin. Copies between host and device run on one stream per direction, and each waits for the event passed to it.
-Nothing synchronizes the whole device.
+that use it have finished. For this, an event is recorded after these kernels. Waiting for an event releases the GIL and
+does not spin. Copies between host and device run on one stream per direction, and each copy waits for the event that is
+passed to it. No copy or addition synchronizes the whole device.
 
 Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch by DLPack. The allocator of torch
 may use memory that cannot be exported to another process (`expandable_segments`, `cudaMallocAsync`).
 
-Tests replace `Device` by a class that uses host memory instead of device memory and delays copies.
+Tests replace `Device` by a class that uses host memory and delays copies.
 """
 
 import mmap
@@ -39,11 +39,11 @@ class Device:
         self._add_stream = torch.cuda.Stream(self.torch_device)
 
     def set_current(self) -> None:
-        """Make this the current CUDA device of the calling thread, which MPI also uses."""
+        """Make this device the current CUDA device of the calling thread. MPI uses the current device, too."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Return the amount of free device memory in bytes, including unused memory that the torch allocator caches."""
+        """Return the free device memory in bytes, including unused memory that the torch allocator has cached."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached
@@ -87,8 +87,9 @@ class Device:
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
-        It is freed when no tensor references it. The pinned memory of PyTorch is not used, since its allocator rounds
-        sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin more memory.
+        The memory is freed when no tensor references it. PyTorch's allocator of pinned memory is not used, since it
+        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin more
+        memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -127,8 +128,8 @@ class Device:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
 
-        The copy waits for the event `wait_for`. Both tensors have the same shape and dtype. Do not access `destination`
-        or modify `source` before the returned event has occurred.
+        The copy waits for the event `wait_for`. Both tensors must have the same shape and dtype. Do not access
+        `destination` or modify `source` before the returned event has completed.
         """
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
         with torch.cuda.stream(stream), torch.no_grad():
@@ -139,9 +140,9 @@ class Device:
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start to add slots, pairs of an offset in the shard and a tensor, to a shard, in order. Thread-safe.
 
-        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. The slots have
-        the dtype of the shard. Do not modify them before the returned event has occurred. It is recorded after this
-        addition and all earlier ones.
+        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. The slots must
+        have the dtype of the shard. The returned event completes when this addition and all earlier additions have
+        finished. Do not modify the slots before.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -173,8 +174,8 @@ class BufferEvents:
 def find_device(kind: str, host_rank: int) -> Device | None:
     """Return the GPU of a rank and make it the current CUDA device, or return None if `kind` is "cpu".
 
-    GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs. Raises
-    `UserError` if `kind` is "cuda" and no GPU is available.
+    `host_rank` is `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs. Raises `UserError` if `kind`
+    is "cuda" and no GPU is available.
     """
     if kind == "cpu":
         return None
@@ -195,7 +196,7 @@ def gpu_uuid(host_rank: int) -> str | None:
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if there is too little."""
+    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if the memory is too small."""
     try:
         return device.empty(numel * dtype.itemsize).view(dtype).zero_()
     except torch.OutOfMemoryError as error:

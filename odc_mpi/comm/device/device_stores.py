@@ -1,12 +1,13 @@
-"""Stores for models on a GPU with shards in windows in device memory.
+"""Stores for models on a GPU with shards in device memory, transferred through windows in device memory.
 
-No data passes through the host. A fetch reads from the devices of the owners into a buffer on the device of this rank,
-and a push sends from a buffer on it. MPI and CUDA do not synchronize with each other, so the stores do this:
+This package copies no parameters or gradients through the host. A fetch reads from the devices of the owners into a
+buffer on the device of this rank. A push sends from such a buffer. MPI and CUDA do not synchronize with each other, so
+the stores do this:
 
     fetch                  wait for the kernels that read the old content of the buffer; MPI_Get from the other owners,
                            overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy
     push                   wait for the kernels that compute the gradient; push it to the owners
-    gradients complete     as with host memory: flush all pushes, barrier; kernels enqueued later read the sums
+    gradients complete     as with host memory: flush all pushes, all-gather; kernels enqueued later read the sums
     parameters published   wait for the kernels that update parameters and clear gradients; barrier
 
 Each wait is for one event, never for the whole device. Fetches and pushes wait in the threads that run them, overlapped
@@ -43,7 +44,7 @@ class DeviceParameters(WindowParameters):
 
     @override
     def sync(self) -> None:
-        # The windows contain what the enqueued kernels write only when these have run.
+        # Kernels that write to the windows may still be enqueued.
         self._device.record_event().synchronize()
         super().sync()
 

@@ -1,13 +1,13 @@
 """Stores for models on a GPU with shards in host memory.
 
-A store wraps an inner store, which has the shards in host memory. Data passes through pinned memory:
+A store wraps an inner store, which has the shards in host memory. Parameters and gradients pass through pinned memory:
 
     fetch   the inner store fetches into pinned memory, or returns a view of a window; copy to the device
     push    copy from the device into pinned memory; the inner store pushes from there
 
-The windows are registered with the CUDA driver, so that it can copy directly from them, for fetches and for an
-optimizer on the device. If the driver refuses, for example because small arrays share a page, the CPU first copies the
-array into pinned memory.
+The windows are registered with the CUDA driver. Fetches and an optimizer on the device can then copy directly from the
+windows. If the driver refuses, for example because small arrays share a page, the CPU first copies the array into
+pinned memory.
 
 Fetches and pushes complete in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits
 for the event that the computing thread recorded for the buffer. Thus a buffer is not overwritten while kernels enqueued
@@ -33,7 +33,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`, which must be allocated first."""
+    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`. Allocate the storages first."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -61,8 +61,8 @@ class StagedParameters(ParameterStore):
     """Parameter store that fetches arrays to the host with the store `inner`, and copies them to a device.
 
     Args:
-        inner: Store in host memory. Its buffer pool is replaced by the pool of `pinned`.
-        pinned: Pinned memory, whose storages include the storage of `inner`.
+        inner: Store in host memory. The pool of `pinned` replaces its buffer pool.
+        pinned: Pinned memory. Its `storages` must include the storage of `inner`.
     """
 
     def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:

@@ -3,16 +3,17 @@
     flatten          copies gradients of several dtypes into one flat array and finds the largest magnitude
     add_segments_    adds segments (parts of gradients) to a shard, in order
 
-Each function launches a kernel if the tensors are on an NVIDIA GPU and CuPy is installed. Otherwise it calls torch
-operators. The results are bitwise identical, except for the bits of a NaN. A kernel makes one pass over the data where
-torch makes several. CuPy compiles a kernel with NVRTC when it is first used. Later processes load it from the cache of
-CuPy on disk, `~/.cupy/kernel_cache` or CUPY_CACHE_DIR.
+Each function launches a kernel if the target is float32 or float64 on an NVIDIA GPU, CuPy is installed, and
+ODC_MPI_KERNELS is not off. Otherwise it calls torch operators. The results are bitwise identical, except for the bits
+of a NaN. A kernel makes a single pass over the data; torch operators make several. CuPy compiles a kernel with NVRTC
+when it is first used. Later processes load the kernel from the disk cache of CuPy, `~/.cupy/kernel_cache` or
+CUPY_CACHE_DIR.
 
 Note: streams
     A kernel is launched on the current stream of torch for the device of the tensors, so the rules of torch operators
     apply: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any operator.
-    All other arguments are passed by value with the launch, so nothing must be kept until the kernel has run, nothing
-    is copied, and the CPU does not wait.
+    All arguments except the tensors are passed by value with the launch. The caller need not keep them until the kernel
+    has run, no argument is copied to the GPU separately, and the CPU does not wait.
 """
 
 import functools
@@ -30,7 +31,7 @@ import torch
 import odc_mpi
 from odc_mpi.errors import one_line_message
 
-#: A tensor and, before it, its offset in a flat array, in elements: `(offset, tensor)`.
+#: Offset in a flat array, in elements, and the tensor at this offset: `(offset, tensor)`.
 Segment = tuple[int, torch.Tensor]
 
 #: Options for NVRTC, also valid for nvcc. CuPy adds -ftz=true, which does not change the results of these sources.
@@ -59,12 +60,13 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array and find the largest magnitude. Elements outside of all tensors become zero.
+    """Copy tensors into a flat array and find the largest magnitude. Elements that no tensor covers become zero.
 
     Asynchronous on a GPU: kernels that are enqueued later on the same stream can use the results.
 
     Args:
-        segments: Offsets and tensors of any shape, dtype, strides and layout, in the order of offsets, without overlap.
+        segments: Offsets in `flat`, in ascending order, and tensors of any shape, dtype, strides and layout. The
+            tensors must not overlap in `flat`.
         flat: Output array, `[n]`, contiguous. All elements are overwritten.
 
     Returns:
@@ -85,7 +87,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Compute the same as `flatten` with torch operators."""
+    """Copy tensors into a flat array with torch operators. The result is the same as that of `flatten`."""
     filled = 0
     for start, tensor in segments:
         if filled < start:
@@ -116,7 +118,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     Args:
         shard: Array to update in place, `[n]`, contiguous.
         segments: Offsets in the shard and tensors of any shape, layout and floating-point dtype, on the device of the
-            shard. Their ranges may overlap, but they must not share memory with the shard.
+            shard. Segments may overlap in the shard, but must not share memory with it.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()
@@ -136,8 +138,8 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard with torch operators. The result is the same as that of `add_segments_`.
 
-    Each segment is added in one pass. It is copied first if its layout is not strided, or if type promotion with the
-    dtype of the shard gives another dtype.
+    Each segment is added in one pass. A segment is copied first if its layout is not strided, or if torch would promote
+    the sum to a dtype other than the dtype of the shard.
     """
     for start, tensor in segments:
         dense = _dense(tensor)
@@ -201,7 +203,7 @@ def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Te
 
 
 def _batches(segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int, Sequence[Segment]]]:
-    """Split a flat array into ranges of at most `MAX_SEGMENTS` segments: first element, end, segments."""
+    """Split a flat array into ranges with at most `MAX_SEGMENTS` segments, and yield `(start, stop, segments)`."""
     first = 0
     for i in range(0, max(1, len(segments)), MAX_SEGMENTS):
         stop = segments[i + MAX_SEGMENTS][0] if i + MAX_SEGMENTS < len(segments) else numel
@@ -234,7 +236,7 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Make a device the current one in the context. Usually it is, and the launch saves the time to set it."""
+    """Return a context manager that makes a device current. Does nothing, to save time, if it is current already."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
     guard = ExitStack()
@@ -246,7 +248,7 @@ def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextMana
 
 @functools.cache
 def _stream(address: int) -> Any:
-    """Return the CuPy object of a stream. Torch has few streams, which exist as long as the process."""
+    """Return the CuPy object of a stream. The cache is small: torch has few streams, which are never destroyed."""
     cupy = _cupy()
     assert cupy is not None
     return cupy.cuda.Stream.from_external(_Stream(address))

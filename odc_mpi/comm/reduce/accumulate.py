@@ -4,7 +4,7 @@
     flush      complete all pushes of this rank at their targets, before ranks synchronize. One-sided
     complete   make the sums available in the shards, after all ranks have flushed and synchronized
 
-With the store in `comm.reduce.mailbox`, the owners add the gradients.
+The store in `comm.reduce.mailbox` does not use MPI_Accumulate: the owners add the gradients.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows, and of ranks of a node that add concurrently. More were not measured.
+#: Maximum number of windows, and thus of ranks of a node that can add concurrently. More were not measured.
 MAX_WINDOWS = 4
-#: Maximum number of plans that a store keeps. Few different ranges are pushed, but a plan for 1000 owners takes 0.3 MB.
+#: Maximum number of plans that a store caches. Few different ranges are pushed. A plan for 1000 owners takes 0.3 MB.
 MAX_PLANS = 256
 
 
@@ -51,9 +51,9 @@ class WindowGradientStore(GradientStore, ShardStorage):
 class AccumulateGradientStore(WindowGradientStore):
     """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners take no part.
 
-    The shards of a rank, of all trainable arrays one after another, are in one window. Within a node, MPICH serializes
-    all MPI_Accumulate operations on a window, even to different owners. With MPICH the ranks are therefore spread over
-    up to `MAX_WINDOWS` windows. Two ranks that push 16 MB concurrently then take half the time.
+    A rank has its shards of all trainable arrays in one window, one after another. Within a node, MPICH serializes all
+    MPI_Accumulate operations on a window, even to different owners. With MPICH, the ranks are therefore spread over up
+    to `MAX_WINDOWS` windows. Two concurrent pushes of 16 MB then take half the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
@@ -122,7 +122,7 @@ class AccumulateGradientStore(WindowGradientStore):
             self._windows.pop().free()
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
-        """Return the owners of a range of elements, and the messages to them by number of the window."""
+        """Return the owners of a range of elements, and the messages to the owners by window number."""
         by_window: dict[int, list[Message]] = {}
         ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
         for owner, begin, end in ranges:

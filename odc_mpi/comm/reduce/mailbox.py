@@ -1,8 +1,8 @@
-"""Gradient store for networks without a fast MPI_Accumulate. Owners add gradients that others Put into ring buffers.
+"""Gradient store for networks without fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
 
-Every rank has an inbox with one ring buffer for each other rank, the origin of its content. A ring contains slots. A
-slot is a header followed by gradient elements. Its length varies. An origin splits gradients larger than a quarter of a
-ring.
+Every rank has an inbox with one ring buffer for each other rank, the origin of the content of the ring. A ring contains
+slots of varying length. A slot is a header followed by gradient elements. An origin splits gradients larger than a
+quarter of a ring.
 
 Each ring has two 64-bit byte counters, which never decrease:
 
@@ -11,21 +11,22 @@ Each ring has two 64-bit byte counters, which never decrease:
 
     push            the origin Puts header and elements into all rings with room, flushes, and Puts their `head`
     make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
-    flush           the origin reads `head` back from every owner until it is the value sent, since Flush does not
-                    ensure its arrival everywhere
+    flush           the origin reads `head` back from every owner until it equals the value sent, since MPI_Win_flush
+                    does not ensure on all networks that `head` has arrived
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
 so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
-memory. One pass over the inbox adds in the order of ranks, and for each rank in the order of its pushes.
+memory. One pass over the inbox adds slots in the order of ranks, and slots of the same rank in the order of pushes.
 
 Note: torn counters
     All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
-    is not larger. In shared memory an aligned 8-byte store is atomic. If a network writes a counter byte by byte in
-    ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of the old. This is
-    at most the new value, possibly less than the old. A small `head` means no new slots yet; a small `tail` means less
-    room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The mailbox is used where Accumulate is
-    slow, waits for its target, or fails, so it does not rely on this (measurements: benchmarks/notes/one-sidedness.md).
+    is not larger than the value sent. In shared memory an aligned 8-byte store is atomic. If a network writes a counter
+    byte by byte in ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of
+    the old value. The result is at most the new value, possibly less than the old value. A small `head` means no new
+    slots yet; a small `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The
+    mailbox is used where Accumulate is slow, waits for its target, or fails, so it does not rely on this (measurements:
+    benchmarks/notes/one-sidedness.md).
 """
 
 import threading
@@ -59,7 +60,7 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients with MPI_Put into slots of the ranks that own the shards.
+    """Gradient store that pushes gradients with MPI_Put into slots in the inboxes of the owners.
 
     An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe, or `complete`. Only
     one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
@@ -96,7 +97,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if it is too small."""
+        """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if `mailbox_bytes` is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment
@@ -154,7 +155,7 @@ class MailboxGradientStore(WindowGradientStore):
     def make_progress(self) -> bool:
         """Add all received slots to the shards, and Put the new tails. One-sided. Thread-safe.
 
-        Returns False, after a few microseconds, if there is nothing to do or another thread is doing it.
+        Returns False, after a few microseconds, if there is nothing to do or if another thread is adding slots.
         """
         self._inbox.sync()
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
@@ -197,7 +198,7 @@ class MailboxGradientStore(WindowGradientStore):
         self.world.progress.poke()
 
     def _fill_rings(self) -> bool:
-        """Put queued elements into rings that have room. Return True if any were put. One-sided."""
+        """Put queued elements into rings that have room. Return True if any elements were put. One-sided."""
         self._credit_window.sync()
         headers = []  # kept until the flush
         waiting = np.zeros(self.world.size, dtype=np.bool_)  # owners whose ring has no room for an earlier push
@@ -247,7 +248,7 @@ class MailboxGradientStore(WindowGradientStore):
         return headers
 
     def _counters_of(self, ranks: np.ndarray) -> Iterator[Message]:
-        """Return messages between this rank's counters at other ranks and local arrays with a counter for each rank."""
+        """Return messages between this rank's counter at each of `ranks` and a local array of counters by rank."""
         starts, sizes = (np.full_like(ranks, number) for number in (self.world.rank * COUNTER_BYTES, COUNTER_BYTES))
         return to_messages(ranks, starts, sizes, ranks * COUNTER_BYTES)
 
@@ -270,7 +271,7 @@ class MailboxGradientStore(WindowGradientStore):
                 self._unflushed.append(origin)
 
     def _headers(self, origin: int, tail: int, head: int) -> tuple[list[Header], int]:
-        """Return the headers of an origin's slots from `tail` on, and the end of the last slot."""
+        """Return the headers of an origin's slots from byte `tail` on, and the byte after the last slot."""
         self._inbox.sync()  # no load of a slot may move before the load of the counter
         headers = []
         # The last slot may end after `head`, which may be a torn read.
@@ -301,7 +302,7 @@ class _PushPlan(NamedTuple):
     Attributes:
         ranks: Owners of the range, except for this rank.
         parts: Initial `owners`, `starts`, `firsts` and `numels` of a `_PendingPush`, int64 `[4, n]`.
-        own: Start in the shard of this rank and part of the range that it owns; empty if it owns none.
+        own: Start in this rank's shard, and the part of the range that this rank owns. Empty if it owns no part.
     """
 
     ranks: tuple[int, ...]
@@ -311,13 +312,13 @@ class _PushPlan(NamedTuple):
 
 @dataclass
 class _PendingPush:
-    """Gradient of which some elements are not in the rings yet. It is referenced until all are.
+    """Gradient with elements that are not yet in the rings. It is referenced until all elements are in the rings.
 
     Attributes:
         values: Memory of `gradient` that can be passed to MPI.
-        owners: Ranks to which it is pushed, int64 `[n]`, and for each of them:
-        starts: Index in its shard of the first element that is not in its ring.
-        firsts: Index of this element in the gradient.
+        owners: Ranks to which the gradient is pushed, int64 `[n]`.
+        starts: For each owner, index in its shard of the first element that is not yet in its ring.
+        firsts: For each owner, index of the same element in the gradient.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Shards and mailbox slots in host memory, and the addition of slots to shards.
 
-A slot is a part of a received gradient: a header and elements. Here both are contiguous in the inbox of the owner. With
-`comm.reduce.device_slots` the elements are in device memory. `comm.reduce.mailbox` determines when a rank may write to
-a slot.
+A slot is a part of a received gradient: a header and elements. In this module, header and elements are contiguous in
+the inbox of the owner. With `comm.reduce.device_slots`, the elements are in device memory. `comm.reduce.mailbox`
+determines when a rank may write to a slot.
 """
 
 import threading
@@ -36,7 +36,7 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory (`shards`, by array index), and slots in its inbox."""
+    """Shards of this rank in private memory (`shards`, by array index), and slots in this rank's inbox."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT
@@ -52,11 +52,11 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the part of a ring of `ring_bytes` that is in the inbox, in bytes."""
+        """Return the number of bytes of a ring of `ring_bytes` that are in the inbox."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
-        """Allocate the shards, and the memory of slots that is not in the inbox. Collective. Call it once.
+        """Allocate the shards, and the memory of slots outside of the inbox. Collective. Call it only once.
 
         Args:
             inbox: Window that contains all rings, contiguously.
@@ -72,7 +72,7 @@ class HostSlots:
         return gradient.numpy()
 
     def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
-        """Start to Put a slot into this rank's ring in the inbox of each of `owners`. One-sided. `flush` completes it.
+        """Start to Put one slot into this rank's ring at each of `owners`. One-sided. `flush` completes the Puts.
 
         Args:
             headers: Headers of the slots, int64 `[n, 4]`. Do not modify them before the flush.
@@ -88,12 +88,12 @@ class HostSlots:
         self._inbox.flush()
 
     def header(self, origin: int, offset: int) -> list[int]:
-        """Return the four numbers in the header of the slot at `offset` in the ring of rank `origin`."""
+        """Return the header of the slot at `offset` in the ring of rank `origin`: array, start, numel, position."""
         at = self._header_start(origin, self.world.rank, offset)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, origin: int, headers: Sequence[Header]) -> None:
-        """Add slots received from rank `origin` to the shards, in order. On return the slots may be overwritten."""
+        """Add slots received from rank `origin` to the shards, in order. On return, the slots may be overwritten."""
         for index, start, numel, offset in headers:
             at = self._header_start(origin, self.world.rank, offset) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
@@ -133,10 +133,10 @@ class HostSlots:
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return one message of bytes for each owner: start in its window, size, and offset in the buffer."""
+    """Return one message in bytes per owner: start in the owner's window, size, and offset in the buffer."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)
 
 
 def ring_index(origin: Index, owner: Index) -> Index:
-    """Return the index of the ring of rank `origin` in the inbox of `owner`. An owner has no ring for itself."""
+    """Return the index of the ring of rank `origin` in the inbox of `owner`. A rank has no ring in its own inbox."""
     return origin - (origin > owner)

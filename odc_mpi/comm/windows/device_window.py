@@ -1,11 +1,11 @@
 """MPI windows over device memory (`Win.Create`).
 
-MPI does not allocate device memory. `Device.empty_for_windows` allocates it with the driver, because memory from a pool
-may have no handle for other processes. MPI libraries then copy through the host or fail.
+MPI does not allocate device memory. `Device.empty_for_windows` allocates it directly from CUDA, because memory from a
+pool may have no handle for other processes. Without such a handle, MPI libraries copy through the host or fail.
 
 The MPI library determines which operations work on such a window, and whether they wait for their target. Device
 windows are used where `odc-mpi doctor` found that they work (`probe.device_probe`), or where the settings require them.
-A window orders only MPI operations. `comm.device.device_stores` synchronizes them with the streams of the device.
+A window orders only MPI operations. `comm.device.device_stores` synchronizes windows with streams.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class DeviceWindow(Window):
 
     @override
     def free(self) -> None:
-        self._mapped_shards.clear()  # their memory is not that of MPI, so it stays while other tensors share it
+        self._mapped_shards.clear()  # MPI does not own their memory, which stays while other tensors share it
         super().free()
         self._memory = torch.empty(0)
 

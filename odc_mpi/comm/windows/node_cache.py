@@ -1,4 +1,4 @@
-"""Parameters in memory that the ranks of a node share, so that a node fetches each array once between publications.
+"""Cache of parameters in memory that the ranks of a node share. A node fetches each array only once per minibatch.
 
 Each array has a word in shared memory: the version of the parameters, the rank that fetches, and whether it has.
 
@@ -72,7 +72,7 @@ class NodeCache(ShardStorage, ParameterStore):
 
     @override
     def sync(self) -> None:
-        # Between the two calls of a publication no rank fetches, so it does not matter which one a rank has made.
+        # No rank fetches between the two calls of a publication, so ranks need not make these calls at the same time.
         self._version += 1
 
     @override
@@ -119,7 +119,7 @@ class NodeCache(ShardStorage, ParameterStore):
         return taken
 
     def _word(self, local_rank: int) -> int:
-        """Return the word of an array that a rank of the node has claimed. When the array is ready it is 1 more."""
+        """Return the word of an array that a rank of the node has claimed. The word of a ready array is larger by 1."""
         return 2 * (self._version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:

@@ -1,9 +1,10 @@
-"""Parameters in an MPI window, which has the shards of all arrays, one after another.
+"""Parameters in an MPI window that contains the shards of all arrays.
 
-A fetch returns a view if all ranks are on one node and map each other's shards. Otherwise it starts MPI_Gets of the
-shards that this rank does not map, copies the others meanwhile, and flushes the window. These steps are the same for
-fetches of arrays of equal size, and are determined once (`FetchPlan`). A flush completes all fetches in flight: usually
-one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
+If all ranks are on one node and map each other's shards, the memory of the node contains full arrays, one after
+another, and a fetch returns a view. Otherwise the memory of a rank contains its shards, one after another. A fetch then
+starts MPI_Gets of the shards that this rank does not map, copies the mapped shards meanwhile, and flushes the window.
+Arrays of equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight: usually one,
+since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,9 @@ class FetchPlan(NamedTuple):
 
     Attributes:
         owners: Ranks that are accessed with MPI_Get.
-        gets: Messages of these Gets. Offsets in the window are relative to the start of the array's shard, offsets in
-            the buffer to the start of the array.
-        mapped: Owner, start and stop in the array of each shard that this rank maps.
+        gets: Messages of the Gets. Offsets in the window are relative to the start of the array's shard, offsets in the
+            buffer to the start of the array.
+        mapped: `(owner, start, stop)` of each shard that this rank maps. Start and stop are offsets in the array.
     """
 
     owners: tuple[int, ...]
@@ -48,9 +49,9 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameters in a window of `kind`.
+    """Parameter store with the shards in an MPI window that the factory `kind` creates.
 
-    A fetch returns host memory: a view if all ranks are on one node and map each other's shards, otherwise a copy.
+    A fetch returns a view if all ranks are on one node and map each other's shards, otherwise a copy.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
@@ -58,8 +59,8 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world = world
         self._kind = kind
         self._shards: list[torch.Tensor] = []
-        # Full arrays, if fetches do not copy. Not the memory of `_shards` for torch: a change of a shard must not look
-        # like a change of tensors that autograd has saved.
+        # Full arrays, if fetches do not copy. For torch, they share no storage with `_shards`: autograd must not regard
+        # a change of a shard as a change of a saved tensor.
         self._arrays: list[torch.Tensor] = []
         self._plan_of = cache(self._plan_fetch)
 
@@ -86,12 +87,12 @@ class WindowParameters(ShardStorage, ParameterStore):
             self._shards = [self._window.tensor[start:].view(dtype)[:numel] for start, dtype, numel in arrays]
 
     def fetch_plan(self, index: int) -> FetchPlan:
-        """Return the steps of a fetch of an array."""
+        """Return the steps of a fetch of the array with index `index`."""
         layout, itemsize = self.layouts[index], self.dtype_of(index).itemsize
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to read the shards that this rank does not map into `buffer`, the full array. One-sided."""
+        """Start to read all shards that this rank does not map. One-sided. `buffer` is the buffer of the full array."""
         owners, gets, _ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):

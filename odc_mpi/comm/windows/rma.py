@@ -5,9 +5,9 @@
                    memory; ranks of other nodes read it with MPI_Get
     DeviceWindow   device memory (`comm.windows.device_window`)
 
-A window has one passive-target epoch, Lock_all(NOCHECK), from its creation until it is freed (MPI-4.1, 12.5.3). Its
-memory model must be unified, since each rank accesses its own memory by load and store. On windows that `Win.Create`
-makes of host memory, a Get from the same node waits in MPICH and Open MPI until the target calls MPI. `SharedWindow`
+A window has one passive-target epoch, Lock_all(NOCHECK), from its creation until it is freed (MPI-4.1, 12.5.3). The
+memory model must be unified, since each rank accesses its own memory by load and store. With MPICH and Open MPI, a Get
+from the same node waits until the target calls MPI if `Win.Create` has made the window from host memory. `SharedWindow`
 therefore uses `Win.Create` only for Gets between nodes.
 """
 
@@ -30,7 +30,7 @@ from odc_mpi.runtime.world import World
 #: `len` (number of elements) and slicing.
 Memory: TypeAlias = np.ndarray | memoryview
 #: Part of an RMA operation between a buffer and the windows of other ranks: the target rank, the first element in its
-#: shard, and `(numel, first element in the buffer)`, a pair because this is the form that mpi4py takes.
+#: shard, and the pair `(numel, first element in the buffer)`, as mpi4py expects it. All count elements of the window.
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
 #: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
@@ -43,20 +43,20 @@ _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", t
 MAX_MESSAGE_NUMEL = 1 << 27
 #: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
-#: True if this version of torch can replace the memory of a tensor. Tensors that view a window then survive its end.
+#: True if this version of torch can replace the memory of a tensor. Views of a window then stay valid when it is freed.
 CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Window:
     """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
 
-    It raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
+    Construction raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
 
     Args:
         same_size: True if `numel` is the same on all ranks.
 
     Attributes:
-        tensor: Shard of this rank.
+        tensor: Shard of this rank, `[numel]` of `dtype`.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
@@ -73,11 +73,11 @@ class Window:
         self.tensor = self._mapped_shards[world.rank]
         # This first touch of the pages would otherwise slow down the first fetch.
         self.tensor.zero_()
-        # Other ranks may access the shard after this and a collective.
+        # Other ranks may access the shard after this call and a collective.
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return a view of the shard of rank `target`, or None if this rank does not map its memory."""
+        """Return a view of the shard of rank `target`, or None if this rank does not map that shard."""
         return self._mapped_shards.get(target)
 
     @property
@@ -86,30 +86,30 @@ class Window:
         return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to copy elements of a shard, from element `start` on, into the byte buffer `buffer`. One-sided.
+        """Start to copy elements of the shard of rank `target`, from element `start` on, into `buffer`. One-sided.
 
-        The copy is complete after `flush`.
+        `buffer` is a buffer of bytes, and its size is the number of bytes to copy. The copy is complete after `flush`.
         """
         self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of a shard, from element `start` on, with `values`, a buffer of bytes. One-sided.
+        """Start to overwrite elements of the shard of rank `target` with `values`, from element `start` on. One-sided.
 
-        Do not modify `values` before `flush` has completed the operation.
+        `values` is a buffer of bytes. Do not modify it before `flush` has completed the operation.
         """
         self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
     def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
-        """Start to copy parts of the shards of other ranks into `buffer`, a buffer of bytes. One-sided.
+        """Start to copy parts of the shards of other ranks into `buffer`, a contiguous buffer of any type. One-sided.
 
-        The parts begin `base` elements after the positions in `parts`.
+        `base` is added to the start of each part in its shard.
         """
         get, element = self._win.Get, self._copied
         for target, start, span in parts:
             get([buffer, span, element], target, base + start)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
-        """Start to overwrite parts of the shards of other ranks with parts of `values`, a buffer of bytes. One-sided.
+        """Start to overwrite parts of the shards of other ranks with parts of `values`, a contiguous buffer. One-sided.
 
         Do not modify `values` before `flush` has completed the operation.
         """
@@ -120,8 +120,8 @@ class Window:
     def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start to add parts of `values` to parts of the shards of other ranks. One-sided.
 
-        The parts begin `base` elements after the positions in `parts`. `values` has the dtype of the shard. Do not
-        modify it before `flush_local`.
+        `base` is added to the start of each part in its shard. `values` has the dtype of the shards. Do not modify
+        `values` before `flush_local`.
         """
         assert self._summed is not None, "MPI cannot add this type"
         accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
@@ -129,11 +129,11 @@ class Window:
             accumulate([values, span, element], target, base + start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add `value` to the int64 element at `offset` of a shard, and return its old value. One-sided."""
+        """Atomically add `value` to the int64 element at `offset` of a shard, and return the old element. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
-        """Atomically read the int64 element at `offset` of a shard. One-sided."""
+        """Atomically read and return the int64 element at `offset` of a shard. One-sided."""
         return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
     def atomic_store(self, target: int, offset: int, value: int) -> None:
@@ -141,18 +141,18 @@ class Window:
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Atomically overwrite an int64 element of a shard if it is `expected`, and return its old value. One-sided."""
+        """Atomically overwrite an int64 element of a shard if it is `expected`. Returns the old element. One-sided."""
         operand, compared, before = (np.array([each], dtype=np.int64) for each in (value, expected, 0))
         self._win.Compare_and_swap(operand, compared, before, target, offset)
         self._win.Flush(target)
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Read the first `count` int64 elements of a shard, each one atomically. One-sided."""
+        """Return the first `count` int64 elements of a shard, each read atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a shard with the int64 array `values`, each one atomically. One-sided."""
+        """Overwrite the first elements of a shard with the int64 array `values`, each atomically. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
@@ -177,7 +177,7 @@ class Window:
             self._win.Flush(target)
 
     def flush_local(self) -> None:
-        """Complete the operations of this rank locally. One-sided. Their buffers may be modified afterwards."""
+        """Complete the operations of this rank locally, so that their buffers may be modified. One-sided."""
         self._win.Flush_local_all()
 
     def sync(self) -> None:
@@ -186,7 +186,7 @@ class Window:
             win.Sync()
 
     def free(self) -> None:
-        """Free the window. Collective. If `CAN_DETACH_STORAGE`, tensors that view its memory keep a copy of it."""
+        """Free the window. Collective. If `CAN_DETACH_STORAGE` is True, tensors that view the window keep a copy."""
         views = (*self._mapped_shards.values(), *self._views)
         storages = [StorageWeakRef(view.untyped_storage()) for view in views]
         del views
@@ -234,6 +234,7 @@ class WindowFactory:
 
     Attributes:
         create: Function that creates a window from `(world, numel, dtype)`. Collective.
+        on_host: True if the windows are in host memory.
     """
 
     create: Callable[..., Any]
@@ -244,9 +245,9 @@ HOST_WINDOW = WindowFactory(Window)
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return a view of a contiguous tensor `[n]`, on any device, that can be passed to MPI.
+    """Return the memory of a contiguous tensor `[n]`, on any device, as a buffer that can be passed to MPI.
 
-    Only MPI may access device memory: reading it from Python would crash. The view does not keep the tensor alive.
+    Only MPI may access device memory: reading it from Python would crash. The buffer does not keep the tensor alive.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous()
     view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]
@@ -261,11 +262,11 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle of started operations, whose `wait` completes them by calling `flush`.
+    """Return a handle of operations in flight. The method `wait` of the handle completes them by calling `flush`.
 
     Args:
-        what: Description of the operations. If the deadline expires, the message contains it and `owners`.
-        memory: Buffer of the operations. The handle references it until it is complete, since MPI does not.
+        what: Description of the operations. If the deadline expires, the error message contains `what` and `owners`.
+        memory: Buffer of the operations. The handle references the buffer until they are complete, since MPI does not.
     """
 
     def complete(_memory: torch.Tensor) -> None:
@@ -276,6 +277,6 @@ def deferred_flush(
 
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
-    """Split an operation on `numel` elements, from element `start` of a shard and `first` of a buffer on."""
+    """Yield the messages for `numel` elements, from element `start` of a shard and element `first` of a buffer on."""
     for done in range(0, numel, MAX_MESSAGE_NUMEL):
         yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

@@ -9,10 +9,10 @@ from odc_mpi.runtime.world import World
 
 
 class SharedWindow(Window):
-    """Window with one zero-filled shard, `[numel]`, per rank. Ranks of the same node map each other's shards.
+    """Window whose zero-filled shards, `[numel]` per rank, are mapped by all ranks of the same node.
 
-    Construction is collective. `numel` must be the same on all ranks. The shards of the node are contiguous, in the
-    order of the ranks (MPI-4.1, 12.2.3).
+    Construction is collective. `numel` must be the same on all ranks. The shards of a node follow each other in memory,
+    in the order of the ranks (MPI-4.1, 12.2.3).
     """
 
     @override
@@ -34,9 +34,10 @@ class SharedWindow(Window):
         return torch.frombuffer(self._node_memory, dtype=torch.uint8)
 
     def node_view(self, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return elements of the memory of all ranks of the node, from byte `start` on.
+        """Return elements of the shards of all ranks of the node as one tensor `[numel]`, from byte `start` on.
 
-        Each view has a storage of its own, of which a copy is kept if it is referenced when the window is freed.
+        Each view has its own storage. A view that is still referenced when the window is freed keeps a copy of its
+        elements.
         """
         view = torch.frombuffer(self._node_memory, dtype=dtype, count=numel, offset=start)
         self._views.append(view)

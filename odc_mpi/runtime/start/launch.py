@@ -6,9 +6,8 @@
 
 Launchers end all ranks when one of their processes dies; MPICH sends SIGKILL. Therefore, a parent
 
-- continues after a crash of its child until rank 0 has printed the result,
-- does not forward requests of the child to abort the job to the launcher (PMI of MPICH and Slurm; not possible with
-  PMIx),
+- keeps running after a crash of its child until rank 0 has printed the result,
+- does not forward the child's requests to abort the job to the launcher (PMI of MPICH and Slurm; impossible with PMIx),
 - reports the crash to the parent of rank 0 through a socket, if both are on the same node.
 """
 
@@ -34,7 +33,7 @@ from odc_mpi.runtime.start.pmi import PmiRelay
 
 #: Variables with the rank of a process: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: Variable with the index of a Slurm task, which is set with and without MPI.
+#: Variable with the index of a Slurm task. Slurm sets it with and without MPI.
 _TASK_VARIABLE = "SLURM_PROCID"
 #: Seconds between checks of the child. The launcher of Open MPI sends SIGKILL 0.25 s after SIGTERM.
 _POLL_S = 0.03
@@ -58,7 +57,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Return the rank of this process from environment variables, 0 without a launcher. Does not initialize MPI."""
+    """Return the rank of this process from environment variables, or 0 without a launcher. Does not initialize MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
     ranks = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
@@ -69,9 +68,9 @@ class ChildResult:
     """Result of a child process.
 
     Attributes:
-        messages: Last message of the child. Empty if it sent none.
+        messages: Last message of the child. Empty if the child sent no message.
         failure: Failure of the child, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
-            `ENDED_BY_LAUNCHER`, or None if it ended without one.
+            `ENDED_BY_LAUNCHER`, or None if the child did not fail.
         output_tail: Last lines of the standard output and error of a failed child.
     """
 
@@ -108,7 +107,7 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
 
 @contextmanager
 def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[ChildResult]:
-    """Context manager that runs a child, which takes the place of this process in the job, and yields its result.
+    """Context manager that runs a child in place of this process in the job, and yields the result of the child.
 
     Print the result inside the block. After the block the child is killed, which may end the job.
 
@@ -116,8 +115,9 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
         command: Command of the child. The file descriptor for messages is appended as its last argument.
         rank: Rank of this process. On rank 0 the block begins when the result is known, on other ranks when this
             process is no longer needed.
-        deadline_s: Maximum duration of the child, in seconds. After it, the child counts as failed.
-        quiet_s: Maximum time between two messages on rank 0, in seconds. After it, the child counts as failed.
+        deadline_s: Maximum duration of the child, in seconds. A child that takes longer counts as failed.
+        quiet_s: Maximum time between two messages on rank 0, in seconds. After longer silence the child counts as
+            failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -221,7 +221,7 @@ class _Child:
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[str, str] | None:
-        """Return the crash of the child and its last lines of output, or None if it has not crashed."""
+        """Return a description of the child's crash and its last lines of output, or None if it has not crashed."""
         code = self._process.poll()
         if not code and not self._pmi.abort_requested:
             return None

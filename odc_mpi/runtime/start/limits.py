@@ -29,7 +29,7 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """In the main thread, set a timer that ends this process if it still runs after max(`seconds`, `END_S`) seconds."""
+    """In the main thread, set a timer that ends this process after `seconds` seconds, or after `END_S` if longer."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 

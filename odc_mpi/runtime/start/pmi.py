@@ -2,8 +2,8 @@
 
 Processes find each other through their launcher, with the protocol PMI (mpiexec of MPICH, srun --mpi=pmi2) or PMIx
 (mpiexec of Open MPI, srun --mpi=pmix). With the wrong protocol, or none, every process is rank 0 of 1, and the
-processes overwrite each other's files. MPICH under a PMIx launcher ends its processes without an explanation, so the
-launcher is checked before MPI starts.
+processes overwrite each other's files. MPICH without PMIx support ends its processes without an explanation under a
+PMIx launcher, so the launcher is checked before MPI starts.
 
 `PmiRelay` connects a launcher and a child process that takes the place of a rank (`runtime.start.launch`).
 """
@@ -27,14 +27,14 @@ _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
-    """Raise `UserError` if the launcher uses PMIx and the MPI library is an MPICH that does not support it.
+    """Raise `UserError` if the launcher uses PMIx and the MPI library is an MPICH without PMIx support.
 
-    MPICH would end this process without an explanation. Under a PMIx launcher, this call initializes MPI if the library
-    is compatible. Under other launchers, it does nothing, and the import of mpi4py initializes MPI.
+    Such an MPICH would end this process without an explanation. Under a PMIx launcher, this function initializes MPI if
+    the library is compatible. Under other launchers, it does nothing, and importing mpi4py initializes MPI.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
-    # The import must not start MPI, which may fail. Afterwards the state is as if it had.
+    # The import must not start MPI, since that may fail. MPI_Finalize still runs at exit.
     import mpi4py
 
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
@@ -68,7 +68,7 @@ def srun_advice() -> str | None:
 
 
 def srun_mpi() -> str:
-    """Return the value of the srun option --mpi for the MPI library of this environment. Does not initialize MPI."""
+    """Return the value of the srun option --mpi for the installed MPI library. Does not initialize MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -80,7 +80,7 @@ def srun_mpi() -> str:
 
 
 def _started() -> tuple[str, int]:
-    """Return the environment variable with the number of started processes: its name, and its value or 0."""
+    """Return the name and value of the environment variable with the number of started processes; 0 if not set."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     size, name = max((int(os.environ.get(name) or 0), name) for name in names)
@@ -100,8 +100,8 @@ def _is_slurm() -> bool:
 class PmiRelay:
     """Relay of messages between a child and a PMI launcher. Does nothing under other launchers.
 
-    Requests of the child to abort the job are not forwarded. In both versions of PMI, a message arrives in one read and
-    is answered before the next one is sent.
+    Requests of the child to abort the job are not forwarded. In both versions of PMI, each message arrives in one read
+    and is answered before the next message is sent.
 
     Attributes:
         abort_requested: True if the child has requested to abort the job.
@@ -120,7 +120,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start to forward messages. Call this after the child has inherited its end of the connection."""
+        """Start to forward messages. Call it after the child has inherited its end of the connection."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()

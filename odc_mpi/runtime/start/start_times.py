@@ -1,4 +1,4 @@
-"""Seconds of the phases of a start, from the start of the process to the end of the first step. Does not use MPI."""
+"""Durations of the phases of a start, from the start of the process to the end of the first step. Does not use MPI."""
 
 import os
 import time
