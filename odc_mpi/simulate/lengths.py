@@ -1,7 +1,7 @@
-"""Distributions of sequence lengths: those of known data sets, or the lengths in a prepared data set.
+"""Distributions of sequence lengths, for known data sets and for a prepared data set.
 
-The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign the range is also known. Lengths
-are usually about log-normal up to a maximum. Their spread, sigma, is an assumption; see `KNOWN_DISTRIBUTIONS`.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign, the range is also known. The
+lengths are assumed to be log-normal up to a maximum. For the assumed values of sigma, see `KNOWN_DISTRIBUTIONS`.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,17 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution of lengths, whose logarithms have these two moments before truncation to `max_tokens`."""
+    """Log-normal distribution of lengths, truncated to `max_tokens`.
+
+    Before truncation, the logarithm of a length has the mean `location` and the standard deviation `sigma`.
+    """
 
     location: float
     sigma: float
     max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths from 1 to `max_tokens`, int64 [n]."""
+        """Sample `n` lengths between 1 and `max_tokens`, int64 [n]. Greater lengths are set to `max_tokens`."""
         lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
@@ -51,7 +54,8 @@ class EmpiricalLengths:
 
 LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
-#: Locations are such that means after truncation are those of the ODC paper: 16,500, 34,700 and 9,000 tokens.
+#: Distributions by name. Their locations give, after truncation, the mean lengths in the ODC paper: 16,500 (longalign),
+#: 34,700 (swesmith) and 9,000 (aime) tokens.
 KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
     "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in the range
@@ -65,7 +69,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a distribution by its name, or by the path of a data set. Raises `UserError` for any other name."""
+    """Return the known distribution `name`, or that of the data set at the path `name`, or raise `UserError`."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
