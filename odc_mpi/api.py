@@ -68,9 +68,9 @@ def shard_model(
             and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose
             sums do not depend on the order of the additions (docs/exact.md).
         activation_checkpointing: True to save only the inputs of each unit and recompute its forward in the backward.
-        prefetch: Number of units to fetch ahead of their use, and number of pushes in flight (at least 1). Each unit
-            beyond the first needs memory for one more unit. If positive and MPI grants MPI_THREAD_MULTIPLE, fetches and
-            pushes run on two separate threads.
+        prefetch: Number of units to fetch ahead of their use, and number of pushes in flight (at least 1). Each
+            increment beyond 1 needs memory for one more unit. If `prefetch` is positive and MPI grants
+            MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
         weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
             device.
         decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With
@@ -84,8 +84,8 @@ def shard_model(
         node_cache: "auto" to fetch each unit from other nodes once per node, into shared memory, if the parameter
             caches of the ranks of each node could together hold the model (docs/caching.md). "off" to fetch each unit
             once per rank.
-        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin. Shards
-            are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
+        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
+            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
         optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
 
     Returns:

@@ -23,7 +23,7 @@ def parse_size(text: str) -> int | None:
 
 
 def format_seconds(value: float) -> str:
-    """Format a duration in seconds with at least two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
+    """Format a duration in seconds with a suitable unit and precision, such as "3.1 s", "0.21 ms" or "1.5 us"."""
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"

@@ -21,14 +21,14 @@ from odc_mpi.files import parse_json
 
 #: OWNER/NAME, or only NAME for the oldest models, optionally followed by @REVISION: a branch, tag or commit.
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?", re.ASCII)
-#: Directory of a snapshot in a cache, maybe of another machine: name of the repository, and commit.
+#: Directory of a snapshot in a cache, possibly of another machine: name of the repository, and commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
 #: Time without new bytes after which a download is ended, in seconds.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
-#: The child ends with this process, also if that is killed. The working directory is no place to import from.
+#: The child ends with this process, even if this process is killed. It imports nothing from the working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = [path for path in sys.path if path]

@@ -28,7 +28,7 @@ from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeRepor
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Maximum time of each trial. Less than `probe.FULL`, since there are six operations for each kind of peer.
+#: Maximum time of each trial, shorter than in `probe.FULL`, since there are six operations for each kind of peer.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0

@@ -7,9 +7,9 @@ Ranks may have different budgets, because fetches and pushes are one-sided and d
 neither communicates nor allocates memory.
 
 A unit is admitted to the cache when it is first fetched, if it fits the remaining budget. It is never evicted to admit
-another unit. Training uses units 1..L and then L..1. There, no policy needs fewer fetches, and LRU needs equally many.
-Evaluation and generation use units 1..L repeatedly. There, LRU would always evict the unit that is needed next.
-docs/caching.md explains this policy and the automatic sizes.
+another unit. Training uses units 1..L and then L..1. For this order, no policy needs fewer fetches, and LRU needs as
+many. Evaluation and generation use units 1..L repeatedly. For this order, LRU would always evict the unit that is
+needed next. docs/caching.md explains this policy and the automatic sizes.
 """
 
 from collections.abc import Hashable, Sequence

@@ -2,8 +2,8 @@
 
 The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
 (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
-gradient is sent. A push is in flight while the next gradient is computed and copied. It runs on a thread if the
-transport allows it, and several may be in flight (`num_push_buffers`).
+gradient is sent. A push is in flight while the next gradient is computed and copied. Pushes run on a thread if the
+transport allows it. Several pushes may then be in flight (`num_push_buffers`).
 
 If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
 gradient. Their sum is pushed once: at the end of the minibatch, or in the last backward as soon as the sum is complete.

@@ -6,7 +6,7 @@
     optimizer.step()             updates this rank's slices
     model.publish()              parameters published, gradients cleared (collective)
 
-Construction, forwards, backwards, `unsharded`, `state_dict` and `close` communicate, too. Other methods do not.
+Construction, forwards, backwards, `unsharded`, `state_dict`, `close` and assignments to `cache_bytes` communicate, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -133,9 +133,9 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or
-        `param_dtype` if that is wider. All ranks have the same number of slices, in the same order. After a minibatch,
-        `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
+        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or the
+        dtype of the parameter if that is wider. All ranks have the same number of slices, in the same order. After a
+        minibatch, `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -233,7 +233,7 @@ class ShardedModel:
 
         Args:
             gradients: True if the enclosed code may run a backward. If False, the modules hold full parameters without
-                gradients, so a forward is as fast as in an unsharded module. Then no minibatch may end in the code.
+                gradients, so a forward is as fast as in an unsharded module, but no minibatch may end inside.
 
         Raises:
             UserError: The parameter cache is smaller than all units except the root, or fetches are collective.
@@ -250,9 +250,9 @@ class ShardedModel:
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context manager that publishes `what` as the status of this rank, instead of the unit in use.
 
-        In the enclosed code, forwards are not counted as microbatches. Use it for generation, which runs one forward
-        per token. Messages of other ranks insert `what` after "was last seen". It yields a function that replaces
-        `what`.
+        In the enclosed code, forwards are not counted as microbatches. This suits generation, which runs one forward
+        per token. Messages of other ranks insert `what` after "was last seen". The context manager yields a function
+        that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 

@@ -54,7 +54,7 @@ def check_not_sharded(module: nn.Module) -> None:
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the same shape in which all elements are NaN and share the memory of one element."""
+    """Return a parameter with the shape of `parameter`, whose elements are all NaN and share one element's memory."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 

@@ -31,8 +31,8 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     A unit takes the same fraction of a microbatch on all ranks, so the same rank is the slowest at all units of a
     microbatch. Therefore, synchronizing only once per microbatch gives the same result.
 
-    `durations` contains the duration of each microbatch by rank. For 0, the rank runs a dummy microbatch, which takes
-    `dummy_s[rank]`.
+    `durations[rank]` contains the durations of the microbatches of a rank. In place of a missing duration or 0, the
+    rank runs a dummy microbatch, which takes `dummy_s[rank]`.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -80,10 +80,11 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 def simulate_dynamic(
     ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float]
 ) -> SimulatedTiming:
-    """Simulate ranks that claim the next microbatch when they become idle. Of ranks idle at once, the lowest is first.
+    """Simulate ranks that claim the next microbatch when they become idle.
 
     Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on.
-    `duration(r, k)` returns the duration of microbatch k on rank r.
+    `duration(r, k)` returns the duration of microbatch k on rank r. The rank that became idle first claims first. If
+    several ranks became idle at the same time, the lowest of them claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

@@ -21,9 +21,9 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution of lengths, truncated to `max_tokens`.
+    """Log-normal distribution of lengths, clipped to `max_tokens`.
 
-    Before truncation, the logarithm of a length has the mean `location` and the standard deviation `sigma`.
+    Before clipping, the logarithm of a length has the mean `location` and the standard deviation `sigma`.
     """
 
     location: float
@@ -31,7 +31,7 @@ class LogNormal:
     max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths between 1 and `max_tokens`, int64 [n]. Greater lengths are set to `max_tokens`."""
+        """Sample `n` lengths and clip them to the range from 1 to `max_tokens`, int64 [n]."""
         lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
@@ -54,12 +54,13 @@ class EmpiricalLengths:
 
 LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
-#: Distributions by name. Their locations give, after truncation, the mean lengths in the ODC paper: 16,500 (longalign),
-#: 34,700 (swesmith) and 9,000 (aime) tokens.
+#: Distributions by name. After clipping, their mean lengths are those in the ODC paper: 16,500 (longalign), 34,700
+#: (swesmith) and 9,000 (aime) tokens.
 KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
     "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
-    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in the range
-    # and 0.7 % are truncated. Speed-up of LB-Mini for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: 1.20, 1.26, 1.27.
+    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058). With sigma 0.65, three quarters are in
+    # this range and 0.7 % are clipped. Speed-up of LB-Mini for 8 ranks with 4 sequences each and sigma 0.5, 0.65, 0.8:
+    # 1.20, 1.26, 1.27.
     "longalign": LogNormal(9.5076828889233, 0.65, 65_536),
     # Transcripts of agents under the same limits vary less. Longest: 128K, a common context length of models.
     "swesmith": LogNormal(10.330653796542368, 0.5, 131_072),

@@ -14,7 +14,7 @@ LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. `is_size` is True for sizes in bytes that can be given as 512M."""
+    """Inclusive bounds and help text of an option. `is_size` is True for sizes in bytes that accept suffixes (512M)."""
 
     minimum: float
     maximum: float
@@ -34,10 +34,10 @@ class ScenarioOptions:
         lengths: Name of a distribution of sequence lengths, or path of a data set (see `lengths_by_name`).
         speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1. Each rank has a new
             speed in each minibatch, to model everything that slows a rank down for seconds.
-        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. It is log-normal with
-            mean 1, so the cost is correct on average.
-        num_units: Number of groups of parameters that are fetched together. In each microbatch, a unit is fetched twice
-            (for forward and backward) and its gradient is pushed once.
+        cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. The ratio is log-normal
+            with mean 1, so the cost is correct on average.
+        num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
+            is fetched twice (for the forward and the backward) and its gradient is pushed once.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
         gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """

@@ -6,11 +6,12 @@
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they are finished
     bound                  lower bound: the larger of the time of all work without any waiting, and the earliest time at
-                           which the group that is generated last can be trained
+                           which training on a completion of the group that is generated last can end
 
-The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A step adds a
-token to each unfinished completion. It needs a constant time plus a time for each of them. A group can be trained when
-its last completion is finished, since its advantages are known only then. Idle ranks claim it in `SHARES` shares.
+The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A decode step
+adds a token to each unfinished completion. The step takes a constant time plus a time per unfinished completion. Ranks
+can train on a group when its last completion is finished, since its advantages are known only then. Idle ranks claim
+the group in `SHARES` shares.
 
 The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by the time of the schedule.
 """
@@ -74,7 +75,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return sorted pairs of end time and index for the prompt groups `groups` that a rank decodes together."""
+        """Return end time in seconds and index of each prompt group that a rank decodes together, sorted by time."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.

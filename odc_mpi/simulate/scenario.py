@@ -84,7 +84,7 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario(ScenarioOptions):
-    """Simulated run, of which the seed determines the minibatches.
+    """Scenario of a simulated run. The seed determines all minibatches.
 
     A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
 

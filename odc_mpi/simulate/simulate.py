@@ -49,7 +49,7 @@ SCHEDULES = (
 #: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
-#: Pauses in timelines that are shorter, in seconds, are omitted.
+#: Pauses shorter than this time, in seconds, are omitted from timelines.
 PAUSE_S = 1e-3
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)

@@ -6,7 +6,7 @@ Methods are called in this order; arrays are identified by their index in the tr
     write_flat, accumulate                      in a backward: write gradients to a push buffer, or add to a local sum
     note_push                                   before a local sum is pushed
     local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
-    to_gradients                                then: convert the gradients of this rank for the optimizer
+    to_gradients                                afterwards: convert the gradients of this rank for the optimizer
     note_scaling                                after all gradients are divided by a number
     sum_of_squares, norm                        gradient norm: squares of this rank, and the norm over all ranks
 """

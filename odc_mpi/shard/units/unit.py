@@ -82,7 +82,7 @@ class Unit:
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Wait until the fetch is complete. If it raises an exception, the unit is sharded again. One-sided."""
+        """Wait until the fetch is complete. If the fetch raises an exception, the unit is sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED

@@ -8,7 +8,7 @@ unsharded:
     units within `cache`           until the minibatch ends; so do all units in memory of the node (`Access.NODE`)
     other units                    at most max(1, prefetch); the least recently used one is resharded first
 
-From `module.weight` to a tensor:
+Steps from a lookup of `module.weight` to a tensor:
 
     modules.OnDemandParameters      looks up the dotted name of the parameter
     UnitForwards.parameter          returns the same tensor within one forward of a unit; for the first tensor:
@@ -46,7 +46,7 @@ MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Unsharded units of a model, which are fetched on demand or prefetched. Least recently used are resharded first.
+    """Unsharded units of a model, fetched on demand or prefetched. The least recently used unit is resharded first.
 
     Args:
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
