@@ -151,8 +151,8 @@ def decide_for(
     layout of ranks and GPUs.
 
     Args:
-        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host.
-            The latter is the baseline of benchmarks, needs no probe, and allows no other setting.
+        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
+            baseline of benchmarks. "collective" needs no probe, and the other settings must have their defaults.
         zero_copy: "auto" to read parameters of other ranks on the node from shared memory if possible, or "off" to copy
             them.
         reduction: Operation that adds gradients to the shards of other ranks: "auto", "accumulate" or "mailbox".

@@ -2,8 +2,7 @@
 
 Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has successfully
 tested all necessary operations: Get, and either Accumulate or Put (for a mailbox). Each operation must work with device
-memory at the origin and with every kind of peer in the job. Get between devices must not be much slower than between
-hosts.
+memory at the origin and with every kind of peer. Get between devices must not be much slower than between hosts.
 """
 
 from collections.abc import Mapping

@@ -35,8 +35,8 @@ class OperationResult:
 
     Attributes:
         one_sided: True if the operation completed while its target computed, False if it waited for the target.
-        idle_s: Median time of a small operation while the target waits inside MPI, in seconds. Small operations have
-            64 bytes, but `fetch_and_op` 8 bytes.
+        idle_s: Median time of a small operation (64 bytes; `fetch_and_op`: 8 bytes) while the target waits inside MPI,
+            in seconds.
         busy_s: Median time of a small operation while the target computes without entering MPI, in seconds.
         gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that was
             tried within the time limit.

@@ -8,10 +8,10 @@
                message; the origin reads the value as soon as it has received the message
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
-Only the clock of the origin is used. The target receives the next command when it has computed for the given time. This
-shows the origin when the computation ended. The origin subtracts the given time to determine when it began. A
-measurement is valid if it began during the computation. The operation is one-sided if it took only a short time, and
-the target still computed for at least half of the given time after the last measurement.
+Only the clock of the origin is used. The target receives the next command only after it has computed for the given
+time. The origin thus observes when the computation ended, and subtracts the given time to determine when the
+computation began. A measurement is valid if it began during the computation. The operation is one-sided if it took only
+a short time and the target still computed for at least half of the given time after the last measurement.
 """
 
 import statistics

@@ -3,8 +3,8 @@
     report    [ sums | values | parameters ]   float64, one row per rank
 
 The sums over all ranks show whether the gradients are finite (`shard.gradient_format`). `parameters` is a bitmap of the
-parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB.
-If no rank pushed a gradient of a parameter, `.grad` of the parameter is None, as in plain PyTorch. The optimizer then
+parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB. If
+no rank pushed a gradient of a parameter, `.grad` of the parameter is None, as in plain PyTorch. The optimizer then
 skips the parameter instead of applying weight decay and momentum.
 """
 

@@ -250,9 +250,8 @@ class ShardedModel:
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context manager that publishes `what` as the status of this rank, instead of the unit in use.
 
-        In the enclosed code, forwards are not counted as microbatches. This suits generation, which runs one forward
-        per token. Messages of other ranks insert `what` after "was last seen". The context manager yields a function
-        that replaces `what`.
+        Forwards in the enclosed code, such as those of a generation, are not counted as microbatches. Messages of other
+        ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 

@@ -98,11 +98,10 @@ def schedule_factor(
 ) -> float:
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
-    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. If `kind`
-    is "constant", it then stays at the peak. If `kind` is "linear" or "cosine", it falls and would reach `min_ratio` at
-    step `steps`, counted with the warm-up. If `kind` is "warmup_stable_decay", it stays at the peak until the last
-    `decay_ratio * steps` steps. Then it falls like a cosine, as in `transformers.get_wsd_schedule`. (The warm-up
-    differs.)
+    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. With
+    "constant", it then stays at the peak. With "linear" or "cosine", it falls and would reach `min_ratio` at step
+    `steps`, counted with the warm-up. With "warmup_stable_decay", it stays at the peak and falls like a cosine in the
+    last `decay_ratio * steps` steps. This decay is that of `transformers.get_wsd_schedule`, but the warm-up differs.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -82,9 +82,9 @@ def simulate_dynamic(
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they become idle.
 
-    Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on.
-    `duration(r, k)` returns the duration of microbatch k on rank r. The rank that became idle first claims first. If
-    several ranks became idle at the same time, the lowest of them claims first.
+    Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on. Microbatch k
+    then takes `duration(r, k)`. The rank that became idle first claims first. Of several ranks that became idle at the same
+    time, the lowest claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

@@ -66,11 +66,10 @@ class SimulationResult:
     Attributes:
         speedup: Speed-up over collective/lb_micro.
         idle_fraction: Fraction of time in which ranks wait or run dummy microbatches, the mean over ranks.
-        idle_per_rank: Idle fraction of each rank. Without the keys `BOUNDS`.
+        idle_per_rank: Idle fraction of each rank. Without bounds.
         step_s: Mean duration of a minibatch, in seconds.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Intervals of the first minibatch in which each rank computes, in seconds, except in dummy
-            microbatches. Without the keys `BOUNDS`.
+        timeline: Intervals of the first minibatch, in seconds, in which each rank computes. Without dummies and bounds.
     """
 
     scenario: Scenario

@@ -1,9 +1,8 @@
 """Batch scripts for Slurm that run a training. jobs/batch_scripts.py writes the scripts in jobs/ with this module.
 
-This module does not use MPI. The scripts are plain bash that users can edit, with the settings of a site at the top.
-Before the time limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks
-save a checkpoint, leave a file that distinguishes this stop from a completed run, and exit. The job then requeues
-itself.
+Does not use MPI. The scripts are plain bash that users can edit, with the settings of a site at the top. Before the
+time limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
+checkpoint, leave a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
 """
 
 import re
