@@ -83,8 +83,8 @@ def simulate_dynamic(
     """Simulate ranks that claim the next microbatch when they become idle.
 
     Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on. Microbatch k
-    then takes `duration(r, k)`. The rank that became idle first claims first. Of several ranks that became idle at the same
-    time, the lowest claims first.
+    takes `duration(r, k)` on rank r. The rank that became idle first claims first. Of several ranks that became idle
+    at the same time, the lowest claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
