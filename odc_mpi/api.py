@@ -81,9 +81,9 @@ def shard_model(
             the minibatch. May differ between ranks. "auto": a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
             pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
-        node_cache: "auto" to fetch each unit from other nodes once per node, into shared memory, if the parameter
-            caches of the ranks of each node could together hold the model (docs/caching.md). "off" to fetch each unit
-            once per rank.
+        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
+            zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
+            fetch each array once per rank.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
         optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
@@ -104,11 +104,13 @@ def shard_model(
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
     shares = False
-    if world.num_nodes > 1:
+    in_host_memory = decision.transport == "window" and not decision.windows_on_device
+    if world.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
+        sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
+        inbox_bytes = mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
-        fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, *caches)
+        fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
         shares = all(world.gather_objects(fits or world.local_size == 1))
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares)
     model = ShardedModel(
@@ -217,19 +219,29 @@ def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | N
 
 
 def _fits_node_cache(
-    world: World, sizes: Sequence[tuple[int, torch.dtype, bool]], gradient_itemsize: int, *caches: int | Literal["auto"]
+    world: World,
+    sizes: Sequence[tuple[int, torch.dtype, bool]],
+    gradient_itemsize: int,
+    inbox_bytes: int,
+    parameters: int | Literal["auto"],
+    gradients: int | Literal["auto"],
 ) -> bool:
-    """Return True if this node has memory for a full copy of the model.
+    """Return True if this node has memory for a full copy of the model in addition to its shards.
 
-    `sizes` contains the number of elements, the dtype and `requires_grad` of each parameter.
+    `sizes` contains the number of elements, the dtype and `requires_grad` of each parameter. `inbox_bytes` is the size
+    of a rank's mailbox. `parameters` and `gradients` are the sizes of a rank's caches, in bytes or "auto".
     """
     num_bytes = sum(numel * dtype.itemsize for numel, dtype, _ in sizes)
-    state_bytes = sum(numel for numel, _, trained in sizes if trained) * (gradient_itemsize + OPTIMIZER_BYTES)
-    # Not allocated yet: the shards of this node, and the state of the optimizer.
-    own_bytes = (num_bytes + state_bytes) * world.local_size // world.size
-    fits = node_cache_fits(num_bytes, available_bytes() - own_bytes, world.local_size, *caches)
-    shm_bytes = free_shm_bytes()
-    return fits and (shm_bytes is None or num_bytes + own_bytes <= shm_bytes)
+    num_trained = sum(numel for numel, _, trained in sizes if trained)
+    narrow = any(trained and dtype.itemsize < 4 for _, dtype, trained in sizes)
+    # Not allocated yet: the windows of this node, its optimizer states, and fp32 copies of narrow parameters.
+    window_bytes = (num_bytes + num_trained * gradient_itemsize) * world.local_size // world.size
+    window_bytes += inbox_bytes * world.local_size
+    private_bytes = num_trained * (OPTIMIZER_BYTES + 4 * narrow) * world.local_size // world.size
+    available, shm_bytes = available_bytes() - window_bytes - private_bytes, free_shm_bytes()
+    if shm_bytes is not None and num_bytes + window_bytes > shm_bytes:
+        return False
+    return node_cache_fits(num_bytes, available, world.local_size, parameters, gradients)
 
 
 def _check_caches(parameters: object, gradients: object, node_cache: object) -> None:
@@ -246,9 +258,10 @@ def _warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
         ("gradient", requested.gradients, needs.minimum.gradients),
     ):
         if 0 < budget < minimum:
+            what = "unit" if kind == "parameter" else "gradient array"
             warn(
-                f"comm.{kind}_cache_bytes: expected at least {minimum}, the size of the smallest unit, got {budget}: "
-                "nothing is cached"
+                f"WARNING: comm.{kind}_cache_bytes: expected 0 or at least {minimum}, the bytes of the smallest "
+                f"{what}, got {budget}: nothing is cached"
             )
 
 

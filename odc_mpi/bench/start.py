@@ -1,12 +1,12 @@
-"""Benchmark of the start of a training on one node: the seconds of each phase, by number of ranks and of units.
+"""Benchmark of the start of a training on one node: the seconds of each phase, by numbers of ranks and units.
 
-Each measurement is a run of `odc-mpi train` for a few steps. Its phases are `start_s` of summary.json, in which each
-phase has the seconds of the slowest rank.
+Each measurement is a run of `odc-mpi train` for a few steps. Its phases are those of `start_s` in summary.json, where
+each phase has the seconds of the slowest rank.
 
-With R ranks on fewer cores, C, the ranks take turns, and s seconds are about s * C / R seconds with a core for each
-rank. For phases that communicate, a line is fitted to these over R and extended to many ranks; of other phases it is
-the median. This predicts the work of a rank in a large job. It does not include a slower network, or a file system that
-many nodes read from.
+Ranks take turns if there are fewer cores, C, than ranks, R. A phase that took s seconds would then take about s * C / R
+seconds with a core for each rank. The prediction for many ranks uses these reduced times. For a phase that communicates
+it extends a line that is fitted to them over R; for other phases, or if the line does not rise, it takes their median.
+It covers neither a slower network nor a file system that many nodes read at once.
 """
 
 import json
@@ -24,7 +24,7 @@ from odc_mpi.errors import UserError
 
 #: Steps of each run.
 STEPS = 3
-#: Number of ranks of the prediction.
+#: Number of ranks for which times are predicted.
 MANY_RANKS = 1024
 #: Phases whose work can grow with the number of ranks.
 COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
@@ -49,13 +49,13 @@ Train = Callable[[int, Sequence[str]], int]
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Start runs with all numbers of ranks, for each number of units of the default model or for a configuration.
+    """Measure a run on each number of ranks, for `config` or for the default model with each number of units.
 
-    Returns the JSON object of the benchmark. Its `starts` have `ranks`, `units` (None with a configuration), `start_s`
-    in seconds, the peak memory `host_bytes` of the largest rank, and `losses`. `predicted_s` has the prediction for
-    `MANY_RANKS` ranks by phase; it is None unless several numbers of ranks were measured.
+    Returns the JSON object of the benchmark. Its `starts` have `ranks`, `units` (None with `config`), `start_s` in
+    seconds, the peak memory `host_bytes` of the largest rank, and `losses`. `predicted_s` has the seconds predicted for
+    `MANY_RANKS` ranks by phase, for `config` or the last number of units; None if only one number of ranks was given.
 
-    Raises `UserError` if a run fails, or if its losses are not those of the first number of ranks.
+    Raises `UserError` if a run fails, or if its losses differ from those on the first number of ranks.
     """
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="odc_mpi-start-") as name:
@@ -68,7 +68,7 @@ def measure(
                 starts.append({"ranks": num_ranks, "units": num_units, **_start(train, path, num_ranks, directory)})
             _check_losses([start for start in starts if start["units"] == num_units])
     cores = len(os.sched_getaffinity(0))
-    largest = [start for start in starts if start["units"] == starts[-1]["units"]]
+    last_model = [start for start in starts if start["units"] == starts[-1]["units"]]
     return {
         "benchmark": "start",
         "cores": cores,
@@ -77,7 +77,7 @@ def measure(
         "load_average": [before, os.getloadavg()[0]],
         "starts": starts,
         "predicted_ranks": MANY_RANKS,
-        "predicted_s": _predict(largest, cores) if len(largest) > 1 else None,
+        "predicted_s": _predict(last_model, cores) if len(last_model) > 1 else None,
     }
 
 
@@ -118,10 +118,10 @@ def _check_losses(starts: Sequence[Mapping[str, Any]]) -> None:
     expected = starts[0]["losses"]
     for start in starts[1:]:
         for step, (a, b) in enumerate(zip(start["losses"], expected, strict=True), 1):
-            if not math.isclose(a, b, rel_tol=TOLERANCE):
+            if None in (a, b) or not math.isclose(a, b, rel_tol=TOLERANCE):
                 raise UserError(
-                    f"expected the losses of {starts[0]['ranks']} ranks, got {a:.7g} instead of {b:.7g} in step {step} "
-                    f"on {start['ranks']} ranks: train with run.exact to find out whether an operation is at fault"
+                    f"expected the losses of the run on {starts[0]['ranks']} ranks, got {a} instead of {b} in "
+                    f"step {step} on {start['ranks']} ranks: compare the runs with run.exact, which rules out rounding"
                 )
 
 

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import parse_json, sync_file
 
@@ -196,13 +198,12 @@ def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-#: Function that yields the elements of a tensor as arrays, in order and in the stored type. Arguments: the path
-#: and the record of the tensor.
-Read = Callable[[str, TensorRecord], Iterable[Any]]
+def compute_digest(manifest: Manifest, read: Callable[[str, TensorRecord], Iterable[npt.NDArray]]) -> str:
+    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits.
 
-
-def compute_digest(manifest: Manifest, read: Read) -> str:
-    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits. `read` reads a tensor."""
+    `read` yields the elements of a tensor as arrays, in order and in the stored type. Its arguments are the path and
+    the record of the tensor.
+    """
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):
         digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())

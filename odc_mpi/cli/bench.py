@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
+#: Defaults of `bench start`.
+RANKS, UNITS = "2,4,8,16", "8,50"
 #: Function that prints a line of progress.
 ProgressPrinter = Callable[[str], None]
 
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks and their options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
-        description = f"Measure {benchmark.help}. Outside mpiexec, it starts mpiexec."
+        description = f"Measure {benchmark.help}. {'It' if name == 'start' else 'Outside mpiexec, it'} starts mpiexec."
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
         one.add_argument("--timeout-s", type=positive_int, default=900, metavar="S", help="time limit; default: 900")
@@ -153,9 +155,11 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="as for odc-mpi train; default: small models")
-    for name, default, text in (("ranks", "2,4,8,16", "ranks"), ("units", "8,50", "units of the small models")):
-        help_text = f"numbers of {text}; default: {default}"
-        parser.add_argument(f"--{name}", type=_counts, default=_counts(default), metavar="LIST", help=help_text)
+    parser.add_argument(
+        "--ranks", type=_counts, default=_counts(RANKS), metavar="LIST", help=f"numbers of ranks; default: {RANKS}"
+    )
+    help_text = f"numbers of units of the small models; default: {UNITS}"
+    parser.add_argument("--units", type=_counts, metavar="LIST", help=help_text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -172,12 +176,16 @@ def _run_start(arguments: argparse.Namespace) -> int:
 
     if is_launched():
         raise UserError("bench start starts mpiexec itself: run it without mpiexec and srun")
+    if arguments.config and arguments.units:
+        raise UserError("--units: only for the small models of bench start: remove it, or --config")
 
     def train(ranks: int, words: Sequence[str]) -> int:
         return mpiexec.run(ranks, ["train", *words], timeout_s=arguments.timeout_s, stdout=subprocess.DEVNULL)
 
     try:
-        result = start.measure(train, arguments.config, arguments.ranks, arguments.units, make_progress_printer(rank=0))
+        result = start.measure(
+            train, arguments.config, arguments.ranks, arguments.units or _counts(UNITS), make_progress_printer(rank=0)
+        )
     except TimeoutError as error:
         print_error(error)
         return 1

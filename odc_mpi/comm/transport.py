@@ -20,7 +20,7 @@ Within a minibatch, ranks communicate only by fetches and pushes. `comm.factory`
     collective   private memory            host          COPY           yes               no        no
 
 The transport `window` has VIEW access, or KEEP if torch allows it, when zero-copy is on and all ranks are on one node.
-On a node with several ranks among several nodes it has NODE access if it has a cache (`comm.windows.node_cache`).
+On several nodes, ranks that share a cache with other ranks of their node (`comm.windows.node_cache`) have NODE access.
 Otherwise it has COPY access. Threads require MPI_THREAD_MULTIPLE.
 
 A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often a class is both the store and its storage. A
@@ -52,10 +52,8 @@ class Access(Enum):
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
-    KEEP = (
-        "a view that is valid until parameters are published, of memory that is never reused, so autograd may save it"
-    )
-    NODE = "as KEEP, but of memory into which the first rank of the node that needs the array fetches it"
+    KEEP = "a view that is valid until parameters are published, of memory for this array only, so autograd may save it"
+    NODE = "as KEEP, but of memory that the node shares, into which its first rank that needs the array fetches it"
 
     @property
     def transfers(self) -> bool:
@@ -181,13 +179,13 @@ class ParameterStore(ABC):
 
     @property
     def node_cache_bytes(self) -> int:
-        """Size of this rank's part of the memory for `Access.NODE`, in bytes; 0 for other kinds."""
+        """Size of this rank's part of the memory of the node cache, in bytes; 0 without one."""
         return 0
 
     def take_shared_fetches(self) -> list[int]:
-        """Return the arrays of the fetches since the last call that transferred nothing, once for each fetch.
+        """Return the indices of the arrays that another rank of the node fetched for this one since the last call.
 
-        Another rank of the node has fetched these arrays (`Access.NODE`).
+        An index occurs once for each such fetch. Without a node cache there are none.
         """
         return []
 

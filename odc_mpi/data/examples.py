@@ -164,12 +164,14 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
     message is a system message. Lists may be given as their JSON text. `columns` renames the fields. Raises an
     InvalidRecordError for a record of another form, and for invalid values.
     """
+    label = record.get("label")
+    is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
     record = _decode_messages((columns or Columns()).rename(record, location))
     required = next((names for names in _FORMATS if record.keys() >= set(names)), ())
     if "chosen" in required:
         return _preference_pair(record, required[0], location)
     if "prompt" in required:
-        if record.get("label") is False:  # of unpaired preferences
+        if is_unwanted:
             raise InvalidRecordError(
                 f"{location}: expected a completion to train on, got one with 'label' false: remove the record"
             )

@@ -176,7 +176,9 @@ class _Plan:
         self.replaced = check_outputs(self.output_paths, self.sources, options.tokenizer, self.origin, options.force)
         held_out = eval_output_path(out)
         if not options.eval_fraction and held_out.exists() and read_origin(held_out) == self.origin:
-            self.replaced.append(f"{held_out}: of an earlier call; {out} now contains its sequences, too: remove it")
+            self.replaced.append(
+                f"{held_out} was held out by an earlier call, but {out} now contains its sequences: remove it"
+            )
         self.tokenizer_path = options.tokenizer or out
         self.files = tokenizer_files(self.tokenizer_path) if options.tokenizer else {}
         self.chat_template = None if options.chat_template is None else read_chat_template(options.chat_template)

@@ -71,7 +71,10 @@ def load_checkpoint(
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
-        raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
+        raise UserError(
+            f"expected a checkpoint of a transformers model, got {checkpoint.directory} of another module: read its "
+            "tensors from index.h5 with h5py (docs/checkpoints.md)"
+        )
     model = metadata["config"]["model"]
     dtype = getattr(torch, model["param_dtype"])
     if "adapter" in metadata:
@@ -121,10 +124,12 @@ def load_start(
     if checkpoint is None:
         return build.from_directory(path, attn_implementation, overrides, task, seed)
     saved = saved_task(checkpoint)
-    if saved is not task and (saved is REWARD or "adapter" in checkpoint.manifest.metadata):
+    if saved is not task and saved is REWARD:
+        raise UserError(f"model.path: expected a {task.description}, got {path} of a {saved.description}: change it")
+    if saved is not task and "adapter" in checkpoint.manifest.metadata:
         raise UserError(
-            f"model.path: expected a {task.description}, {path} is a run of a {saved.description}"
-            f"{' with adapters: export it with --merge, and set model.path to the directory' if task is REWARD else ''}"
+            f"model.path: expected a full model, got {path} with adapters of a {saved.description}: export it with "
+            "odc-mpi export --merge, and set model.path to the exported directory"
         )
     if "adapter" in checkpoint.manifest.metadata:
         return replace(load_base(checkpoint, rank, size, attn_implementation), checkpoint=checkpoint)
@@ -145,8 +150,8 @@ def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy:
     files = read_tokenizer_files(config, base)
     if not files:
         raise UserError(
-            f"{checkpoint.directory}: the tokenizer in {config['data']['path']}, on which it was trained, no longer "
-            f"exists: pass one with {remedy}"
+            f"{checkpoint.directory}: expected a tokenizer in data.path, rl.tokenizer or model.path of the run, found "
+            f"none: pass one with {remedy}"
         )
     return load_files(files, Path(config["data"]["path"]), remedy)
 
@@ -165,16 +170,17 @@ def load_base(
     if record["path"] is None:
         if base is not None:
             raise UserError(
-                f"--base: the base of the LoRA adapter {checkpoint.directory} is {describe_base(record)}, which is not "
-                "on disk: omit --base"
+                f"--base: expected none, since the base of the LoRA adapter {checkpoint.directory} is "
+                f"{describe_base(record)}, got {base}: omit --base"
             )
         meta_model = build.from_config(record["config"], record["seed"], attention, task)
     else:
         base_path = base or Path(cached_model_path(record["path"]))
         if not build.is_model_directory(base_path):
             raise UserError(
-                f"{checkpoint.directory} is a LoRA adapter, but its base model is not in {base_path} (no config.json "
-                f"there). Pass --base DIR{download_hint(str(base_path))}"
+                f"{checkpoint.directory} is a LoRA adapter: expected its base model in {base_path}, found no "
+                "config.json there: restore it, or pass its directory to odc-mpi export or generate with --base"
+                f"{download_hint(str(base_path))}"
             )
         meta_model = build.from_directory(base_path, attention, record["config"], task, record["seed"])
         if task is REWARD:
@@ -182,8 +188,8 @@ def load_base(
         if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
             key, theirs, ours = difference
             raise UserError(
-                f"{checkpoint.directory} is a LoRA adapter of a base with {key} {theirs!r}, got {ours!r} in "
-                f"{base_path}: pass the directory of its base with --base"
+                f"{checkpoint.directory} is a LoRA adapter: expected a base with {key} {theirs!r}, got {ours!r} in "
+                f"{base_path}: restore its base there, or pass its directory with --base (odc-mpi export, generate)"
             )
     check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
     return meta_model

@@ -15,9 +15,9 @@ from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
 
 class StartReport(Callback):
-    """Adds the seconds of the phases of the start to the summary, of the slowest rank in each phase.
+    """Adds the seconds of each phase of the start, on the rank that was slowest in it, to the summary.
 
-    Must be the first callback, since the others' `on_train_begin` may evaluate the model.
+    Must be the first callback: what the others do in `on_train_begin`, such as an evaluation, is a phase of its own.
     """
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
@@ -41,7 +41,7 @@ class StartReport(Callback):
 
     @override
     def on_train_end(self) -> dict[str, Any]:
-        """Return `start_s`. Collective."""
+        """Return `start_s`: the phases, and as `total` the longest start of any rank, not their sum. Collective."""
         times_of_ranks = self._world.gather_objects(self._start_times.seconds)
         phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}

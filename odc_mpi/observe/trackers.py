@@ -6,8 +6,8 @@ warning. The tags are those of the callbacks in transformers, such as `train/los
 The files of trackers are in `trackers/` of the run directory. A tracker cannot delete points. A resumed run therefore
 starts a new series, and first writes the steps before the checkpoint from metrics.jsonl. Repeated steps appear once.
 
-They are those of accelerate, and do not use the network, unless environment variables of the library request it. A
-library is imported when its tracker starts, in the thread that writes.
+The trackers are those of accelerate, and do not use the network, unless environment variables of the library request
+it. A library is imported when its tracker starts, in the thread that writes.
 """
 
 import importlib.util

@@ -31,8 +31,8 @@ class RewardModel:
     def __init__(self, path: Path, device: torch.device) -> None:
         if not is_model_directory(path):
             raise UserError(
-                f"{_SETTING}: expected a reward model with config.json, {path} has none: export a run with odc-mpi "
-                "export, adapters with --merge"
+                f"{_SETTING}: expected a reward model with config.json, got {path} without it: export the run with "
+                "odc-mpi export, and with --merge if it has adapters"
             )
         self._location = str(path)
         self._tokenizer = load_tokenizer(path, _SETTING)

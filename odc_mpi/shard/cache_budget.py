@@ -97,13 +97,19 @@ class CacheNeeds:
             )
 
 
-def node_cache_fits(num_bytes: int, free_bytes: int, num_ranks: int, *settings: int | Literal["auto"]) -> bool:
+def node_cache_fits(
+    num_bytes: int,
+    free_bytes: int,
+    num_ranks: int,
+    parameters: int | Literal["auto"],
+    gradients: int | Literal["auto"],
+) -> bool:
     """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
 
-    `settings` are the arguments `parameters` and `gradients` of `auto_cache_bytes`.
+    For the other arguments, see `auto_cache_bytes`.
     """
     needs = CacheBytes(-(-num_bytes // num_ranks))
-    return auto_cache_bytes(free_bytes, num_ranks, needs, *settings).parameters >= needs.parameters
+    return auto_cache_bytes(free_bytes, num_ranks, needs, parameters, gradients).parameters >= needs.parameters
 
 
 def auto_cache_bytes(

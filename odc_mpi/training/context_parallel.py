@@ -24,7 +24,10 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision on context parallelism: sizes of the windows, or None and, unless disabled, a reason to print."""
+    """Decision on context parallelism: `sizes` of the windows, or None.
+
+    If `sizes` is None, `reason` is the reason to print, or None if the settings disable context parallelism.
+    """
 
     sizes: KVSizes | None = None
     reason: str | None = None

@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Evaluates every `run.eval_every` steps, after the last step and, with `run.eval_on_start`, before the first."""
+    """Base class of callbacks that evaluate the model when `run.eval_every` and `run.eval_on_start` require it."""
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any]:
-        """Evaluate and return the metrics, which are equal on all ranks. Collective."""
+        """Evaluate the model and return the metrics, which are equal on all ranks. Collective."""
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Evaluate before the first step if `run.eval_on_start` is set and the run is not resumed. Collective."""
@@ -71,7 +71,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class ForwardPass:
-    """Runs forward passes on sequences of a data set, whose microbatches ranks claim. Construction is collective."""
+    """Runs forward passes over sequences of a data set. Ranks claim the microbatches. Construction is collective."""
 
     def __init__(self, config: Config, world: World, model: ShardedModel, inputs: Inputs, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -95,7 +95,7 @@ class ForwardPass:
         """Call `score` on each microbatch, and return the results of all ranks, in no fixed order. Collective.
 
         The model is in evaluation mode, without gradients. Ranks wait only at the end. Raises `DamageFoundError` on
-        every rank if a rank could not read a sequence.
+        every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
         self._model.eval()
@@ -114,7 +114,7 @@ class ForwardPass:
 def held_out_pass(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
-    """Return the forward pass of the held-out data set and the indices to evaluate, or an empty list. Collective."""
+    """Return a list of the forward pass over held-out data and the indices to evaluate; empty if none. Collective."""
     dataset = inputs.evaluation
     if not isinstance(dataset, Dataset):
         return []
@@ -123,7 +123,7 @@ def held_out_pass(
 
 
 class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class of evaluators of sequences with these indices of a data set, which it closes at the end."""
+    """Base class of evaluators on held-out sequences or pairs, given by `indices`. `close` closes the data set."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -145,10 +145,10 @@ class HeldOutEvaluator(PeriodicEvaluator):
 
 
 class PairEvaluator(HeldOutEvaluator):
-    """Base class of evaluators of pairs, which compute the metrics of a scorer."""
+    """Base class of evaluators that compute the metrics of a scorer on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
-        """Add the metric with the share of pairs in order, `accuracy`, to the progress line and the summary."""
+        """Add the metric named `accuracy`, the fraction of correctly ordered pairs, to progress line and summary."""
         cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,
@@ -168,7 +168,7 @@ class PairEvaluator(HeldOutEvaluator):
         self._scorer = scorer
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the pairs, under the names of training with the prefix `eval_`. Collective."""
+        """Return the metrics of the pairs. The names are those of training with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)
@@ -187,7 +187,7 @@ class PairEvaluator(HeldOutEvaluator):
 
 
 class LossEvaluator(HeldOutEvaluator):
-    """Computes the mean loss of held-out sequences."""
+    """Computes the loss, the perplexity and the token accuracy on held-out sequences."""
 
     summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
 

@@ -23,7 +23,7 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
-#: File name that transformers uses.
+#: Name of the tokenizer file in a model directory of transformers.
 _TOKENIZER = "tokenizer.json"
 #: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
@@ -31,7 +31,7 @@ TrainingData = Dataset | PromptDataset
 
 @dataclass
 class Inputs:
-    """Data sets, model (on the meta device, with adapters) and loader of a run, checked, without weights."""
+    """Checked inputs of a run: data sets, loader, and the model on the meta device, with adapters if it has any."""
 
     dataset: TrainingData
     model: models.MetaModel
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data sets, build the model without its weights, and check that they match. The loader is that of `rank`.
+    """Open the data sets, build the loader of `rank` and the model without its weights, and check that they match.
 
     Raises `UserError` if settings, data and model do not match, or a file cannot be used.
     """
@@ -142,7 +142,7 @@ def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
 
 
 def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
-    """Return the padding token of a reward model: as in TRL the tokenizer's, or its end-of-sequence token."""
+    """Return the padding or end-of-sequence token of the tokenizer, as TRL does, or else the model's padding token."""
     files = tokenizer_files(Path(dataset.path))
     tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
     candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
@@ -180,14 +180,14 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use before times are measured: for `data.cost` fitted, the one for flops."""
+    """Return the cost model to use before times are measured. If `data.cost` is fitted, it is the model for flops."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return the FLOPs of forward and backward. Frozen parameters need no gradients: 4 instead of 6 per token."""
+    """Return the FLOPs of forward and backward: 6 per token for a trainable parameter, and 4 for a frozen one."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 
@@ -266,7 +266,7 @@ def build_model(
 ) -> models.MetaModel:
     """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
 
-    If `model.path` is an adapter checkpoint, each of `size` ranks verifies a share of its base, which is returned.
+    For an adapter checkpoint, the result is the base model. Each of the `size` ranks verifies a part of its weights.
     """
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)

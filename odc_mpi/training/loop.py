@@ -40,7 +40,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches. The caller trains on each before it requests the next. Not collective."""
+        """Yield this rank's microbatches. The caller trains on each before it requests the next. May be one-sided."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
@@ -48,7 +48,7 @@ class MinibatchSource(Callback, ABC):
 
 
 class Objective(Callback, ABC):
-    """Base class of objectives, which a run minimizes. Subclasses report the metric `loss`.
+    """Base class of training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
 
     Attributes:
         loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
@@ -67,12 +67,12 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
-    The arguments `objective`, `update` and `source` are callbacks, too. Hooks are called on these three first, then on
-    `callbacks` in order. Only `on_train_end` is called in reverse order. The caller can append callbacks before
-    `start`.
+    The arguments `objective`, `update` and `source` are callbacks, too. The attribute `callbacks` is a list of these
+    three, followed by the callbacks in the argument of that name. The caller can add callbacks to the list before
+    `start`. Hooks are called in the order of the list, except for `on_train_end`, which is called in reverse order.
 
-    `clock` returns a time in seconds, with which microbatches are timed. The time must not advance while this rank
-    waits for slower ranks. `completed_steps` includes those before the run was resumed.
+    `clock` returns a time in seconds, with which the duration of microbatches is measured. The time must not advance
+    while this rank waits for slower ranks. `completed_steps` includes the steps before the run was resumed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
-        """Train on the next minibatch and return the metrics of the step. Collective. Raises `Step.failure` if set."""
+        """Train on the next minibatch and return the metrics. Collective. Raises `Step.failure` if a hook set it."""
         began = perf_counter()
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)
@@ -123,7 +123,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all callbacks, but not of the model and the optimizer. JSON-serializable."""
+        """Return the merged states of all callbacks, without model and optimizer. JSON-serializable."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Trainer(AbstractContextManager["Trainer"]):
     def _run_microbatches(self, step: Step) -> bool:
         """Run this rank's microbatches and complete the gradients. Return True if they are finite on all ranks."""
         names = (name for callback in self.callbacks for name in callback.gathered_names)
-        with self.model.minibatch(*names) as gathered:  # leaving it is A, until which no rank waits for another
+        with self.model.minibatch(*names) as gathered:  # complete gradients on exit (A in docs/ordering.md)
             for callback in self.callbacks:
                 callback.on_step_begin(step)
             count = self._source.num_microbatches(step.minibatch)

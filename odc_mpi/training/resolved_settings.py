@@ -1,6 +1,6 @@
-"""Settings that depend on the machine: names of models, runs to continue, and `auto` for device and dtype.
+"""Replacement of settings that depend on the machine or on another run: names of models, runs to continue, and auto.
 
-Each is replaced once, at the start of a run. So config.yaml and checkpoints contain directories and types, not names.
+The settings are replaced once, at the start of a run. So config.yaml and checkpoints contain directories and dtypes.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ def resolve_settings(
 ) -> tuple[Config, dict[str, str]]:
     """Replace the settings that depend on the machine or on another run. Collective.
 
-    While a model is downloaded, `check_stop` is called every half second on all ranks. It may be collective and raise.
-    Returns the configuration, equal on all ranks except for the directories of nodes with different caches; and by
-    setting, a remark to print at start-up. Raises `AllRanksUserError` if a model is not found, or a run cannot be
-    continued with the other settings.
+    While a model is downloaded, all ranks call `check_stop` every half second; it may be collective and raise an error.
+    Returns the configuration, and remarks to print at start-up, by setting. The configuration is equal on all ranks,
+    except for directories if nodes have different caches. Raises `AllRanksUserError` if a model is not found, or if the
+    adapter settings differ from those of the run to continue.
     """
     notes = {}
     given = config.model.path
@@ -68,7 +68,10 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return a configuration in which settings that are auto have the values for a device."""
+    """Return the configuration with auto replaced in learning rate, device, dtype and gradient checkpointing.
+
+    `device` is the value of `run.device` if that is auto. The dtype and gradient checkpointing depend on the device.
+    """
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
     if config.run.device == "auto":
@@ -118,7 +121,7 @@ def _newest_checkpoint(path: str) -> str | None:
 
 
 def _continue_run(config: Config) -> Config:
-    """Take the settings of adapters from the checkpoint in `model.path`, and refuse others."""
+    """Return the configuration with the adapter settings of the checkpoint in `model.path`. Refuse different ones."""
     path = cast(str, config.model.path)
     with Checkpoint(Path(path)) as checkpoint:
         metadata: Mapping[str, Any] = checkpoint.manifest.metadata

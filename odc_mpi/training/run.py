@@ -6,14 +6,15 @@
 
 The hooks of the training loop are called on the callbacks in this order:
 
+    StartReport                                         reports how long the phases of the start took
     Objective, Update, MinibatchSource                  of the training loop
-    StartReport, StepTimeMetrics, TrafficReport         report times and bytes
-    FitCostModel, or those for rewards                  fit costs of sequences, or evaluate rewards
+    StepTimeMetrics, TrafficReport                      report times and bytes
+    those of the objective, FitCostModel                evaluate pairs or rewards, for example; fits costs of sequences
     ExponentCallback                                    only with fixed-point gradients
     LossEvaluator                                       adds the evaluation to the metrics of the step
     ThroughputMetrics                                   adds time, epoch, speed per rank and peak memory
     TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
-    NonFiniteReport, NonFiniteStepLimit                 can end the run after the step is logged, before it is saved
+    NonFiniteReport, NonFiniteStepLimit                 can end the run after the step is logged
     StopRequest, CheckpointCallback                     save checkpoints, also before the run stops on request
 """
 
@@ -80,15 +81,16 @@ def train(
     """Train from the first step, or from a checkpoint, to the last step. Collective.
 
     `stop` is a handler of stop requests that is already active; by default, a new one is active during this call.
-    `start_times` has the phases of the start before this call, if they shall be part of the summary.
-    Returns the content of summary.json, the same on all ranks except for times; only `steps` if the run was already
-    complete.
+    `start_times` has the phases of the start before this call, for the summary. Returns the content of summary.json,
+    equal on all ranks except for times. If the run was already complete, only `steps` is returned.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written.
-        DamageFoundError: A sequence could not be read. The last complete step is saved.
-        TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
-        StoppedError: The run was stopped on request. It has saved a checkpoint if it had begun to train.
+        AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written, unless
+            stored reference log-probabilities are incomplete (DPO).
+        DamageFoundError: A sequence could not be read. The last complete step, if any, is saved.
+        TrainingError: Gradients were not finite in too many consecutive steps, or in one step with
+            `run.detect_anomaly`; or the last checkpoint could not be written.
+        StoppedError: The run was stopped on request. If it had begun to train, it has saved a checkpoint.
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -144,7 +146,7 @@ def train(
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration with `run.num_train_epochs`, by default 1, converted to `run.steps`, if that is 0."""
+    """Return the configuration with `run.steps` set. If it is 0, compute it from `run.num_train_epochs` (default 1)."""
     if config.run.steps:
         return config
     epochs = config.run.num_train_epochs or 1.0
@@ -153,7 +155,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World) -> Decision:
-    """Choose how a run communicates, by calling `api.decide_for` with its settings. Collective."""
+    """Choose how a run communicates, by calling `api.decide_for` with the settings of the run. Collective."""
     comm = config.comm
     return decide_for(
         world,
@@ -174,7 +176,7 @@ def build_trainer(
     resume_point: ResumePoint | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective.
+    """Build the trainer of a run. If there is a `resume_point`, restore the checkpoint and close it. Collective.
 
     `check_stop` is called between parts of a long preparation for training, and may raise an error on all ranks.
     """

@@ -13,13 +13,13 @@ from odc_mpi.training.settings import Config, default_learning_rate
 
 
 def samples_per_step(config: Config) -> int:
-    """Return the number of sequences per step, or the number of prompts per step with GRPO."""
+    """Return the number of sequences or pairs per step on all ranks. With GRPO, return the number of prompts."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
 def steps_per_epoch(config: Config, num_samples: int) -> int:
-    """Return the number of steps in one pass over the data. The last step of a pass has the remaining samples."""
+    """Return the number of steps in one pass over the data. The last step may have fewer samples than the others."""
     return -(-num_samples // samples_per_step(config))
 
 

@@ -29,7 +29,7 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition that a value must meet in addition to its type. `description` follows "expected" in the error."""
+    """Condition that a value must meet in addition to its type. `description` follows "expected" in errors."""
 
     description: str
     is_valid: Callable[[Any], bool]
@@ -54,14 +54,14 @@ NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_vali
 def validate_value(
     name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
 ) -> Any:
-    """Check a value from YAML and convert it to the type `hint` of its setting. `name` has its source, for the error.
+    """Check a value from YAML, and return it converted to the type `hint` of its setting.
 
-    The conditions `checks` do not apply to None. Raises `UserError` if the value has another type, with the reason that
-    `explain` returns, or does not meet a condition.
+    `name` is the source and name of the setting, for errors. The conditions `checks` do not apply to None. Raises
+    `UserError` if a condition is not met or the type is wrong. `explain` returns the end of the message about a type.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
-        # One name without brackets, or several with commas. Of numbers, only if all of them are.
+        # A list without brackets: one item, or several with commas. In a list of numbers, all items must be numbers.
         names = [name.strip() for name in value.split(",")]
         lists: dict[Any, list[Any]] = {list[str]: names, list[float]: [*map(read_value, names)]}
         lists[list[int]] = lists[list[float]]
@@ -81,7 +81,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Return True if the text of a command-line argument is the value itself, and False if it must be read as YAML."""
+    """Return True if the text of an argument is itself a value of type `hint`, and False if it must be read as YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -99,7 +99,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind is float:  # neither bool nor nan and inf
+    if kind is float:  # excludes bool, nan and inf
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if get_origin(kind) is list:
         return type(value) is list and all(any(_fits(each, member) for member in get_args(kind)) for each in value)
@@ -109,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Describe a type as the text that follows "expected" in errors."""
+    """Return the description of a type that follows "expected" in errors."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -117,7 +117,7 @@ def type_name(hint: Any) -> str:
 
 
 def type_signature(hint: Any) -> str:
-    """Describe a type as a Python signature does, with null for None."""
+    """Return a type in the notation of Python signatures, with null for None."""
     return " | ".join(
         " | ".join(get_args(kind)) if get_origin(kind) is Literal else _SHORT_NAMES.get(kind) or _python_name(kind)
         for kind in union_members(hint)
@@ -129,7 +129,7 @@ def _python_name(kind: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as the text that follows "got" in errors."""
+    """Return a value as the text that follows "got" in errors."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
@@ -157,10 +157,12 @@ def is_objective(
     values: Mapping[str, Any],
     source: str,
 ) -> bool:
-    """Return True if the user chose an objective in `source`, whose settings are in the dataclass `kind`.
+    """Return True if the user's settings `values` choose `objective`, and check the settings that depend on it.
 
-    Raises `UserError` if its section has other values than the defaults with another objective, or if a setting in
-    `required` has not the only value that the objective supports, which is given there with the reason.
+    `kind` is the dataclass of `section`, which has the settings of this objective. `required` maps settings to the only
+    value that this objective supports, and the reason. `source` names the configuration in errors. Raises `UserError`
+    if another objective is chosen but a setting in `section` differs from its default, or if this objective is chosen
+    but a setting in `required` has another value.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

@@ -191,11 +191,11 @@ class Config:
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration from a YAML file, or from the defaults, and from command-line arguments.
+    """Read and check a configuration from an optional YAML file and command-line arguments.
 
-    The arguments ``--section.key value`` or ``--section.key=value``, also with names in `training.parsing.aliases`,
-    override the file, and a later argument overrides an earlier one. ``--model.config.hidden_size 128`` sets one key of
-    the dictionary `model.config` and keeps its other keys.
+    The arguments have the form ``--section.key value`` or ``--section.key=value``, and the names in
+    `training.parsing.aliases` are also accepted. Arguments override the file, and a later argument overrides an earlier
+    one. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
 
     Raises:
         UserError: The configuration is invalid. The message is one line with source and setting.
@@ -205,12 +205,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
-    """Check a configuration with the content of a YAML file. `source` is its name in errors. For these, see `load`."""
+    """Check a configuration given as parsed YAML. Errors are those of `load`, with `source` as the name of the file."""
     return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
 
 
 def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values that `load` would check together, and their sources, by name of the setting."""
+    """Return the values that are set and their sources, each by name of the setting. Combinations are not checked."""
     document = dialect.read_file(path) if path else None
     return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
 
@@ -231,9 +231,9 @@ def defaults() -> dict[str, Any]:
 
 
 def help_text(section: str = "") -> str:
-    """Return the help of all settings, or of a section or `names`, for ``odc-mpi train --help``, of 100 columns.
+    """Return the help for ``odc-mpi train --help``, with at most 100 columns: all settings, or those of a section.
 
-    Raises `UserError` if there is no such section.
+    The section `names` lists the accepted names of other libraries. Raises `UserError` if there is no such section.
     """
     sections = _sections()
     if section == "names":
@@ -279,10 +279,10 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate that `optim.learning_rate: auto` means.
+    """Return the learning rate for the value auto of `optim.learning_rate`.
 
-    The values are TRL's; adapters take five to ten times more. A model that is trained from scratch has a larger one,
-    which should be set for its size.
+    The values are the defaults of TRL, multiplied by five to ten for adapters. A new model also has a larger learning
+    rate, but the user should choose one for the size of the model.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
@@ -313,7 +313,7 @@ def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
 
 
 def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
-    """Raise a `UserError` with the command that makes a data set if a path is that of a text file."""
+    """Raise `UserError` if a path is that of a text file. The message has the command that converts the file."""
     path = Path(values.get(key) or "")
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if values.get("run.objective") != "grpo" and Path(name).suffix in _TEXT:

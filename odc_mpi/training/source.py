@@ -20,10 +20,10 @@ from odc_mpi.training.loop import MinibatchSource
 
 
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches of a loader. `close` closes its data set.
+    """Source of the minibatches of a loader over a prepared data set. `close` closes the data set.
 
-    The plan of a minibatch assigns microbatches to ranks. With `tickets`, ranks claim the remaining ones one at a time.
-    With `chunks`, sequences are split. `seed` is that of random numbers in the model, such as those of dropout.
+    The plan of a minibatch assigns microbatches to ranks, except for a pool, from which ranks claim them one at a time
+    by `tickets`. Plans that split sequences require `chunks`. `seed` is for random numbers of the model, as in dropout.
 
     If a rank cannot read a sequence, `on_gathered` restores the position of the loader before the minibatch, and raises
     `DamageFoundError` on every rank.
@@ -76,7 +76,7 @@ class DatasetSource(MinibatchSource):
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets, since all microbatches are claimed. One-sided. Collective if a rank could not read."""
+        """Reset the tickets. One-sided. Raise an error if a rank could not read a sequence. Collective in this case."""
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):
@@ -135,7 +135,7 @@ class FitCostModel(Callback):
         return {"cost": self._fitted.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the fitted cost model, if the checkpoint has one."""
+        """Restore the fitted cost model, if the checkpoint contains one."""
         if state_dict["cost"]:
             self._fitted.load_state_dict(state_dict["cost"])
             self._loader.cost = self._fitted.cost

@@ -1,4 +1,4 @@
-"""Requests to stop a run: a signal that any rank receives, from Ctrl-C or from a scheduler before the time limit."""
+"""Requests to stop a run: a signal to any rank, for example from Ctrl-C or from a scheduler before the time limit."""
 
 import ctypes
 import os
@@ -27,11 +27,11 @@ REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Context manager that handles `SIGNALS`. The first signal requests a stop; a later one ends this process.
+    """Context manager that handles `SIGNALS`. The first signal sets `requested`. A later signal ends this process.
 
-    As a callback, it passes a request on one rank to all ranks: `requested_on_any_rank`, equal on all ranks, is True if
-    any had received one at the end of the microbatches of a step. If it is entered outside the main thread, where
-    Python allows no signal handlers, it does not handle signals.
+    Signals in the first `REPEAT_S` seconds after the first one are ignored. If the context is entered outside the main
+    thread, where Python allows no signal handlers, no signals are handled. As a callback, the object passes a request
+    on one rank to all ranks: `requested_on_any_rank` becomes True on all when the gradients of a step are complete.
     """
 
     gathered_names = ("stop",)

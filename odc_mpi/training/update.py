@@ -15,7 +15,7 @@ from odc_mpi.training.settings import Config, OptimConfig
 
 
 class Update(Callback):
-    """Updates this rank's shards of the parameters. It skips the update if a gradient on any rank is not finite."""
+    """Updates this rank's shards of the parameters, unless a gradient on any rank is not finite."""
 
     columns: ClassVar = (
         ProgressColumn("grad norm", 9, "{grad_norm:.4g}"),
@@ -37,27 +37,30 @@ class Update(Callback):
         step.metrics["learning_rate"] = rate
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
-        """Divide gradients by `loss_normalizer`, clip, run the optimizer if they are `finite`, publish. Collective."""
+        """Divide gradients by `loss_normalizer`, clip them, run the optimizer and publish the parameters. Collective.
+
+        The optimizer is skipped if a gradient on any rank is not finite (`finite` is False) or the norm is not finite.
+        """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # before clipping
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             with self._model.spans.span("optimize"):
                 self.optimizer.step()
-        self._model.publish()  # B
+        self._model.publish()
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` steps in a row were skipped, counted on from the checkpoint's `metadata`."""
+    """Ends a run after `max_skipped_steps` consecutive skipped steps. Checkpoint `metadata` has the initial count."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps skipped in a row up to now."""
+        """Return the number of consecutive skipped steps up to now."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
@@ -77,10 +80,10 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the settings, with the peak learning rate, for pairs of name and parameter or local shard.
+    """Build the optimizer that the settings select, with the peak learning rate.
 
-    `shapes` are those before sharding, by name. `fused` is True to use the fused kernel of torch, by default for AdamW
-    only.
+    `named_parameters` are pairs of a name and a parameter or this rank's shard of it. `shapes` are the unsharded shapes
+    by name. `fused` is True to use the fused kernel of PyTorch; by default, only AdamW uses it.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

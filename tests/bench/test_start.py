@@ -66,7 +66,9 @@ def test_one_number_of_ranks_gives_no_prediction():
 
 def test_other_losses_and_failed_runs_are_errors():
     other = train_with(lambda phase, ranks: 1.0, loss=lambda ranks: 2.5 + 1e-3 * (ranks == 4))
-    with pytest.raises(UserError, match=r"losses of 2 ranks, got 2\.501 instead of 2\.5 in step 1 on 4 ranks"):
+    with pytest.raises(
+        UserError, match=r"losses of the run on 2 ranks, got 2\.501 instead of 2\.5 in step 1 on 4 ranks"
+    ):
         measure(other, Path("config.yaml"), [2, 4], [3], lambda line: None)
     with pytest.raises(UserError, match="on 2 ranks ended with exit code 2"):
         measure(train_with(lambda phase, ranks: 1.0, code=2), Path("config.yaml"), [2], [3], lambda line: None)

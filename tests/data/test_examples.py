@@ -46,8 +46,8 @@ def test_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     for given, expected in ((tools, tools), (json.dumps(tools), tools), ([], None), ("", None), ("[]", None)):
         assert parse_chat({"messages": CHAT, "tools": given}).tools == expected
-    for bad, words in (("[{", "JSON text"), ({"a": 1}, "got an object"), (["f"], "list of objects")):
-        with pytest.raises(InvalidRecordError, match=rf"^here: expected 'tools' .*{words}"):
+    for bad, words in (("[{", "JSON text"), ({"a": 1}, "got an object"), (["f"], "to be an object, got a string")):
+        with pytest.raises(InvalidRecordError, match=rf"^here: expected .*'tools' .*{words}"):
             parse_chat({"messages": CHAT, "tools": bad})
 
 
@@ -90,7 +90,7 @@ def test_roles() -> None:
         ({"messages": [CHAT[0] | {"weight": 0.5}]}, "'weight' to be 0 or 1, got 0.5"),
         ({"messages": [CHAT[0] | {"train": "no"}]}, "'train' to be false or true, got 'no'"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "expected JSON text in a 'function_call'"),
-        ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "expected objects with 'name'"),
+        ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "an object with 'name', got"),
         ({"instruction": "x", "output": 3}, "expected 'output' to be a string"),
         ({"instruction": "x"}, "or 'conversations', or 'instruction' and 'output'"),
         ({"messages": CHAT, "system": 3}, "expected 'system' to be a string"),

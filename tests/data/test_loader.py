@@ -99,6 +99,14 @@ def test_nothing_is_drawn_without_a_pool(dataset: Dataset) -> None:
     assert [b.indices.tolist() for b in minibatch.microbatches(draw)] == [b.indices.tolist() for b in minibatch]
 
 
+def test_empty_microbatches_are_skipped(dataset: Dataset) -> None:
+    minibatches = [
+        next(loader(dataset, balance="lb_micro", minibatch_sequences=3, max_tokens_per_microbatch=200, rank=r, size=8))
+        for r in range(8)
+    ]
+    assert [len(list(minibatch)) for minibatch in minibatches] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
 def test_a_data_epoch_is_everything_once_and_shuffled(dataset: Dataset) -> None:
     minibatches = list(islice(loader(dataset), 14))  # 53 sequences: 6 of 8, one of 5
     assert [m.data_epoch for m in minibatches] == [0] * 7 + [1] * 7
@@ -187,6 +195,17 @@ def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
             assert sequence["labels"].tolist() == np.where(mask, tokens, -100).tolist()
         assert batch.num_tokens == (inputs["labels"] != -100).sum()
         assert batch.num_tokens == dataset.num_trained_tokens[batch.indices].sum()
+
+
+def test_no_sequence_predicts_the_next_one(dataset: Dataset) -> None:
+    """Pairs of the shift lie in one sequence: tokens of this data set count up by one."""
+    batch = read_microbatch(dataset, np.arange(10))
+    inputs, labels = batch.inputs["input_ids"][0, :-1], batch.inputs["labels"][0, 1:]
+    trained = labels != -100
+    assert trained.sum() == batch.num_tokens
+    assert (inputs[trained] + 1 == labels[trained]).all()
+    of_sequence = torch.bucketize(torch.arange(batch.num_input_tokens), batch.inputs["cu_seq_lens_q"][1:], right=True)
+    assert (of_sequence[:-1][trained] == of_sequence[1:][trained]).all()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -113,7 +113,7 @@ def test_the_same_sources_with_other_options_are_prepared_again(folder: Path, ca
 def test_held_out_sequences_of_an_earlier_call_are_named_once_they_are_trained(folder: Path, capsys: Any) -> None:
     (folder / "a.jsonl").write_text("".join(f'{{"text": "abc {i}"}}\n' for i in range(40)))
     call = ["prepare", str(folder / "a.jsonl"), "--out", "a.h5", "--vocab-size", "260"]
-    line = "a.eval.h5: of an earlier call; a.h5 now contains its sequences, too: remove it"
+    line = "a.eval.h5 was held out by an earlier call, but a.h5 now contains its sequences: remove it"
     for options, count in ((("--eval-fraction", "0.3"), 0), ((), 1)):
         assert main([*call, *options]) == 0
         assert capsys.readouterr().err.count(line) == count

@@ -254,7 +254,7 @@ class TestFromDirectory:
         save_file(stored | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, file, {"format": "pt"})
         refused("quantized")
         save_file(stored | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
-        refused("stores [31]")
+        refused("got [31]")
         file.write_bytes(file.read_bytes()[:5000])
         refused("git lfs pull")
         (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(stored, "lost")}))

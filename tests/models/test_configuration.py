@@ -61,7 +61,7 @@ def test_derived_settings_are_derived_again(saved):
     ("overrides", "words"),
     [
         ({"rms_norm_epsilon": 1}, "unknown setting model.config.rms_norm_epsilon for model_type qwen2: .*rms_norm_eps"),
-        ({"hidden_size": 64}, r"has the shape \[64, 64\] in the configuration, but .* stores \[64, 32\]"),
+        ({"hidden_size": 64}, r"of shape \[64, 64\], as the configuration says, got \[64, 32\]"),
         ({"sliding_window": 8}, "model.config.sliding_window: expected 8 to take effect, but .* make it None"),
         ({"rope_parameters": {"rope_type": "bent"}}, "model.*: there is no .bent.$"),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers: expected at most"),

@@ -74,6 +74,16 @@ def change_stored(home, change):
     path.write_text(json.dumps(kept))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda kept: kept["report"].pop("device"), lambda kept: kept["report"].update(nodes="two")],
+    ids=["of an older shape", "a wrong field"],
+)
+def test_a_report_of_another_shape_is_none(home, change):
+    change_stored(home, change)
+    assert cache.load(KEY) is None
+
+
 @pytest.mark.parametrize(("age_s", "found"), [(6 * 86400, True), (8 * 86400, False), (-3600, False)])
 def test_it_expires_after_a_week_unless_a_reader_keeps_it_longer(home, age_s, found):
     change_stored(home, lambda kept: kept.update(time_s=time.time() - age_s))

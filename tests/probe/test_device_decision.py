@@ -88,6 +88,26 @@ def test_a_crash_is_the_reason():
 
 
 @pytest.mark.parametrize(
+    ("name", "cause", "wanted"),
+    [
+        ("get", Cause.WRONG, "cpu"),
+        ("get", Cause.STALE, "cpu"),
+        ("put", Cause.WRONG, "cuda"),
+        ("accumulate", Cause.WRONG, "cuda"),
+    ],
+)
+def test_wrong_data_is_not_used(name, cause, wanted):
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
+        Problem(("from_device", "same_node", name), cause)
+    )
+    decision = made(found)
+    assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
+    reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
+    assert reason is None or cause.value in reason.reason
+    require_correct_data(found, decision)
+
+
+@pytest.mark.parametrize(
     ("name", "reduction", "refused"),
     [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "mailbox", False)],
 )
@@ -121,6 +141,12 @@ def test_who_insists_is_warned_where_nothing_is_proved():
     wanted = made(report(Peer(get=FAST, put=FAST)), window_device="cuda", reduction="accumulate")
     assert choices(wanted) == ("cuda", "accumulate")
     assert "warning: Accumulate with a peer" in wanted.window_device.reason
+
+
+def test_windows_on_the_host_may_be_asked_for():
+    decision = made(report(), window_device="cpu")
+    assert (decision.window_device.value, decision.window_device.reason) == ("cpu", "set by comm.window_device")
+    assert decision.zero_copy.value == "on"
 
 
 def test_a_reduction_that_is_asked_for_must_be_proved():

@@ -71,7 +71,7 @@ def test_other_models_and_longer_texts_are_refused(tmp_path, changes, problem):
 
 
 def test_directories_without_a_model_or_a_tokenizer_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"expected a reward model with config\.json, .* has none: export"):
+    with pytest.raises(UserError, match=r"expected a reward model with config\.json, got .* without it: export"):
         load_reward_functions([str(tmp_path)], None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"expected a tokenizer in .*, got no files of one"):

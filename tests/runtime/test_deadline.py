@@ -62,6 +62,25 @@ def test_a_wait_that_ended_is_forgotten() -> None:
     watchdog.close()
 
 
+def test_without_a_wait_nothing_expires() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.05, calls)
+    time.sleep(0.3)
+    assert calls.seen == []
+    watchdog.close()
+
+
+def test_a_wait_within_a_wait() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.2, calls)
+    with watchdog.watch("outer"):
+        for _ in range(3):
+            with watchdog.watch("inner"):
+                time.sleep(0.05)
+        assert calls.called.wait(5.0)
+    assert calls.seen == ["outer"]
+
+
 def test_of_many_threads_the_late_one_is_named() -> None:
     calls = Calls()
     watchdog = Watchdog(0.3, calls)
@@ -93,6 +112,12 @@ def test_a_closed_one_is_silent() -> None:
         assert not watchdog._thread.is_alive()
         time.sleep(0.3)
     assert calls.seen == []
+
+
+def test_it_does_not_keep_the_process() -> None:
+    watchdog = Watchdog(60.0, Calls())
+    assert watchdog._thread.daemon
+    watchdog.close()
 
 
 def test_heartbeats_continue_while_it_waits_and_while_not() -> None:

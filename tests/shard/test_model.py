@@ -2,11 +2,12 @@
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from parity import adamw, assert_same_state, check_parity, sgd, squares, train_plain, vectors
+from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
 from ranks import InPlaceTransport, KeepingTransport, RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from toy_models import INPUT, WIDTH, Block, Layer, RandomWeights, Stack, Transformer
@@ -551,6 +552,60 @@ def test_hooks_of_modules_run() -> None:
 
     run_ranks(1, work)
     assert seen == ["before", "after", "backward"]
+
+
+# Buffers
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("largest", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.largest = torch.maximum(self.largest, x.detach().abs().amax())
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+@SIZES
+def test_buffers_are_the_rank_s_own(size: int) -> None:
+    """Each rank's are those of a plain module that has seen the rank's microbatches."""
+    module = nn.Sequential(Normed(), Normed())
+    minibatches = vectors(5, WIDTH, steps=4)
+    ranks = check_parity(module, minibatches, size, units=[Normed])
+    states: list[dict[str, torch.Tensor]] = []
+
+    class Following(nn.Module):
+        """The plain module, with the buffers of one rank for each microbatch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+            self.numbers: Iterator[int] = iter(
+                [in_turn(step, i, size) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rank = next(self.numbers)
+            for name, buffer in self.inner.named_buffers():
+                buffer.copy_(states[rank][name])
+            result = self.inner(x)
+            states[rank] = {name: buffer.clone() for name, buffer in self.inner.named_buffers()}
+            return result
+
+    module = nn.Sequential(*(copy.deepcopy(part) for part in module)).double()
+    states = [{name: buffer.clone() for name, buffer in module.named_buffers()} for _ in range(size)]
+    train_plain(Following(), minibatches)
+    for rank, expected in zip(ranks, states, strict=True):
+        found = dict(rank.model.module.named_buffers())
+        assert list(found) == list(expected)
+        for name, buffer in expected.items():
+            torch.testing.assert_close(found[name], buffer, msg=name)
+            assert name.endswith("largest") or torch.equal(rank.state[name], found[name])
 
 
 # Precision

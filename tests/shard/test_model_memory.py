@@ -1,5 +1,6 @@
 """Memory of unsharded parameters on a rank, and the number of fetches."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -62,6 +63,50 @@ def test_no_more_than_the_root_and_two_units(
 
 
 @PREFETCH
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_the_bound_holds_wherever_the_root_is_touched(
+    where: str, prefetch: int, kind: type[RecordingTransport]
+) -> None:
+    """Units before the root, or after it, and of another size than the root."""
+
+    class OneSided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+            self.big = nn.Linear(WIDTH, 5 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.big(x)[:, :WIDTH] if where == "first" else x
+            for layer in self.layers:
+                x = layer(x)
+            return self.big(x) if where == "last" else x
+
+    module = OneSided().double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, prefetch=prefetch)
+        for _ in range(3):
+            train.step()
+        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+
+    run_ranks(2, work, transport=kind)
+
+
+@PREFETCH
+@on_ranks(2)
+def test_losses_that_a_user_keeps_keep_no_parameters(
+    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
+) -> None:
+    train = Train(transport, module, prefetch=prefetch)
+    with train.model.minibatch():
+        losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
+        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+        for loss in losses:
+            loss.backward()
+    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+
+
+@PREFETCH
 @on_ranks(2)
 def test_buffers_are_used_again(
     transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
@@ -116,6 +161,14 @@ def test_fetches_with_activation_checkpointing(transport: RecordingTransport) ->
         assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
 
 
+@on_ranks(2)
+def test_the_root_is_fetched_once_per_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    for num_microbatches in (1, 3, 0, 2):
+        train.step(num_microbatches)
+        assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
+
+
 @on_ranks(1)
 def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: RecordingTransport) -> None:
     """The gradient of the first layer's weight takes its input, not its weight."""
@@ -125,6 +178,17 @@ def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: R
         transport.log.clear()
         squares(train.model, (INPUT,)).backward()
         assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
+
+
+@on_ranks(2)
+def test_everything_is_released_at_the_end_of_a_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    with train.model.minibatch():
+        squares(train.model, (INPUT,)).backward()
+    assert not transport.parameters.buffers._in_use
+    gc.collect()
+    transport.parameters.buffers.clear()
+    assert transport.parameters.buffers._held_bytes == 0
 
 
 def test_recurrent_modules_keep_none_of_their_weights() -> None:

@@ -1,19 +1,21 @@
 """Parameters in memory that the ranks of a node share, so that a node fetches each array once between publications.
 
-    claim    the first rank that needs an array sets the word of the array by compare-and-swap, and fetches the array
+Each array has a word in shared memory: the version of the parameters, the rank that fetches, and whether it has.
+
+    claim    the first rank that needs an array sets its word by compare-and-swap, and fetches the array
     ready    after the transfer it sets the word again; the other ranks wait for this, and read the array in place
-    sync     each rank counts the publications; a word of an earlier publication counts as not claimed
+    sync     each publication raises the version on every rank; a word of an earlier version counts as not claimed
 
 Ranks need no other coordination, since parameters do not change between two publications.
 
 Note: no stale read
-    A rank overwrites an array only with a claim of the current publication, after the barrier that all ranks reach when
-    they have released what they fetched before. It reads an array only if the word is ready and of this publication.
+    A rank overwrites an array only after claiming it for the current version, and so after a barrier that each rank
+    enters only when it has released its earlier fetches. It reads an array only if the word is ready for this version.
 
 Note: no deadlock
-    A rank starts a fetch when it claims the array, and waits for other ranks only within the fetch of a unit, for one
-    array after the other. All ranks fetch the arrays of a unit in the same order. So of the ranks that hold a claim in
-    a unit, the one that waits for the first array waits for a transfer, and not for another such rank.
+    A rank that holds a claim is fetching a unit: it claims arrays of the unit, starts their transfers, and completes
+    all its arrays one after another, in an order that is the same on all ranks. Of the arrays for which ranks wait in
+    this unit, take the first. The rank that claimed it waits for its transfer, and not for another rank of the node.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,10 @@ from odc_mpi.runtime.deadline import wait_until
 
 
 class NodeCache(ShardStorage, ParameterStore):
-    """Parameter store that fetches with `inner`, a storage of its own, into memory of the node, and returns views."""
+    """Parameter store that fetches with `inner` into memory that the node shares, and returns views of this memory.
+
+    `inner` is a storage of the transport, too: the transport allocates and frees it.
+    """
 
     access = Access.NODE
 
@@ -130,11 +135,7 @@ class NodeCache(ShardStorage, ParameterStore):
         fetching = (int(self._state[index]) // 2) % self._world.local_size
         what = f"fetching unit {self.layouts[index].name}, which another rank fetches for this node"
         with self._world.deadline(what, [self._world.node_ranks[fetching]]):
-            wait_until(lambda: self._is_ready(index), self._poll)
+            # Ranks of other nodes may need this rank in MPI, and the transfer that it waits for may need them.
+            wait_until(lambda: self._is_ready(index), self._world.progress.poke)
         self._words.sync()
         self._memory.sync()
-
-    def _poll(self) -> None:
-        # Ranks of other nodes may need this rank in MPI, and the transfer that it waits for may need them.
-        self._world.progress.run_tasks()
-        self._world.comm.Iprobe()

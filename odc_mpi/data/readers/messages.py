@@ -1,4 +1,4 @@
-"""Messages and tools of conversations, converted to those of chat templates.
+"""Checks messages and tools of conversations, and converts them to the form that chat templates take.
 
 Errors are `InvalidRecordError`s that begin with the location of the record.
 """
@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, json_kind, text_field
+from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_names, json_kind, text_field
+from odc_mpi.errors import one_line_message
 from odc_mpi.formatting import truncate_text
 
 #: Roles of other data sets, with the corresponding role of chat templates. Templates receive all other roles unchanged.
@@ -20,20 +21,30 @@ LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, 
 
 
 def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools, or None. Tables contain the list as JSON text, since its fields differ between rows."""
+    """Return the list of tools, or None without tools. In tables it is JSON text, since its fields differ between rows.
+
+    Raises an `InvalidRecordError` if it is not a list of objects.
+    """
     if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list):
         raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {json_kind(tools)}")
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise InvalidRecordError(f"{location}: expected each of 'tools' to be an object, got {json_kind(tool)}")
     return tools
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Check a list of messages. Convert the content of each to one string, and its role to one of chat templates."""
+    """Check the messages of the field `name`, and return them in the form that chat templates take.
+
+    The content of each becomes one string, and its role one of chat templates. Null fields are removed, `from` and
+    `value` are renamed, and a `function_call` becomes tool calls.
+    """
     if not isinstance(messages, list):
-        kind = json_kind(messages) + (", which is no JSON text of messages" if isinstance(messages, str) else "")
+        kind = json_kind(messages) + (" that is not the JSON text of messages" if isinstance(messages, str) else "")
         raise InvalidRecordError(f"{location}: expected {name!r} to be a list of objects, got {kind}")
     checked = []
     for message in messages:
@@ -59,8 +70,12 @@ def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
     """Convert a message whose content is the JSON text of one or more tool calls, as in LLaMA-Factory."""
     calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise InvalidRecordError(f"{location}: expected objects with 'name' and 'arguments' in a 'function_call'")
+    for call in calls:
+        if not isinstance(call, dict) or "name" not in call:
+            kind = f"the fields {field_names(call)}" if isinstance(call, dict) else json_kind(call)
+            raise InvalidRecordError(
+                f"{location}: expected each call in a 'function_call' to be an object with 'name', got {kind}"
+            )
     return message | {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
@@ -68,7 +83,7 @@ def _from_json(text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRecordError(f"{expected}, got {error}") from error
+        raise InvalidRecordError(f"{expected}, got invalid JSON ({one_line_message(error)})") from error
 
 
 def _content(message: dict[str, Any], location: str) -> str:

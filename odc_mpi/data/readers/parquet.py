@@ -31,7 +31,7 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
                 # Without columns of times: they contain no text, and Python cannot represent nanoseconds.
                 no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
                 numbers = [done + i + 1 for i in indices]
-                chosen = pyarrow.concat_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
+                chosen = pyarrow.Table.from_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
                 try:
                     rows = [without_nulls(row) for row in chosen.select(no_times).to_pylist()]
                 except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent

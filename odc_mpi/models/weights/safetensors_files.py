@@ -65,7 +65,8 @@ class SafetensorsWeights(HashedWeights):
             source = next((source for prefix, source in (new or {}).items() if name.startswith(prefix)), None)
             if found:
                 self._placed[name], *self._copies[name] = found
-                self._check(name, parameter.shape)
+                for placed in found:
+                    self._check(name, placed, parameter.shape)
                 if self._copies[name]:
                     self.read(name, 0, parameter.shape[-1])  # here all ranks find the same, later each in its slice
             elif source is not None:
@@ -80,7 +81,8 @@ class SafetensorsWeights(HashedWeights):
             return self._new[name].read(name, start, stop)
         values = self._placed[name].read_range(self.files, start, stop)
         for other in self._copies.get(name, ()):
-            if not torch.equal(values, other.read_range(self.files, start, stop)):
+            copy = other.read_range(self.files, start, stop).to(values.dtype)
+            if not torch.allclose(values, copy, rtol=0, atol=0, equal_nan=True):
                 raise UserError(
                     f"model.path: {self._path} stores different values for parameters that its configuration ties, "
                     f"{name} and another: set model.config.tie_word_embeddings to false"
@@ -117,8 +119,7 @@ class SafetensorsWeights(HashedWeights):
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
 
-    def _check(self, name: str, shape: torch.Size) -> None:
-        placed = self._placed[name]
+    def _check(self, name: str, placed: PlacedTensor, shape: torch.Size) -> None:
         for region in placed.regions:
             if (dtype := self.files.dtype(region.source)) not in _FLOATS:
                 raise UserError(
@@ -127,8 +128,8 @@ class SafetensorsWeights(HashedWeights):
                 )
         if placed.shape != shape:
             raise UserError(
-                f"model.path: {name} has the shape {list(shape)} in the configuration, but {self._path} stores "
-                f"{list(placed.shape)}"
+                f"model.path: expected {name} of shape {list(shape)}, as the configuration says, got "
+                f"{list(placed.shape)} in {self._path}: change model.config, or config.json there"
             )
 
 
@@ -165,9 +166,9 @@ class _StoredTensors(WeightSource):
                 content = parse_json(index.read_bytes())
                 files = content.get("weight_map") if isinstance(content, dict) else None
                 if not isinstance(files, dict):
-                    raise ValueError("expected an object with the object weight_map")
+                    raise ValueError("expected a JSON object with an object 'weight_map'")
                 if invalid := [file for file in files.values() if not isinstance(file, str) or "\0" in file]:
-                    raise ValueError(f"expected names of files, got {invalid[0]!r}")
+                    raise ValueError(f"expected file names in 'weight_map', got {invalid[0]!r}")
                 return files
             except (ValueError, OSError) as error:
                 raise UserError(

@@ -4,19 +4,27 @@ import os
 import time
 from pathlib import Path
 
-#: Phases in order. Windows and weights are parts of sharding the model.
+#: Phases in order. `other` is the setup without `windows` and `weights`, which are parts of it. `evaluation` is all
+#: that callbacks do before the first step, such as computing reference log-probabilities.
 PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "evaluation", "first_step")
 
 
 class StartTimes:
-    """Seconds of each phase so far, as `seconds`. The first phase began at `began`, a value of `time.perf_counter`."""
+    """Stopwatch for the phases of a start.
+
+    Args:
+        began: Start of the first phase, a value of `time.perf_counter`.
+
+    Attributes:
+        seconds: Seconds of each phase so far.
+    """
 
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """Add the time since the last call to a phase, without the seconds of `parts`, which are other phases."""
+        """End `phase`: add the time since the last `end`, except the seconds of `parts`, which other phases receive."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
@@ -25,6 +33,10 @@ class StartTimes:
 
 
 def process_start() -> float:
-    """Return the start time of this process as a value of `time.perf_counter`, exact to 10 ms."""
-    since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    """Return the start time of this process on the clock of `time.perf_counter`, accurate to 10 ms."""
+    now = time.perf_counter()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # no /proc: the time until this call is not counted
+        return now
+    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,8 +1,8 @@
 """Report of a skipped step: rank, sequence and unit of the first value that is not finite.
 
-In a skipped step the parameters do not change. After it, a rank whose loss was not finite therefore repeats the forward
-of the microbatch and looks at the output of each unit. Other ranks wait for the report. If all losses are finite, the
-gradients that a rank pushed show the unit.
+A skipped step does not change the parameters. After the step, a rank whose loss was not finite can therefore repeat the
+forward of the microbatch, and check the output of each unit. The other ranks wait for the report. If all losses were
+finite, the gradients that each rank pushed show the unit.
 """
 
 import json
@@ -39,15 +39,15 @@ class NonFiniteReport(Callback):
         self._results: list[MicrobatchResult] = []
 
     def on_step_begin(self, step: Step) -> None:
-        """Forget the microbatches of the previous step."""
+        """Discard the microbatches of the previous step."""
         self._results = []
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Keep the microbatch until the end of the step."""
+        """Keep the result of the microbatch until the end of the step."""
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """Report a skipped step, with `detect_anomaly` as `step.failure`. Collective if it was skipped."""
+        """Report a skipped step, as a warning or as `step.failure`. Collective if the step was skipped."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
@@ -100,18 +100,18 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return the name of one sequence or of several, by their numbers in the data set."""
+    """Return the text that names one or more sequences by their numbers in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
 
 @contextmanager
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
-    """Find the first unit in the enclosed forward whose output is not finite. Yields an empty dictionary.
+    """Find the first unit in the enclosed forward whose output is not finite. Yields a dictionary for the result.
 
-    Its entries will be `unit`, the name of a unit, and `token`, the index of the first such token in the first row of
-    the output, or None if the output has not three dimensions. If the input of a unit is already not finite, the value
-    is of the root unit, which has the embeddings.
+    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
+    root unit, which has the embeddings) if the input of a unit was already not finite. `token` is the index of the
+    first non-finite token in the first row of the output, or None if the output does not have three dimensions.
     """
     found: dict[str, Any] = {}
 

@@ -1,8 +1,8 @@
-"""Estimate of the memory of one rank, by part. Nothing is allocated, so it works for models larger than this machine.
+"""Estimate of the memory of one rank, by part. Nothing is allocated, so the model may be larger than this machine.
 
-The shards are those that the run would have. Activations are counted, not guessed: the model computes the forward of a
-few tokens on the meta device, and the tensors that autograd saves are added up. Attention kernels that keep no scores
-are assumed. Only a model that cannot compute on the meta device is estimated by a formula.
+The shards are those of a real run. Activations are counted: the model computes the forward of a few tokens on the meta
+device, and the sizes of the tensors that autograd saves are added up. The estimate assumes attention kernels that do
+not store scores. A formula is used only for models that cannot compute on the meta device.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.settings import Config
 
-#: Tokens of the forward on the meta device. Few, since kernels there keep attention scores, which grow with the square.
+#: Tokens of the forward on the meta device. Few, since attention saves scores there, whose size grows quadratically.
 _NUM_TOKENS = 16
 #: Bytes of activations per token, layer and hidden size with 16-bit activations (Korthikanti et al., arXiv 2205.05198).
 _FORMULA_BYTES = 34
@@ -98,7 +98,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes in bytes: of full units, of a rank's shards, and of what the optimizer keeps for these."""
+    """Sizes in bytes of full units, of a rank's shards, and of the optimizer's data for these shards."""
 
     units: list[int]
     gradients: list[int]  # of each unit, in the type of the sums
@@ -133,14 +133,15 @@ class _Sizes:
 
 
 def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int:
-    """Return a rank's part of the memory of its node for fetched units; 0 if the ranks of a node share none."""
+    """Return a rank's share of the node cache in bytes, or 0 if there is no node cache."""
     comm, num_bytes = config.comm, sum(sizes.units)
     if "off" in (comm.node_cache, comm.zero_copy) or ranks_per_node == 1:
         return 0
     gpu = config.run.device == "cuda"
-    settings = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
-    available = available_bytes() - ranks_per_node * (sizes.shard + sizes.gradient_shard + sizes.states)
-    return num_bytes // ranks_per_node if node_cache_fits(num_bytes, available, ranks_per_node, *settings) else 0
+    caches = ("auto", "auto") if gpu else (comm.parameter_cache_bytes, comm.gradient_cache_bytes)
+    own_bytes = sizes.shard + sizes.gradient_shard + sizes.masters + sizes.states
+    fits = node_cache_fits(num_bytes, available_bytes() - ranks_per_node * own_bytes, ranks_per_node, *caches)
+    return num_bytes // ranks_per_node if fits else 0
 
 
 def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:
@@ -157,7 +158,7 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that autograd saves in the forward of a microbatch, and those of its logits."""
+    """Return the bytes that autograd saves in the forward of a microbatch, and the bytes of its logits."""
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
     narrow = dtype.itemsize < 4
     logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))

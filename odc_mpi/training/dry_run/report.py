@@ -23,9 +23,9 @@ _NUM_MINIBATCHES = 50
 
 
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
-    """Print what a run with these settings would need and do, on rank 0. No file is written. Collective.
+    """Print on rank 0 the memory, steps and first microbatch of a run with these settings. Write no file. Collective.
 
-    The run has `num_ranks` ranks on one node, by default the ranks of this job. Raises `AllRanksUserError` as training
+    The run has `num_ranks` ranks on one node, by default the ranks of this job. Raises `AllRanksUserError` as `train`
     does.
     """
     config = resolve_settings(config, world)[0]
@@ -51,10 +51,10 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
 
 def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
-    """Return lengths of the largest microbatch, indices of the first, and if a rank may have several per step."""
+    """Return lengths in the largest microbatch, indices in the first, and True if a rank may have several per step."""
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
-        return [limit], [], True  # completions are as long as they may be
+        return [limit], [], True  # completions are assumed to have the maximum length
     first: list[int] = []
     lengths, largest, accumulates = inputs.dataset.lengths, [0], False
     for minibatch in itertools.islice(inputs.loader, min(_NUM_MINIBATCHES, config.run.steps)):

@@ -14,8 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Construction lowers the exponents by log2 of `loss_normalizer`, rounded up: it is the largest number by which the
-    summed gradients are divided, so these are up to this factor larger than the gradients of a mean loss.
+    Gradients are later divided by at most `loss_normalizer`. Until then, they can be larger than the gradients of a
+    mean loss by this factor. Construction therefore subtracts log2 of it, rounded up, from the exponents.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
@@ -34,7 +34,7 @@ class ExponentCallback(Callback):
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents if the checkpoint has any. Raise `UserError` if their number differs."""
+        """Restore the exponents if the checkpoint has any. Raises `UserError` if their number differs."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

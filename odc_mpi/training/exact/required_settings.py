@@ -1,4 +1,4 @@
-"""Settings that an exact run requires, and settings that it does not support."""
+"""Settings that `run.exact` requires, and settings that it does not support."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Apply what `run.exact` requires, if it is set. Raises `UserError` for a setting that it does not support."""
+    """Apply the settings that `run.exact` requires, if it is set. Raises `UserError` for an unsupported setting."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (

@@ -24,7 +24,7 @@ class AnswerScores(NamedTuple):
         logps: Sum of the log-probabilities of each answer, float64 `[pairs, 2]`, with gradients.
         lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
         entropy: Sum of the entropies of all loss tokens in nats, a scalar.
-        router_loss: As in `TokenScores`.
+        router_loss: Auxiliary loss of routers, as in `TokenScores`.
     """
 
     logps: torch.Tensor
@@ -49,7 +49,7 @@ class AnswerLogps:
         pairs = pairs if self._packs else as_padded_rows(pairs)
         scores = self._token_logps(pairs.inputs, pairs.logit_positions, pairs.targets)
         num_answers = 2 * len(pairs.indices)
-        # In float64, since differences of these sums decide.
+        # In float64, since the loss depends on small differences of these sums.
         sums = torch.zeros(num_answers, dtype=torch.float64, device=scores.logps.device)
         logps = sums.index_add(0, pairs.answers, scores.logps.double()).reshape(-1, 2)
         lengths = torch.bincount(pairs.answers, minlength=num_answers).reshape(-1, 2)
@@ -59,8 +59,8 @@ class AnswerLogps:
 class PreferenceScorer(PairScorer):
     """Scores pairs by a loss of DPO and the rewards of their answers.
 
-    `reference` has the log-probabilities under the reference model by index of the pair in its data set, float64
-    `[pairs, 2]`. They need not be known before the first call.
+    `reference` contains the log-probabilities under the reference model by index of the pair in its data set, float64
+    `[pairs, 2]`. The caller may set the values later, before the first call.
     """
 
     statistics = STATISTICS

@@ -2,8 +2,8 @@
 
 The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout. The probability ratio is then 1 and
 clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
-reference policy. Losses are summed over the minibatch. The normalizer of the sum is known only when all groups are
-generated, so each rank divides the gradients of its shards after they are summed:
+reference policy. Losses are summed over the minibatch. The normalizer is known only when all groups are generated, so
+each rank divides the gradients of its shards after they are summed. The normalizers of `loss_type` are:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
     grpo       number of completions; the loss of each is the mean over its tokens
@@ -32,10 +32,10 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Loss of GRPO. Its normalizer uses numbers of tokens and completions that `RolloutSource` gathers.
+    """Loss of GRPO. Its normalizer uses the numbers of tokens and completions that `RolloutSource` gathers.
 
-    `module` is that of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps` is
-    required unless `rl.beta` is 0.
+    `module` is the module of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps`
+    is required unless `rl.beta` is 0.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a value of a microbatch to the sum of its first prompt. In an exact run, it has only one prompt."""
+        """Add a value of a microbatch to the sum of its first prompt, which is the only one in an exact run."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token. Its value is -advantage; its gradient is that of -advantage * log-probability."""
+    """Return the loss of each token, [K]: the value -advantage with the gradient of -advantage * log-probability."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL divergence of each token by the estimator k3 of http://joschu.net/blog/kl-approx.html."""
+    """Return the estimator k3 (http://joschu.net/blog/kl-approx.html) of the KL divergence for each token, [K]."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 

@@ -12,7 +12,7 @@ of r over the loss tokens of the answer, s the logistic function, and e the labe
     apo_down       s(beta r_chosen) + 1 - s(d)                                          arXiv 2408.06266
     sft            cross entropy of the chosen answers, mean over their tokens in the minibatch
 
-Names and definitions are those of `DPOTrainer` in TRL 1.16, except that it ignores e in `sigmoid`.
+Names and definitions are those of `DPOTrainer` in TRL 1.16, except that TRL ignores e in `sigmoid`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class PairLogps:
 
     Attributes:
         policy: Sum of the log-probabilities of each answer under the model, float64 `[pairs, 2]`.
-        reference: The same under the reference model.
+        reference: Sum of the log-probabilities of each answer under the reference model, float64 `[pairs, 2]`.
         lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
         mean_chosen_length: Mean number of loss tokens of the chosen answers of the minibatch, which normalizes `sft`.
     """
@@ -50,12 +50,12 @@ class PairLogps:
 
     @property
     def margins(self) -> torch.Tensor:
-        """Log-ratio of the chosen minus that of the rejected answer, float64 `[pairs]`."""
+        """Log-ratio of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
         return self.ratios[:, 0] - self.ratios[:, 1]
 
     @property
     def mean_margins(self) -> torch.Tensor:
-        """Margins of the means over the loss tokens, float64 `[pairs]`."""
+        """Mean log-ratio per loss token of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
         means = self.ratios / self.lengths
         return means[:, 0] - means[:, 1]
 

@@ -1,4 +1,4 @@
-"""Objectives that are means over pairs of answers. DPO and reward models differ in how they score a pair."""
+"""Base classes of objectives that average a loss over pairs of answers, and of scorers, which compute the losses."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
 _MAX_SUMMAND = 2.0**16
-#: Statistics that are reduced to an extreme over all pairs, and its value without pairs. The others are averaged.
+#: Statistics that are reduced to a minimum or maximum over all pairs, with its initial value. Others are averaged.
 EXTREMES = {"min_reward": (min, math.inf), "max_reward": (max, -math.inf)}
 
 
@@ -25,9 +25,9 @@ class PairScores(NamedTuple):
 
     Attributes:
         losses: Loss of each pair, float64 `[pairs]`, with gradients.
-        statistics: Values of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
+        statistics: Statistics of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
         token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`, without gradients, or None.
-        router_loss: As in `TokenScores`.
+        router_loss: Auxiliary loss of routers, as in `TokenScores`.
     """
 
     losses: torch.Tensor
@@ -41,7 +41,7 @@ class PairScorer(ABC):
 
     Attributes:
         statistics: Names of the statistics of a pair.
-        token_sums: Names of the sums over loss tokens, of which training reports means.
+        token_sums: Names of sums over loss tokens. Training reports them divided by the number of loss tokens.
     """
 
     statistics: tuple[str, ...]
@@ -49,17 +49,17 @@ class PairScorer(ABC):
 
     @abstractmethod
     def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
-        """Score a microbatch of the minibatch, whose tensors are on the device of the model. One-sided."""
+        """Score a microbatch of the minibatch. Its tensors are on the device of the model. One-sided."""
 
     def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics that follow from the reduced statistics."""
+        """Return metrics that are computed from `metrics`, the statistics reduced over all pairs."""
         return {}
 
 
 class PairObjective(Objective):
-    """Mean of the losses of a scorer over all pairs of a minibatch, plus the loss of routers, if any.
+    """Mean of the losses of a scorer over all pairs of a minibatch, plus the auxiliary loss of routers, if any.
 
-    Its metrics do not depend on the order of the microbatches, nor on their distribution over ranks.
+    The metrics do not depend on the order of the microbatches, nor on their distribution over ranks.
     """
 
     def __init_subclass__(cls, margin: str, accuracy: str) -> None:
@@ -105,7 +105,7 @@ class PairObjective(Objective):
         return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics of the trainer in TRL to those of the step, over the pairs of all ranks."""
+        """Add the metrics over the pairs of all ranks to those of the step, under the names that TRL uses."""
         metrics = {
             name: EXTREMES[name][0](gathered.per_rank(name).tolist()) if name in EXTREMES else gathered.sum(name)
             for name in self.gathered_names

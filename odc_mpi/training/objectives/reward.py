@@ -1,4 +1,4 @@
-"""Reward models (arXiv 2203.02155): the score of the chosen answer of a pair exceeds that of the rejected one."""
+"""Reward models (arXiv 2203.02155), which learn to score the chosen answer of a pair higher than the rejected one."""
 
 from typing import cast
 
@@ -18,11 +18,11 @@ STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
 
 class AnswerRewards:
-    """Computes the rewards of the answers of pairs under a model: the scores of their last tokens.
+    """Computes the rewards of both answers of each pair under a model, which are the scores of their last tokens.
 
     Args:
         module: Reward model, or the `module` of a sharded one.
-        packs: False for models that need a row for each answer; see `data.pairs.microbatch.as_padded_rows`.
+        packs: False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
@@ -57,8 +57,8 @@ class RewardObjective(PairObjective, margin="margin", accuracy="accuracy"):
 def reward_loss(reward: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
     """Return the loss of each pair, float64 `[pairs]`, given the rewards of both answers, `[pairs, 2]`.
 
-    It is -log s(r_chosen - r_rejected), with the logistic function s. `center_rewards_coefficient` times the square of
-    the sum of both rewards is added to it (arXiv 2312.09244).
+    The loss is -log s(r_chosen - r_rejected) with the logistic function s, plus `center_rewards_coefficient` times the
+    square of the sum of both rewards (arXiv 2312.09244).
     """
     loss = -logsigmoid(rewards[:, 0] - rewards[:, 1])
     return loss + (reward.center_rewards_coefficient or 0.0) * rewards.sum(1) ** 2

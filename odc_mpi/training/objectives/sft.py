@@ -14,7 +14,7 @@ MAX_EXACT_LOSS = 256.0
 
 
 class SFTObjective(Objective):
-    """Cross entropy in which all loss tokens of a minibatch, whose number is known at its start, weigh the same."""
+    """Mean cross entropy over all loss tokens of a minibatch, plus the auxiliary loss of routers, if any."""
 
     gathered_names = ("loss", "correct_tokens", "entropy")
 
@@ -36,7 +36,7 @@ class SFTObjective(Objective):
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the predictions of a microbatch to the sums of the step."""
+        """Add the loss, correct predictions and entropy of a microbatch to the sums of the step."""
         num_correct, entropy = (value.item() for value in self._last_scores)
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
         self._num_correct += int(num_correct)
@@ -47,7 +47,7 @@ class SFTObjective(Objective):
         return self._loss, self._num_correct, self._entropy
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the loss, the predictions and the number of loss tokens to the metrics of the step."""
+        """Add the loss, accuracy, entropy and number of loss tokens to the metrics of the step."""
         num_tokens = step.minibatch.num_tokens
         step.metrics |= {
             "loss": gathered.sum("loss"),

@@ -25,11 +25,11 @@ from odc_mpi.training.settings import Config
 
 
 class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the DPO loss, the rewards and the accuracy of held-out pairs."""
 
 
 class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
-    """Computes the loss, rewards and accuracy of held-out pairs."""
+    """Computes the loss, the rewards and the accuracy of a reward model on held-out pairs."""
 
 
 def build_dpo(
@@ -57,10 +57,11 @@ def build_dpo(
     def compute(microbatch: Microbatch) -> torch.Tensor:
         return answer_logps(microbatch).logps
 
-    def model_digest() -> str:
-        configuration = significant_settings(full_configuration(model.module))
-        settings = [configuration, inputs.model.adapter, config.model.param_dtype]
-        return hashlib.sha256(f"{weights_digest()}{json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
+    configuration = significant_settings(full_configuration(model.module))
+    settings = json.dumps([configuration, inputs.model.adapter, config.model.param_dtype], sort_keys=True)
+
+    def model_digest() -> str:  # without `inputs`, whose files are closed before the training
+        return hashlib.sha256(f"{weights_digest()}{settings}".encode()).hexdigest()
 
     def needed_for_training(completed_steps: int) -> npt.NDArray[np.int64]:
         return loader.upcoming_indices(config.run.steps - completed_steps)
@@ -87,7 +88,7 @@ def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective and the evaluator of a run of a reward model. Collective.
+    """Build the objective of a reward model run, and the evaluator, if there is held-out data. Collective.
 
     Sets the model to evaluation mode, so that there is no dropout, as in TRL.
     """

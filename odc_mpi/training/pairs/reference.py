@@ -1,9 +1,9 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference is the model before the first step: new adapters have no effect yet. No second model is in memory, since
-the log-probabilities of all pairs that the run needs are computed before the first update. Ranks claim microbatches one
-at a time. The results are written to `reference_logps.npz` in the run directory after every `BLOCK` pairs, with digests
-of the data and of the model. A run that is started again continues there, with any number of ranks.
+The reference model is the model before the first step: new adapters have no effect yet. The log-probabilities of all
+pairs that the run needs are computed before the first update, so no second model is in memory. Ranks claim microbatches
+one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run directory, with
+digests of the data and of the model. A run that is started again continues there, with any number of ranks.
 """
 
 import time
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from odc_mpi.data.microbatch import Microbatch
-from odc_mpi.errors import AllRanksUserError, warn
+from odc_mpi.errors import AllRanksUserError, one_line_message, warn
 from odc_mpi.files import atomic_write
 from odc_mpi.observe.callback import Callback
 from odc_mpi.runtime.world import World
@@ -25,7 +25,8 @@ from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
-#: Number of pairs after which the results are written. It does not depend on the number of ranks, nor does packing.
+#: Number of pairs after which the results are written. Like packing with `run.exact`, it does not depend on the number
+#: of ranks.
 BLOCK = 4096
 #: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
 ComputeLogps = Callable[[Microbatch], torch.Tensor]
@@ -34,19 +35,19 @@ NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
-    """Log-probabilities of answers under the reference model, by index of the pair in its data set.
+    """Computes the log-probabilities of answers under the reference model, or loads them from a file.
 
-    Must precede the evaluation in the callbacks of a run.
+    This callback must precede the evaluation in the callbacks of a run.
 
     Args:
         compute: Function that computes log-probabilities under the current model.
-        passes: Forward pass of each data set, and function that returns the pairs that are needed.
-        directories: Run directory, where the file is written, and others in which to look for it.
+        passes: Forward pass and function that returns the needed pairs, for each data set, training data first.
+        directories: Run directory, to which the file is written, and other directories from which it may be read.
         compute_digest: Function that returns a digest of the current model. Collective.
         check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
 
     Attributes:
-        model_digest: Digest of the model before the first step; `on_train_begin` computes it if none was restored.
+        model_digest: Digest of the reference model. If none was restored, it is None until `on_train_begin`.
     """
 
     def __init__(
@@ -67,18 +68,18 @@ class ReferenceLogps(Callback):
 
     @property
     def training(self) -> torch.Tensor:
-        """Values of the data set for training, float64 `[pairs, 2]`; the columns are chosen and rejected answers."""
+        """Log-probabilities by index of the pair in the training data, float64 `[pairs, 2]`. Missing ones are NaN."""
         return self._values[0]
 
     @property
     def evaluation(self) -> torch.Tensor:
-        """Values of the held-out data set, float64 `[pairs, 2]`. Only if there is one."""
+        """Log-probabilities by index of the pair in the held-out data, if there is such data, float64 `[pairs, 2]`."""
         return self._values[1]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Load the stored values; before the first step, compute and write those that are missing. Collective.
+        """Load the stored log-probabilities. Before the first step, compute and store the missing ones. Collective.
 
-        Raises `AllRanksUserError` if values are missing and `completed_steps` is not 0.
+        Raises `AllRanksUserError` if any are missing and `completed_steps` is not 0.
         """
         if self.model_digest is None:
             self.model_digest = self._compute_digest()
@@ -123,14 +124,14 @@ class ReferenceLogps(Callback):
         return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
 
     def _by_digest(self) -> dict[str, torch.Tensor]:
-        """Return the values by the digest of the model and of their data set, on which they depend."""
+        """Return the log-probabilities of each data set by the digests of the model and of the data set."""
         return {
             f"{self.model_digest}_{forward_pass.dataset.digest()}": values
             for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
         }
 
     def _load(self) -> None:
-        """Set the values that rank 0 finds in a file of the same model and data. Collective."""
+        """Set the log-probabilities that rank 0 finds in a file for the same model and data. Collective."""
         if self._world.rank == 0:
             for directory in self._directories:
                 self._read(directory / FILE)
@@ -147,7 +148,7 @@ class ReferenceLogps(Callback):
         except FileNotFoundError:
             return
         except (OSError, ValueError, RuntimeError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            warn(f"WARNING: {path} is damaged and not used: {error}")
+            warn(f"WARNING: {path} cannot be read, its log-probabilities are not used: {one_line_message(error)}")
 
     def _write(self) -> None:
         path = self._directories[0] / FILE

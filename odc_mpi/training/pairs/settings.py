@@ -44,7 +44,7 @@ class RewardConfig:
 
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the user's settings of DPO, given in `source`, are contradictory."""
+    """Raise `UserError` if the settings of DPO that the user gave in `source` contradict each other."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
@@ -67,5 +67,5 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_reward(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the user's settings of reward models, given in `source`, are contradictory."""
+    """Raise `UserError` if the settings of reward models that the user gave in `source` contradict each other."""
     is_objective("reward", "reward", RewardConfig, PAIR_REQUIREMENTS, values, source)

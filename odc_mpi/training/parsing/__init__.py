@@ -1,1 +1,1 @@
-"""Reading of settings: names of other libraries, YAML files, command lines, and the help text."""
+"""Reading of settings from YAML files and command lines, also under their names in other libraries."""

@@ -1,4 +1,4 @@
-"""Names of settings in other libraries: those that mean the same as one here, and what to set instead of the others.
+"""Names of settings in other libraries: those that are accepted here, and what to set instead of the others.
 
 The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
 and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-#: Settings of odc_mpi by the names that mean the same.
+#: Settings of odc_mpi by their names in other libraries.
 ALIASES = {
     **dict.fromkeys(("model_name_or_path", "base_model", "base_model_name_or_path", "hf_assets_path"), "model.path"),
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "model.param_dtype"),
@@ -33,7 +33,7 @@ ALIASES = {
     "resume_from_checkpoint": "run.resume",
     "use_cpu": "run.device",
 }
-#: Values of these names that mean another value of the setting here.
+#: Values in other libraries that differ from the value here with the same meaning, by name in the other library.
 VALUES: Mapping[str, Mapping[Hashable, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},
     "max_steps": {-1: 0},
@@ -45,7 +45,7 @@ VALUES: Mapping[str, Mapping[Hashable, Any]] = {
     "scale_rewards": {True: "group", False: "none"},
     "log_completions": {True: 1, False: 0},
 }
-#: What to do instead of other names, each followed by indented patterns of these names.
+#: Advice on other names. Each line of advice is followed by indented patterns of the names.
 _TEXT = r"""
 optim is a section here: set optim.optimizer to adamw or sgd
     optim|optim_args|optim_target_modules
@@ -138,7 +138,7 @@ set lora.modules_to_save
 set rl.reward_funcs to the directory of the reward model
     reward_model_path\w*
 """
-#: The same as pairs of pattern and answer. The first pattern that matches a full name applies.
+#: `_TEXT` as pairs of pattern and advice. The first pattern that matches a full name applies.
 _ANSWERS = [
     ("|".join(patterns.split()), text)
     for text, patterns in re.findall(r"^(\S.*)\n((?: {4}.*\n)+)", _TEXT, re.MULTILINE)
@@ -151,11 +151,11 @@ def answer(name: str) -> str | None:
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert a value of a name to that of the setting here. Other values are returned unchanged."""
+    """Convert a value of a setting in another library to the value here. Most values are returned unchanged."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 
 
 def is_flag(name: str) -> bool:
-    """Return True if a name alone means true, although the setting here is not a truth value."""
+    """Return True if ``--name`` without a value means true, although the setting here is not a boolean."""
     return True in VALUES.get(name, {})

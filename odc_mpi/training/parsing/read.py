@@ -1,7 +1,7 @@
-"""Values of settings from a YAML file and from a command line, by the names of the settings here.
+"""Reader of the values of settings in a YAML file and on a command line.
 
-Names may be those of other libraries (`aliases`), without their section, and with hyphens. All wrong names are reported
-in one error.
+Names may be those of other libraries (`aliases`), may omit their section, and may contain hyphens. All wrong names are
+reported in one error.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from odc_mpi.training.setting_types import Setting, format_value, is_verbatim, t
 COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
 _SIMILAR = 0.75
-#: Pairs of settings of which the later one wins, and replaces the other.
+#: Pairs of settings that exclude each other. The one that is given later replaces the other.
 _EXCLUSIVE = {
     "run.steps": "run.num_train_epochs",
     "run.num_train_epochs": "run.steps",
@@ -60,7 +60,7 @@ class Reader:
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the values and their sources by name of the setting, from a parsed YAML file and a command line.
 
-        `source` is the name of the file. Raises `UserError` if the file or the command line is invalid.
+        `source` is the name of the file in errors. Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
@@ -102,9 +102,9 @@ class Reader:
         return names
 
     def _resolve(self, given: str, own_section: str) -> str:
-        """Return the name of the setting that a name means, or raise a UserError with a suggestion.
+        """Return the name of the setting that a given name refers to, or raise `UserError` with a suggestion.
 
-        A name without section that several sections have is that in `own_section`.
+        If several sections have a setting of this name, a name without section refers to the setting in `own_section`.
         """
         name = given.replace("-", "_")
         mapping = self._mapping_of(name)

@@ -54,8 +54,8 @@ def build_grpo(
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
     """Return a function that computes log-probabilities under the reference policy. Collective.
 
-    The returned function is one-sided. The reference policy is the model in `model.path`. If the model has
-    adapters, it is the model without them. Otherwise it is a frozen copy, which needs the memory of a second model.
+    The returned function is one-sided. If the model has adapters, the reference policy is the model without them.
+    Otherwise it is a frozen copy of the initial model, which needs the memory of a second model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
@@ -90,7 +90,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Disable the adapters of a model in the context. Unlike `disable_adapter` of peft, keep `requires_grad`."""
+    """Disable the adapters of a model in the context. Unlike peft, leave `requires_grad` unchanged."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

@@ -29,7 +29,7 @@ class GroupSums:
     """Named sums of a step, gathered separately for each of at most `num_groups` prompt groups of a minibatch.
 
     A floating-point sum depends on the order of its terms. Therefore all ranks add the values in the order of the
-    prompts, whichever rank generated or trained which group. For each group, all ranks but one have 0.
+    prompts, no matter which rank generated or trained a group. The value of a group is 0 on all ranks but one.
     """
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
@@ -42,7 +42,7 @@ class GroupSums:
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add to the value of a group in the sum `name`. `position` is the index of the group in the minibatch."""
+        """Add `value` to the value of a group in the sum `name`. `position` is the group's index in the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
@@ -50,7 +50,7 @@ class GroupSums:
         return list(self._values.values())
 
     def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the value of a group, given by its index in the minibatch, from those gathered from all ranks."""
+        """Return the gathered value of a group in the sum `name`. `position` is the group's index in the minibatch."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
@@ -63,7 +63,7 @@ def _name(name: str, position: int) -> str:
 
 
 class RolloutMetrics:
-    """Counts and sums of a step, with at most `num_groups` prompt groups, for the metrics of rollouts."""
+    """Metrics of rollouts, computed from counts and sums of a step with at most `num_groups` prompt groups."""
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
         self._reward_names = reward_names
@@ -92,7 +92,7 @@ class RolloutMetrics:
     ) -> None:
         """Add a prompt group that this rank generated.
 
-        `position` is the index of the prompt in the minibatch. `excluded`, bool [completions], is True for completions
+        `position` is the index of the group in the minibatch. `excluded`, bool [completions], is True for completions
         that are excluded from the loss.
         """
         lengths = np.array([len(tokens) for tokens in completions.tokens])
@@ -130,7 +130,7 @@ class RolloutMetrics:
         return [*self._values.values(), *self._sums.local_values()]
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean length in tokens of a prompt's completions. `position` is its index in the minibatch."""
+        """Return the mean length in tokens of the completions of the prompt with index `position` in the minibatch."""
         return self._sums.value_of(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:

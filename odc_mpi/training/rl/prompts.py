@@ -17,7 +17,7 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, in an order by `seed`."""
+    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, shuffled by `seed`."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
@@ -42,9 +42,9 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean length in tokens of the completions of each prompt in `indices`.
 
-    It is the observed mean if there is one, by index in `observed`. For a new prompt, it is read from the regression
-    line of completion length over prompt length, or is the prompt length if there is no such line. All ranks predict
-    the same lengths, because the sums of the regression are exact.
+    If a prompt has an `observed` mean length, which is keyed by its index, that is the prediction. Otherwise, the
+    prediction is the value of the regression line of completion length over prompt length, or the prompt length if
+    there is no such line. All ranks predict the same lengths, because the sums of the regression are exact.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -56,8 +56,8 @@ def predict_lengths(
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
     """Sort prompts by length, longest first, and split them into batches of indices to decode together.
 
-    `lengths` are those of prompts, or expected ones of their completions, in tokens. A batch is at most an even share
-    of `num_shares` ranks, and at most `max_prompts`.
+    `lengths` are lengths of prompts, or predicted lengths of their completions, in tokens. A batch has at most
+    `max_prompts` prompts, and at most an even share of the prompts among `num_shares` ranks, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))

@@ -61,7 +61,7 @@ _REQUIRED = {
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the user's settings of GRPO, given in `source`, are incomplete or contradictory."""
+    """Raise `UserError` if the settings of GRPO that the user gave in `source` are incomplete or contradictory."""
     if not is_objective("grpo", "rl", GRPOConfig, _REQUIRED, values, source):
         return
     functions, weights = values.get("rl.reward_funcs"), values.get("rl.reward_weights")

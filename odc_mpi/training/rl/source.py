@@ -54,8 +54,8 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed and appended to completions.jsonl with their rewards.
-    `engine` generates completions. Without `packs`, each microbatch has one completion.
+    Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
+    rewards. The function `engine` generates completions. If `packs` is False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -98,7 +98,7 @@ class RolloutSource(MinibatchSource):
         self.gathered_names = self._metrics.gathered_names
         #: Mean length of the completions that were last generated for a prompt, in tokens, by index of the prompt.
         self._observed_lengths: dict[int, float] = {}
-        self._step = 0  # its number
+        self._step = 0  # number of the current step
         self._note: Callable[[str], None] = world.set_status
         #: Completions that this rank generated in the last step, if they are to be logged.
         self._logged_completions: list[dict[str, Any]] = []
@@ -116,7 +116,7 @@ class RolloutSource(MinibatchSource):
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Generate completions and yield microbatches of them, as the module describes. One-sided."""
+        """Generate completions, and yield microbatches of completions from any rank (see the module). One-sided."""
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations

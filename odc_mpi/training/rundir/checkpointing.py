@@ -48,8 +48,8 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
-    Each checkpoint stores `metadata` with the state of the trainer. `stop` must precede this callback in
-    `trainer.callbacks`. If another run takes over `directory_lock`, which rank 0 has, no further checkpoint is saved.
+    Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
+    `trainer.callbacks`. If another run takes over the `directory_lock` (on rank 0), no more checkpoints are saved.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -86,15 +86,15 @@ class CheckpointCallback(Callback):
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return step, number of bytes and checksum of the file that this rank has written for a checkpoint."""
+        """Return the saver's report on this rank's checkpoint file: step, number of bytes and checksum."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Pass the reports of all ranks to the saver, which publishes the checkpoint if all have written it."""
+        """Pass the reports of all ranks to the saver, which publishes the checkpoint if all files are written."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Save a checkpoint if one is due. Collective if the previous checkpoint may be incomplete."""
+        """Save a checkpoint if one is due or a stop was requested. Collective if the previous one may be incomplete."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -102,7 +102,7 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Save a checkpoint of the last complete step, unless it has one. Collective."""
+        """Save a checkpoint of the last complete step, `step`, unless it is already saved. Collective."""
         if step != self._last:
             self._save(step)
 
@@ -133,7 +133,7 @@ class CheckpointCallback(Callback):
         }
 
     def raise_outcome(self, step: int) -> None:
-        """Raise `TrainingError` if the last checkpoint failed, `StoppedError` if the run was stopped after `step`.
+        """Raise `TrainingError` if the last checkpoint failed, or `StoppedError` if the run was stopped after `step`.
 
         Call this after `on_train_end`.
         """
@@ -145,7 +145,7 @@ class CheckpointCallback(Callback):
             )
 
     def _wait_for_pending(self) -> None:
-        """Wait until the last checkpoint is published or has failed. Collective if it may not be written yet."""
+        """Wait until the last checkpoint is published or has failed. Collective if its files may be incomplete."""
         if self._saver.pending:
             with (
                 self._trainer.model.spans.span("save"),
@@ -181,7 +181,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the metadata of a run that its checkpoints store. JSON-serializable. Collective."""
+    """Return the JSON-serializable metadata of a run that its checkpoints store. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Files of a run directory, such as configuration, metrics and checkpoints. Only rank 0 changes them."""
+"""Files of a run directory, such as metrics and checkpoints. Only rank 0 may call the functions that change them."""
 
 import json
 import math
@@ -16,7 +16,7 @@ COMPLETIONS = "completions.jsonl"
 #: File with the data of a gradient that is not finite, if `run.detect_anomaly` is set.
 ANOMALY = "anomaly.json"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
-#: Names of all files and subdirectories that a run writes. A later run in the directory must not mix them with its own.
+#: Names of files and subdirectories of a run. A new run in the same directory moves them to `earlier-N`.
 RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS, ANOMALY)
 
 
@@ -34,8 +34,8 @@ def open_run_directory(path: Path, config_text: str) -> None:
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes from the checkpoint of a step.
 
-    The trace, the summary, and metrics and completions of later steps are deleted. Checkpoints of later steps, which
-    are damaged or which the user has rejected by choosing an older one, are moved to `earlier-N`.
+    The trace, the summary, anomaly.json, and metrics and completions of later steps are deleted. Checkpoints of later
+    steps, which are damaged or which the user has rejected by choosing an older one, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)
@@ -64,7 +64,7 @@ def _parse_step(line: str) -> float:
 
 
 def next_earlier(path: Path) -> Path:
-    """Return the directory to which the files of an earlier run will be moved."""
+    """Return the directory `earlier-N` to which the files of an earlier run would be moved. It does not exist yet."""
     return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
 
 

@@ -1,4 +1,4 @@
-"""Start of a run from scratch or from a checkpoint. The checkpoint can be from a different number of ranks."""
+"""Start of a run from scratch or from a checkpoint, which may have been saved by a different number of ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = {
     *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
     *(f"comm.{item.name}" for item in fields(CommConfig)),
 }
-#: Metadata that a checkpoint of a training run has at least.
+#: Metadata that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
 _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
 
@@ -47,7 +47,7 @@ class ResumePoint:
     """Checkpoint from which a run starts.
 
     Attributes:
-        continues_this_run: True if the checkpoint is in `run.dir`, so its run is continued; False if a new run begins.
+        continues_this_run: True if the checkpoint is in `run.dir` and its run is continued; False if a new run begins.
         path: Checkpoint from which the run originally started, before any resumption; None if it started from scratch.
     """
 
@@ -66,7 +66,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
-        """Return "NAME BEFORE -> NOW" for each setting that differs from the run of the checkpoint."""
+        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` ones and some such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
@@ -85,7 +85,7 @@ class ResumePoint:
 
 
 class DeferredErrorWeights(CheckpointWeights):
-    """Reads weights from a checkpoint but raises no errors until all ranks have read and can raise them together."""
+    """Reads weights of a checkpoint, and stores errors so that all ranks can raise them together after reading."""
 
     _error: UserError | None = None
 
@@ -104,10 +104,10 @@ class DeferredErrorWeights(CheckpointWeights):
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Find the checkpoint from which a run starts, or None if it starts from scratch. Collective.
+    """Open the checkpoint from which a run starts. Return None if it starts from scratch. Collective.
 
-    It is open, matches the inputs, and the buffers of the model are restored. Raises `AllRanksUserError` if it does not
-    match, or no candidate is complete.
+    The checkpoint is checked to match the inputs, and the buffers of the model are restored. Raises `AllRanksUserError`
+    if the checkpoint does not match, or if checkpoints exist but none is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -132,9 +132,9 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
-    """Return the line to print before the first step: where the run starts, and which files are moved to `earlier-N`.
+    """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`.
 
-    Empty for a new directory, unless the user may expect a checkpoint in it.
+    The line is empty if there is neither, unless the user may expect a checkpoint in the directory.
     """
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
@@ -154,7 +154,7 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
     """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do.
 
-    Raises `AllRanksUserError` for other settings, such as another learning rate, which would have no effect.
+    Raises `AllRanksUserError` if a setting has changed whose new value would have no effect, such as the learning rate.
     """
     resume_point.checkpoint.close()
     if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):

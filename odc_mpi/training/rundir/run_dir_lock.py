@@ -3,7 +3,7 @@
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start:
 a run binds an abstract socket named after the directory, which the kernel releases when the process ends in any way. No
 file is locked, since that can hang on network file systems. Runs on different hosts are not excluded. The later run
-warns and writes its token into owner.json. The earlier run reads it before each checkpoint and stops saving.
+warns and writes its token into owner.json. The earlier run reads the token before each checkpoint, and stops saving.
 """
 
 import errno
@@ -91,7 +91,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock of a directory. That of a run on another host is known from its file only."""
+    """Return True if a run holds the lock of a directory. A lock from another host is known from its file only."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)

@@ -29,6 +29,7 @@ def test_a_start_that_cannot_be_measured_is_one_line(config, tmp_path):
     for ranks, words, expected in (
         (0, ("--ranks", "1,2"), "numbers of at least 2"),
         (2, ("--config", config), "run it without mpiexec"),
+        (0, ("--config", config, "--units", "8"), "--units: only for the small models"),
         (0, ("--config", "nowhere.yaml", "--ranks", "2"), "nowhere.yaml"),
     ):
         done = odc_mpi(ranks, "bench", "start", *words, cwd=tmp_path)

@@ -108,6 +108,6 @@ def test_the_page_runs_as_written(tmp_path):
     shutil.move(runs / "llama", runs / "moved")
     elsewhere = generate.replace("--out answers.jsonl", "--out answers.moved.jsonl")
     refused = finish(shell.start(elsewhere))
-    assert refused.code == 2 and "Pass --base DIR" in refused.err
+    assert refused.code == 2 and "with --base" in refused.err
     shell.run(f"{elsewhere} --base runs/moved")
     assert (tmp_path / "answers.moved.jsonl").read_text() == answers

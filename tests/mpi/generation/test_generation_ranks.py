@@ -161,7 +161,7 @@ def test_a_model_in_training_does_not_notice(world, dataset_path):
         ),
         ({"step": "3"}, "--step: expected one of 2, 4, got 3"),
         ({"step": "best"}, "--step best: no checkpoint of .* was evaluated"),
-        ({"tokenizer": None}, "no longer exists: pass one with --tokenizer"),
+        ({"tokenizer": None}, "found none: pass one with --tokenizer"),
     ],
 )
 def test_what_is_refused(world, shared_dir, trained, changes, words):

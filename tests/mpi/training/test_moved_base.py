@@ -49,7 +49,7 @@ def trained(meta_model):
 
 def test_a_missing_base_is_an_error_until_its_path_is_set(moved):
     run_dir, place, _ = moved
-    with pytest.raises(UserError, match=rf"base model is not in {place.with_name('base')} .*Pass --base DIR"):
+    with pytest.raises(UserError, match=rf"base model in {place.with_name('base')}, found .*with --base"):
         load_model(run_dir)
     assert trained(load_model(run_dir, base=place)).abs().min() > 0
 
