@@ -1,4 +1,4 @@
-"""Post-training over MPI: ranks fetch parameters and accumulate gradients on demand, by one-sided operations.
+"""Post-training of language models over MPI. Ranks fetch parameters and push gradients by one-sided operations.
 
 A function does not communicate unless its docstring says Collective or One-sided.
 """
@@ -7,8 +7,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public names and the modules that define them. A module is imported when its name is first used, so that commands
-#: without MPI, such as `odc-mpi prepare`, do not start it.
+#: Public names and the modules that define them. A module is imported when one of its names is first used, so that
+#: commands without MPI, such as `odc-mpi prepare`, do not start MPI.
 _PUBLIC = {
     "train": "odc_mpi.scripting",
     "prepare": "odc_mpi.scripting",

@@ -1,4 +1,4 @@
-"""`shard_model`, which shards a module over the ranks of a world, and `decide_for`, which selects the transport."""
+"""Functions that shard a module over the ranks of a world, and that choose the transport and the device."""
 
 import functools
 from collections import Counter
@@ -53,23 +53,24 @@ def shard_model(
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
-    """Move a module's parameters into MPI windows, one shard on each rank. Collective.
+    """Shard the parameters of a module across the ranks of a world, one shard on each rank. Collective.
 
     Args:
-        module: Module to shard. If its values differ between ranks, the values of rank 0 are used.
-        units: Classes, class names or submodules whose parameters are fetched together, such as a transformer block.
-            By default, the `_no_split_modules` of the module. All other parameters form the root unit, which stays
-            unsharded for the whole minibatch.
-        param_dtype: Type in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its type, for example fp32 adapters on a frozen bf16 base. If the type is narrower than fp32, each
+        module: Module to shard. It is modified in place: placeholders replace its parameters. If the values of the
+            parameters differ between ranks, those of rank 0 are used.
+        units: Classes, class names or instances of submodules, such as transformer blocks. The parameters of each
+            matching submodule form a unit and are fetched together. By default, the classes in `_no_split_modules` of
+            the module. All other parameters form the root unit, which stays unsharded for the whole minibatch.
+        param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
+            keeps its dtype, for example fp32 adapters on a frozen bf16 base. If the dtype is narrower than fp32, each
             rank keeps an fp32 master copy of its trainable slices for the optimizer.
-        reduce_dtype: Type in which gradients are summed: float32, float64 or int64. By default, the widest of float32
-            and the types in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose sums
-            do not depend on the order of the additions (docs/exact.md).
-        activation_checkpointing: True to keep only the inputs of each unit and recompute its forward in the backward.
-        prefetch: Number of units to fetch ahead while the current one computes, and of pushes in flight. Each beyond
-            the first needs memory for one more unit. If positive, one thread fetches units and another pushes
-            gradients; if 0, neither starts.
+        reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. By default, the widest of float32
+            and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose
+            sums do not depend on the order of the additions (docs/exact.md).
+        activation_checkpointing: True to save only the inputs of each unit and recompute its forward in the backward.
+        prefetch: Number of units to fetch ahead of their use, and number of pushes in flight (at least 1). Each
+            increment beyond 1 needs memory for one more unit. If `prefetch` is positive and MPI grants
+            MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
         weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
             device.
         decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With
@@ -80,12 +81,12 @@ def shard_model(
             the minibatch. May differ between ranks. "auto": a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
             pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
-        node_cache: auto to fetch each array from other nodes once per node, into memory that the ranks of the node
-            share, if the parameter caches of these ranks could together hold the model on each node, and zero-copy is
-            on (docs/caching.md). off to let each rank fetch for itself.
-        device: Device that computes: cpu, or cuda. Ranks of a host use its GPUs in turn, and share them if there are
-            more ranks than GPUs. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
-        optimizer_device: Device of the trainable slices and the optimizer state: cpu, or cuda (requires `device` cuda).
+        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
+            zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
+            fetch each array once per rank.
+        device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
+            ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
+        optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
 
     Returns:
         The sharded model. It sums the gradients of all microbatches of all ranks.
@@ -95,7 +96,7 @@ def shard_model(
             is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, the module was sharded
             before, or a parameter is on the meta device and `weights` is not given.
         UserError: Memory for windows is insufficient, the device is not available, CuPy is missing for windows on a
-            GPU, `decision` selects collectives although `device` is cuda, or a cache size is invalid.
+            GPU, `decision` selects collectives although `device` is cuda, or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes, node_cache))
@@ -146,19 +147,20 @@ def decide_for(
 ) -> Decision:
     """Probe this MPI stack and decide how ranks communicate. Collective. Takes up to two seconds.
 
-    Nothing is probed if `zero_copy`, `reduction` and `progress` are all set. Results are cached in
+    The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
     `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs on the same stack. Windows on GPUs are not probed
-    here, since a trial may end the job. Their results are read from the last `odc-mpi doctor` on the same layout of
-    ranks and GPUs.
+    here, because a trial may crash the job. Their results are read from the last run of `odc-mpi doctor` with the same
+    layout of ranks and GPUs.
 
     Args:
-        transport: window for one-sided operations. collective for all-gather and reduce-scatter on the host, the
-            baseline, which needs no probe.
-        zero_copy: auto to read parameters of other ranks on the node in shared memory where possible, off to copy them.
-        reduction: How gradients are added to the shards of other ranks: auto, accumulate or mailbox.
-        progress: auto, off, or thread to start a thread that makes MPI progress for other ranks during computation.
-        window_device: Memory of the windows if the model computes on GPUs: auto, cuda or cpu.
-        device: Device that computes: cpu or cuda.
+        transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
+            baseline of benchmarks. "collective" needs no probe, and the other settings must have their defaults.
+        zero_copy: "auto" to read parameters of other ranks on the node from shared memory if possible, or "off" to copy
+            them.
+        reduction: Operation that adds gradients to the shards of other ranks: "auto", "accumulate" or "mailbox".
+        progress: "auto", "off", or "thread" for a thread that makes MPI progress for other ranks during computation.
+        window_device: Memory of the windows if the model computes on GPUs: "auto", "cuda" or "cpu".
+        device: Device that computes: "cpu" or "cuda".
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of Fetch_and_op are then an error.
 
     Raises:
@@ -185,10 +187,10 @@ def decide_for(
 
 
 def choose_device(world: World) -> tuple[str, str]:
-    """Choose the device for `run.device` auto: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
+    """Choose the device if `run.device` is auto: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
     Returns:
-        Device and reason, the same on all ranks.
+        The device and the reason for the choice, the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))
@@ -202,10 +204,10 @@ def choose_device(world: World) -> tuple[str, str]:
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the bytes free on the computing device after allocation of the optimizer state, and its number of ranks.
+    """Return the free memory of the computing device, in bytes, and the number of ranks that share the device.
 
-    Collective if `device` is given. The optimizer state is only counted if `optimized` is given: the model whose
-    optimizer is on this device.
+    Collective if `device` is given. `optimized` is the model if its optimizer runs on the same device. The memory that
+    its optimizer state will need is then subtracted.
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
@@ -224,10 +226,10 @@ def _fits_node_cache(
     parameters: int | Literal["auto"],
     gradients: int | Literal["auto"],
 ) -> bool:
-    """Return True if this node has memory for a full copy of the model beside its shards.
+    """Return True if this node has memory for a full copy of the model in addition to its shards.
 
-    `sizes` has the number of elements, the dtype and `requires_grad` of each parameter. `inbox_bytes` is the size of a
-    rank's mailbox. `parameters` and `gradients` are the sizes of a rank's caches.
+    `sizes` contains the number of elements, the dtype and `requires_grad` of each parameter. `inbox_bytes` is the size
+    of a rank's mailbox. `parameters` and `gradients` are the sizes of a rank's caches, in bytes or "auto".
     """
     num_bytes = sum(numel * dtype.itemsize for numel, dtype, _ in sizes)
     num_trained = sum(numel for numel, _, trained in sizes if trained)
@@ -320,7 +322,7 @@ def _transport(
 
 
 def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the widest of float32 and the types of the trainable parameters, or of `param_dtype` if it is given."""
+    """Return the widest of float32 and the dtypes of the trainable parameters, or of `param_dtype` if it is given."""
     if param_dtype is not None:
         return torch.promote_types(param_dtype, torch.float32)
     trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
@@ -328,7 +330,10 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the most frequent type of parameter elements, and the types of all other parameters by name."""
+    """Return the most common dtype, counted in elements, and the dtypes of the parameters that differ from it by name.
+
+    Only floating-point parameters are included. Without any, the most common dtype is float32.
+    """
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters.values():

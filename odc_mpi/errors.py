@@ -20,13 +20,13 @@ class TrainingError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """Raised by every rank if a run ends early on request. If it had begun to train, it has saved a checkpoint."""
+    """Raised by every rank if a run ends early on request. If training had begun, a checkpoint was saved."""
 
 
 def file_error(error: OSError) -> UserError:
-    """Convert an `OSError` about a file, such as a missing permission, to a `UserError`.
+    """Convert an `OSError` about a file, such as a missing permission, to a `UserError` and return it.
 
-    An error without a file name is raised unchanged, since it is not caused by a setting of the user.
+    An error without a file name is raised unchanged, because no setting of the user has caused it.
     """
     if error.filename is None:
         raise error

@@ -19,7 +19,7 @@ def write_text_durable(path: Path, text: str) -> None:
     """Replace the content of a file atomically and durably.
 
     Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
-    the file is unchanged. Only one process at a time may call this for a path, since it uses a fixed temporary name.
+    the file is unchanged. Only one process at a time may write a path, because the temporary file has a fixed name.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -39,10 +39,10 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
     """Replace the content of a file atomically.
 
     The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged.
-    Several processes may call this for a path at the same time; the last one wins.
+    Several processes may write the same path concurrently. The path then has the content of the last write.
 
     Args:
-        private: True to give other users no access to the file, False for the default permissions of new files.
+        private: True if only this user may access the file, False for the default permissions of new files.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -58,7 +58,7 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
 
 
 def set_default_mode(path: Path) -> None:
-    """Give a file the permissions of new files. mkstemp and safetensors create files with mode 0600."""
+    """Give a file the default permissions of new files. mkstemp and safetensors create files with mode 0600."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -66,11 +66,11 @@ def set_default_mode(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary path, and renames the file written there to `path` on exit.
+    """Context manager that yields a temporary path and, on exit, renames the file written there to `path`.
 
     The temporary path is in a hidden directory next to `path`. Missing parents of `path` are created. After an
-    exception, `path` is unchanged and the created directories are removed. Hidden directories for `path` that killed
-    processes left are removed at the start.
+    exception, `path` is unchanged and the created directories are removed. At the start, hidden directories for the
+    same `path` are removed if the processes that created them were killed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -98,7 +98,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory. Raises `OSError` if another process has locked it."""
+    """Context manager that locks a directory. Raises `OSError` if another process has locked it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +121,7 @@ def warn_write_failed(path: Path, error: OSError) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON in UTF-8. Raises `ValueError` for any invalid content, also if it is nested too deeply."""
+    """Parse JSON in UTF-8. Raises `ValueError` for all invalid content, including content nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:

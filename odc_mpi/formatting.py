@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-#: Suffixes of sizes, with the number of bytes that each stands for, from the smallest.
+#: Suffixes of sizes and the numbers of bytes that they represent, in ascending order.
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -23,21 +23,21 @@ def parse_size(text: str) -> int | None:
 
 
 def format_seconds(value: float) -> str:
-    """Format a duration in seconds with about two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
+    """Format a duration in seconds with a suitable unit and precision, such as "3.1 s", "0.21 ms" or "1.5 us"."""
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds, such as "1:02:03", or as days and hours, such as "2d 03h"."""
+    """Format a duration as hours, minutes and seconds ("1:02:03"), or from 48 hours on as days and hours ("2d 03h")."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours < 48 else f"{hours // 24}d {hours % 24:02}h"
 
 
 def printable_text(text: str) -> str:
-    """Return a text that UTF-8 can encode. In file names, bytes of other encodings are replaced by escape sequences."""
+    """Return a text that UTF-8 can encode. Lone surrogates, as in undecodable file names, are replaced by escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 

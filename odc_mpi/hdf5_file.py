@@ -1,7 +1,7 @@
 """Creation of HDF5 files on disks that may fill up. Does not use MPI.
 
-If HDF5 cannot write the metadata that it has cached, closing the file crashes the process. Therefore files are written
-through a Python stream that keeps the first error, and discards all later writes, so that closing always succeeds.
+If HDF5 cannot write its cached metadata, closing the file crashes the process. Therefore, files are written through a
+Python stream. After the first error, the stream discards all writes, so that closing the file always succeeds.
 """
 
 import io
@@ -17,8 +17,8 @@ import h5py
 def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
     """Context manager that creates an HDF5 file, which must not exist, and closes it on exit.
 
-    On exit it raises the first `OSError` of a write, such as for a full disk. The file is then incomplete.
-    `options` are further arguments of `h5py.File`.
+    If a write failed, for example because the disk is full, the first `OSError` is raised on exit and the file is
+    incomplete. `options` are further arguments of `h5py.File`.
     """
     with Path(path).open("xb+", buffering=0) as raw:
         stream = _Stream(raw)
@@ -32,7 +32,7 @@ def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
 
 
 class _Stream:
-    """Stream over a raw file, with the methods that h5py requires, that discards writes after the first error."""
+    """Stream over a raw file with the methods that h5py requires. After the first error, it discards all writes."""
 
     def __init__(self, raw: io.FileIO) -> None:
         self._raw = raw

@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub by name: found in the local cache, or downloaded into it.
+"""Lookup of Hugging Face Hub models in the local cache, and downloads of missing models into the cache.
 
-The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which can be ended
-when the network does not answer. It fetches safetensors, JSON, tokenizer and template files; pickled weights and code
-are neither downloaded nor used. This module does not use MPI; `resolve_model_path` is given the collective it needs.
+The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which is killed if the
+network does not answer. It fetches safetensors, JSON, tokenizer and template files. Pickled weights and code are
+neither downloaded nor used. This module does not use MPI; ranks communicate only through the argument `gather`.
 """
 
 import json
@@ -19,16 +19,16 @@ from typing import Any
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.files import parse_json
 
-#: OWNER/NAME, or NAME for the oldest models, and optionally @REVISION: a branch, tag or commit.
+#: OWNER/NAME, or only NAME for the oldest models, optionally followed by @REVISION: a branch, tag or commit.
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?", re.ASCII)
-#: Directory of a snapshot in a cache, maybe of another machine: name of the repository, and commit.
+#: Directory of a snapshot in a cache, possibly of another machine: name of the repository, and commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
-#: End a download after this many seconds without a new byte.
+#: Time without new bytes after which a download is ended, in seconds.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
-#: The child ends with this process, also if that is killed. The working directory is no place to import from.
+#: The child ends with this process, even if this process is killed. It imports nothing from the working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -46,9 +46,10 @@ except Exception as error:
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:
-    """Split a Hub model into name and revision (None: default branch). Return None for other paths.
+    """Return the name and the revision of the Hub model that `path` denotes, or None for other paths.
 
-    A Hub model is a missing path NAME[@REVISION], or a snapshot in a cache.
+    `path` denotes a Hub model if it is the directory of a snapshot in a cache, or if it has the form NAME[@REVISION],
+    does not exist, and does not end with the suffix of an HDF5 file. Without REVISION, the revision is None.
     """
     if match := _SNAPSHOT.fullmatch(path):
         return match[1].replace("--", "/"), match[2]
@@ -68,7 +69,7 @@ def download_hint(path: str) -> str:
 
 
 def cached_model_path(path: str) -> str:
-    """Return the directory in the cache of a model that `path` names, or `path` if it exists or is not in the cache."""
+    """Return the directory of the Hub model `path` in the cache, or `path` itself if it exists or is not cached."""
     return _find(path, weights=True) or path
 
 
@@ -81,17 +82,17 @@ def resolve_model_path(
     downloads: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Return the directory of a model, which is downloaded if `path` is the name of one that is not in the cache.
+    """Return the directory of a model. A Hub model that is not in the cache is downloaded first.
 
-    Collective if `gather` is. A path that exists, or cannot be a name, is returned unchanged.
+    Collective if `gather` is. A path that exists, or does not denote a Hub model, is returned unchanged.
 
     Args:
-        path: Path, or name on the hub.
+        path: Directory of a model, or a Hub model (see `parse_name`).
         setting: Name of the setting or option, for the error.
         weights: False if only the tokenizer is needed.
-        gather: Function that returns the values of all ranks.
-        downloads: True on one rank of each node. Its download serves all ranks of the node.
-        report: Function that is called with a line about the progress.
+        gather: Function that returns the values of all ranks. By default, there is only one rank.
+        downloads: True on the rank of each node that downloads the model for all ranks of the node.
+        report: Function that is called with each line about the progress of the download.
 
     Raises:
         AllRanksUserError: The model is not in the cache and cannot be downloaded.
@@ -104,7 +105,7 @@ def resolve_model_path(
     if found is None and downloads and not _is_offline():
         download = _Download(path, weights, report)
     try:
-        # Every rank takes part until all downloads have ended, so no rank waits longer than a poll for another.
+        # Every rank takes part until all downloads have ended, so no rank waits for others longer than one poll.
         while not all(gather(download is None or download.has_ended())):
             time.sleep(_POLL_S)
     finally:
@@ -123,7 +124,7 @@ def resolve_model_path(
 
 
 class _Download:
-    """A download in a child process, which is ended if no new bytes arrive for `STALL_S` seconds."""
+    """A download in a child process, which `has_ended` kills if no new bytes arrive for `STALL_S` seconds."""
 
     def __init__(self, path: str, weights: bool, report: Callable[[str], None]) -> None:
         from huggingface_hub import constants
@@ -147,7 +148,7 @@ class _Download:
         report(self._what)
 
     def has_ended(self) -> bool:
-        """Return True if the download is complete or has failed."""
+        """Return True if the download is complete or has failed. Otherwise, report its progress."""
         if self._process.poll() is not None:
             return True
         num_bytes = sum(map(_size, self._folder.glob("blobs/*")))
@@ -177,7 +178,7 @@ def _size(file: Path) -> int:
 
 
 def _find(path: str, weights: bool) -> str | None:
-    """Return `path` if it exists or cannot be a name, otherwise the complete snapshot in the cache, or None."""
+    """Return `path` if it exists or is no Hub model, otherwise its complete snapshot in the cache, or None."""
     parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
@@ -193,7 +194,7 @@ def _find(path: str, weights: bool) -> str | None:
 
 
 def _is_complete(directory: Path, weights: bool) -> bool:
-    """Return True unless a download was interrupted, or fetched other files than those needed."""
+    """Return True if a snapshot has all files of the tokenizer or, with `weights`, of the model."""
     if not weights:
         patterns = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
         return any(file.exists() for pattern in patterns for file in directory.glob(pattern))

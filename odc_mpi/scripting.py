@@ -1,7 +1,7 @@
-"""`train` and `prepare` as functions, for scripts: what `odc-mpi train` and `odc-mpi prepare` do.
+"""Functions `train` and `prepare`, which do in a script what the commands `odc-mpi train` and `odc-mpi prepare` do.
 
-Run a script that calls them on one process, or on several ranks with `mpiexec -n N python SCRIPT`. All ranks make the
-same calls with the same arguments. Errors that the user can correct are raised as `UserError` on every rank.
+Run the script as one process, or on several ranks with `mpiexec -n N python SCRIPT`. All ranks must make the same calls
+with the same arguments. Errors that the user can correct are raised as `UserError` on every rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a training, the same on all ranks except for times.
+    """Result of `train`, the same on all ranks except for times.
 
     Attributes:
-        run_dir: Directory with the files of the run. `odc-mpi export` and `model=` of another training accept it.
+        run_dir: Directory with the files of the run, for `odc-mpi export` or as the `model` of another training.
         losses: Training loss of each step.
-        summary: Content of summary.json; only `steps` if the run was already complete.
+        summary: Content of summary.json, or only `steps` if the run was already complete.
     """
 
     run_dir: Path
@@ -56,15 +56,16 @@ def train(
         odc_mpi.train(model="MODEL_DIR", data="chats.h5", run={"steps": 10}, optim={"learning_rate": 1e-5})
 
     Args:
-        model: Hugging Face directory, name on the hub, or run; or the section `model` of the settings as a mapping.
-        data: Data set of `prepare`, or prompts for GRPO; or the section `data` as a mapping.
-        world: Ranks that train; it stays open. By default, all ranks of the job, in a world that is closed at the end.
-        settings: Other sections as mappings, such as `run={"steps": 10}`, and whatever else is accepted at the top of
-            the YAML file.
+        model: Directory of a Hugging Face model or of a run, or the name of a Hub model. A mapping contains all
+            settings of the section `model`.
+        data: Data set written by `prepare`, or prompts for GRPO. A mapping contains all settings of the section `data`.
+        world: World of the ranks that train, which stays open. By default, a world of all ranks of the job, which is
+            closed at the end.
+        settings: Other top-level entries of the YAML file, such as the section `run={"steps": 10}`.
 
     Raises:
-        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. Only in the
-            last case files were written, with a checkpoint of the last complete step.
+        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. Files were
+            written only in the last case, including a checkpoint of the last complete step.
         TrainingError: Training cannot continue, for example because of non-finite gradients.
         StoppedError: A signal requested a stop. If training had begun, a checkpoint was saved.
     """
@@ -86,19 +87,19 @@ def train(
 def prepare(
     sources: str | Path | Sequence[str | Path], out: str | Path, *, world: "World | None" = None, **options: Any
 ) -> PrepareReport:
-    """Tokenize text into a data set, as `odc-mpi prepare` does. Collective; rank 0 does it, the others wait.
+    """Tokenize text into a data set, as `odc-mpi prepare` does. Collective: rank 0 writes it while other ranks wait.
 
         odc_mpi.prepare("chats.jsonl", "chats.h5", tokenizer="MODEL_DIR", eval_fraction=0.02)
 
     Args:
         sources: Files, folders or data sets of Hugging Face, each optionally followed by a colon and a weight.
-        out: Data set to write. All nodes must see it.
-        world: Ranks that call this function. By default, all ranks of the job.
+        out: Data set to write, on a file system that all nodes can access.
+        world: World of the ranks that call this function. By default, all ranks of the job.
         options: Fields of `PrepareOptions`, such as `tokenizer`, `max_length` and `eval_fraction`. `num_proc` is 1 by
             default: with more processes, Python requires that the script begins with `if __name__ == "__main__":`.
 
     Returns:
-        Counts of the data set, on all ranks. Its `describe` returns them as text.
+        Counts of the data set, the same on all ranks. Its method `describe` returns them as text.
 
     Raises:
         UserError: An option or a source is invalid. No file was written.
@@ -127,7 +128,7 @@ def prepare(
 
 @contextmanager
 def _new_world() -> Iterator["World"]:
-    """Context manager for a world of all ranks, closed also after an error that every rank raises."""
+    """Context manager for a world of all ranks. It is closed on exit, also after an error that every rank raises."""
     with mpi_startup():
         from odc_mpi.runtime.world import World
     world = World()
@@ -140,7 +141,7 @@ def _new_world() -> Iterator["World"]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the types of a YAML file: paths as text, and tuples as lists."""
+    """Convert a value to the types of a YAML file: paths to strings, and tuples to lists."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

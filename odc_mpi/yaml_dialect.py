@@ -1,7 +1,7 @@
 """The YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
 
-Duplicate keys are an error. Files and values have limits far above those of any configuration, so a file of another
-kind, or one whose aliases expand without end, is refused within a second.
+Duplicate keys are an error. Files and values have limits that no configuration reaches. A file of another kind, or a
+file whose aliases expand without end, is therefore rejected within a second.
 """
 
 import os
@@ -15,7 +15,7 @@ import yaml
 from odc_mpi.errors import UserError
 
 _NOT_UTF8 = re.compile("[\0\ud800-\udfff]")
-#: Limits of a document: bytes of the file, values after the expansion of aliases, and levels of nesting.
+#: Limits of a document: bytes of the file, keys and values after the expansion of aliases, and levels of nesting.
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
 
 

@@ -42,7 +42,7 @@ def cache_directory() -> Path:
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report for a key, or None if there is none, it is too old, or it cannot be read."""
+    """Return the cached report for a key, or None if it is missing, unreadable or older than `max_age_s` seconds."""
     try:
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s

@@ -1,12 +1,12 @@
-"""The decision how ranks communicate, made from the report of a probe. Does not use MPI. Equal on all ranks.
+"""Decision about how ranks communicate, based on the report of a probe. Does not use MPI. Equal on all ranks.
 
     window          shared memory on each node if it works, otherwise `Win.Allocate`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
     progress        a progress thread with a mailbox, or if Get, Accumulate, or Fetch_and_op to another node (for
-                    tickets) waits for a target that computes
-    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all operations that are needed, or for
-                    a single rank, which needs none; otherwise the host, with copies through pinned memory
+                    tickets) waits for a target that computes; only if MPI grants MPI_THREAD_MULTIPLE
+    window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all necessary operations successfully,
+                    or if there is only one rank; otherwise the host, with copies through pinned memory
 
 A setting that is not `auto` takes precedence. Every choice has a reason, which may contain a measured value.
 """
@@ -20,8 +20,8 @@ from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, OperationResult, Peer, ProbeReport
 
-#: Minimum bandwidth of Accumulate as a fraction of that of Put. With Put, the rank that hosts the shard also needs time
-#: to add, which is not measured.
+#: Minimum bandwidth of Accumulate as a fraction of the bandwidth of Put. With Put, the owner of the shard also needs
+#: time to add the gradients, which is not measured.
 MIN_SHARE_OF_PUT = 0.25
 #: Thread level that a progress thread requires, since it calls MPI concurrently with the computing thread.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
@@ -109,7 +109,7 @@ class Decision:
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Format all choices except `window` in one line for a log. Reasons are included if they warn or advise."""
+        """Format all choices except `window` in one line for a log. Only reasons with a warning or advice are shown."""
         choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
         return ", ".join(
             f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
@@ -136,7 +136,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
 
     Args:
         report: Report of a probe. Operations without a result are avoided if possible.
-        settings: Settings of the user. Those that are not auto take precedence.
+        settings: Settings of the user. A setting that is not auto takes precedence over the report.
         on_device: True if the model computes on a device.
 
     Raises:

@@ -1,8 +1,8 @@
 """Objections to windows on devices, from the results of `odc-mpi doctor`. Does not use MPI. Equal on all ranks.
 
-Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has tested all
-operations that they need successfully: Get, and either Accumulate or Put (for a mailbox). Each must work with device
-memory at the origin and with every kind of peer in the job.
+Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has successfully
+tested all necessary operations: Get, and either Accumulate or Put (for a mailbox). Each operation must work with device
+memory at the origin and with every kind of peer. Get between devices must not be much slower than between hosts.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, DeviceWindows, Peer, ProbeReport
 
-#: Minimum bandwidth of Get between devices, as a fraction of that between hosts. Below it, staging through host memory
-#: is faster.
+#: Minimum bandwidth of Get between devices, as a fraction of the bandwidth between hosts. Below this minimum, staging
+#: through host memory is faster.
 MIN_SHARE_OF_HOST = 0.25
 #: Advice in a reason if windows on devices have not been tested.
 RUN_DOCTOR = "run odc-mpi doctor once in this layout to test them"
@@ -35,7 +35,7 @@ class DeviceFindings:
 
 
 def summarize(report: ProbeReport) -> DeviceFindings:
-    """Derive objections from the results about windows on devices in a report."""
+    """Derive the objections to windows on devices from a report."""
     device = report.device
     if device is None:
         not_tried = f"windows on GPUs were not tried: {RUN_DOCTOR}"

@@ -3,7 +3,7 @@
 All ranks create a window. One pair of ranks for each kind of peer tries Get, Put and Accumulate, with device memory and
 with host memory at the origin. Then every rank accumulates to its own window.
 
-An unsupported operation may end the process or never return. Therefore, these trials only run in child processes of
+An unsupported operation may crash the process or never return. Therefore, these trials run only in child processes of
 `odc-mpi doctor`. Their results are cached. Training runs only read the cache.
 """
 
@@ -28,9 +28,9 @@ from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeRepor
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Maximum time of each trial. Less than `probe.FULL`, since there are six operations for each kind of peer.
+#: Maximum time of each trial, shorter than in `probe.FULL`, since there are six operations for each kind of peer.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
-#: Maximum age of a cached report, in seconds. Its key covers devices, drivers and libraries.
+#: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
 #: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may only have been busy, or
 #: slow to load libraries.
@@ -42,7 +42,7 @@ _SELF_TEST_NUMEL = 100_000
 def try_device(
     world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
-    """Try windows on the devices of all ranks, and return the report with the results. Collective.
+    """Try windows on the devices of all ranks, and return `report` with the results added. Collective.
 
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
@@ -69,9 +69,9 @@ def try_device(
 def device_cache_key(world: World, device: Device) -> dict[str, Any]:
     """Return the cache key of a report about windows on devices. Collective.
 
-    The key consists of the MPI library, its environment variables, the driver, and the node and the device of each
-    rank. It includes the path of the loaded UCX, which the version of the MPI library does not cover. It contains no
-    host names, so the report is valid for jobs on other nodes of the same kind.
+    The key contains the MPI library, its environment variables, the driver, and the node index and the device name of
+    each rank. It also contains the path of the loaded UCX, because the version of the MPI library does not determine
+    it. The key contains no host names, so the report is valid for jobs on other nodes of the same kind.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),
@@ -84,7 +84,8 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
 def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """Load the cached report of `odc-mpi doctor` for the current layout of ranks and devices. Collective.
 
-    `device` is the device of this rank. Return None if there is no report for this software, or if it is too old.
+    `device` is the device of this rank. Return None if the cache has no report for this software and layout, or if the
+    report is too old.
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
@@ -121,7 +122,7 @@ def alloc_kinds() -> str | None:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer at the origin, or the memory of a window, in device memory, with content `values`, `[n]` uint8."""
+    """A buffer in device memory, at the origin or as the memory of a window, with initial content `values`."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
@@ -159,7 +160,7 @@ def _try_pairs(
 
 
 def _try_self(world: World, device: Device) -> bool:
-    """Accumulate twice to this rank's own window. Return True if the sum is correct. Collective."""
+    """Accumulate twice to this rank's own window, and return True if the sum is correct. Collective."""
     window = DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device)
     values = device.empty_for_windows(_SELF_TEST_NUMEL * 4).view(torch.float32)
     values.copy_(torch.arange(_SELF_TEST_NUMEL, dtype=torch.float32))

@@ -1,6 +1,6 @@
 """The command `odc-mpi doctor`, which prints measurements of this MPI stack and the choices for a training run.
 
-This process does not start MPI. Its child process takes part in the job (`probe.probe`) and reports each result
+This process does not start MPI. Its child process takes part in the job (`probe.probe`) and sends each result
 immediately. Therefore, a report is printed even if the MPI library crashes or hangs.
 
 The results are cached for training runs with the same layout of ranks. For windows on GPUs, crashes are also cached,
@@ -35,7 +35,7 @@ from odc_mpi.runtime.start.pmi import srun_advice
 
 #: Command of the child process.
 PROBE = (sys.executable, "-m", "odc_mpi.probe.probe")
-#: Time limit of the complete probe, in seconds. It includes the start of MPI. Trials usually take 3 s with peers on the
+#: Time limit of the complete probe, in seconds, including the start of MPI. Trials usually take 3 s with peers on the
 #: same node and 20 s with peers on other nodes.
 DEADLINE_S = 55.0
 #: Time limit of the trial of one operation, in seconds. A trial takes 5 s if the operation waits for its target.
@@ -54,13 +54,14 @@ def doctor(
 ) -> int:
     """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
 
+    If a time limit is exceeded, the results so far are printed.
+
     Args:
-        deadline_s: Time limit of the complete probe, in seconds, without `DEVICE_S`. After it, the results so far are
-            printed.
-        operation_s: Time limit of the trial of one operation, in seconds. After it, the results so far are printed.
+        deadline_s: Time limit of the complete probe, in seconds. `DEVICE_S` is added on machines with a GPU.
+        operation_s: Time limit of the trial of one operation, in seconds.
 
     Returns:
-        Exit code: 0, or 1 if MPI did not start.
+        Exit code: 0, or 1 on rank 0 if MPI did not start.
     """
     rank = launched_rank()
     if has_gpu():
@@ -103,8 +104,8 @@ def _report(result: ChildResult) -> ProbeReport:
 def _store_report(result: ChildResult, report: ProbeReport) -> None:
     """Cache the report for training runs.
 
-    Results about devices are cached unless the launcher ended the probe. Other results are cached if there was no
-    problem.
+    Results about devices are cached unless the launcher ended the probe. All other results are cached only if the
+    report has no problems.
     """
     keys = result.messages.get("keys", {})
     if report.device is not None and result.failure != ENDED_BY_LAUNCHER:
@@ -160,7 +161,7 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of operations. Each is given by name and field of `report.device`, or "" for host windows."""
+    """Return a table of operations, given as pairs of name and field of `report.device`, or "" for host windows."""
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target idle", "target busy", "GB/s"):
         table.add_column(column, justify="right")

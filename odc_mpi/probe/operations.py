@@ -1,7 +1,7 @@
 """The one-sided operations that a probe tries, with checks of their results.
 
-The window of a target contains float32 numbers followed by a 64-bit counter. The numbers are small integers, whose sums
-are exact, so that results can be compared bitwise. The origin keeps a copy of the expected content of the window.
+The window of a target contains float32 numbers followed by a 64-bit counter. The numbers are small integers whose sums
+are exact, so results can be compared bitwise. The origin keeps a copy of the expected content of the window.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ COUNTER_BYTES = 8
 def pattern(num_bytes: int) -> np.ndarray:
     """Return the initial content of a window, `[num_bytes]` uint8: float32 numbers and the counter, which is 0.
 
-    The numbers repeat with a period of 251, a prime, so that memory pages differ.
+    The numbers repeat with a period of 251, which is prime, so that memory pages differ.
     """
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
 class Buffer:
-    """A buffer at the origin, or the memory of a window, in host memory, `[n]` uint8.
+    """A buffer in host memory, `[n]` uint8, at the origin or as the memory of a window.
 
-    `memory` is the buffer that is passed to MPI.
+    The attribute `memory` is the buffer that is passed to MPI.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -47,11 +47,10 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected data in the target's window including the counter, `[n]` uint8. Operations update it. Links
-            with the same target share it.
+        expected: Expected content of the target's window, including the counter, `[n]` uint8. Operations update this
+            array. Links with the same target share it.
         allocate: Function that creates a buffer with the given initial content.
-        rotation: Number of elements by which the values to send are rotated. Links with different rotations send
-            different values.
+        rotation: Number of elements by which the sent values are rotated, so that links can send different values.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class TrialOperation:
         self._update_expected(num_bytes)
 
     def is_correct(self) -> bool:
-        """Read the target's window, and return True if it has the expected content. One-sided."""
+        """Read the target's window, and return True if its content is as expected. One-sided."""
         self.link.received.fill(255, self.max_bytes)
         self.link.get(self.max_bytes)
         is_correct = self._has_received()
@@ -102,7 +101,7 @@ class TrialOperation:
         raise NotImplementedError
 
     def _update_expected(self, num_bytes: int) -> None:
-        """Update the expected content after a run. By default, it does not change."""
+        """Update the expected content after a run. By default, do nothing."""
 
 
 class Get(TrialOperation):

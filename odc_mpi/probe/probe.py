@@ -50,7 +50,7 @@ def probe(
 
     Args:
         on_message: Function called on every rank before each trial, and at the end (see `OnMessage`).
-        device: Device of this rank, to be given on all ranks or none. Trials of windows on devices may end the process.
+        device: Device of this rank, on all ranks or on none. Trials of windows on devices may crash the process.
 
     Raises:
         AllRanksUserError: A node has too little memory for the smallest window of a trial.
@@ -73,7 +73,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report without results of trials: MPI library, thread level, nodes and ranks."""
+    """Return a report without results of trials: MPI library, thread level, memory model, nodes and ranks."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -84,7 +84,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report of this stack from the cache of rank 0; if there is none, run a quick probe. Collective."""
+    """Return the report of this stack from the cache of rank 0. If it has none, run a quick probe. Collective."""
     key = report_key(world)
     cached = cache.load(key) if world.rank == 0 else None
     with world.collective("broadcasting the cached report of a probe"):
@@ -99,7 +99,7 @@ def cached_or_quick_report(world: World) -> ProbeReport:
 
 
 def report_key(world: World) -> dict[str, Any]:
-    """Return the cache key of a report: MPI library, environment variables, and the host of each rank. Collective."""
+    """Return the cache key of a report: MPI library, environment variables, and hosts of all ranks. Collective."""
     ranks = world.gather_objects([world.node, socket.gethostname()])
     return {**cache.stack_key(MPI.Get_library_version()), "ranks": ranks}
 
@@ -107,8 +107,8 @@ def report_key(world: World) -> dict[str, Any]:
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
     """Select a pair of ranks, origin and target, for each kind of peer in the job.
 
-    `nodes` contains the index of the node of every rank. The result is in the order of `PEER_KINDS`. Kinds that the job
-    does not have are omitted.
+    `nodes` contains the index of the node of every rank. The result is in the order of `PEER_KINDS`. It omits kinds of
+    peers that the job does not have.
     """
     pairs = {}
     for origin, node in enumerate(nodes):
@@ -122,7 +122,7 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 
 def _free_shared_memory(world: World) -> int | None:
-    """Return the free bytes in /dev/shm on the node where they are fewest, or None without /dev/shm. Collective."""
+    """Return the free bytes in /dev/shm on the node with the fewest, or None without /dev/shm. Collective."""
     return min((free for free in world.gather_objects(free_shm_bytes()) if free is not None), default=None)
 
 
@@ -183,7 +183,7 @@ def _try_pairs(
 
 
 def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
-    """Return the largest of `LARGE_BYTES` with which the windows leave half of /dev/shm free. Collective."""
+    """Return the largest of `LARGE_BYTES` for which the windows leave half of /dev/shm free. Collective."""
     world.require_shared_memory(LARGE_BYTES[0] + COUNTER_BYTES, "the window of a probe")
     if report.shm_bytes is None:
         return LARGE_BYTES[-1]
@@ -191,7 +191,7 @@ def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
 
 
 def device_on_all_ranks(world: World) -> "Device | None":
-    """Return the device of this rank, or None unless every rank has one. Collective."""
+    """Return the device of this rank, or None if any rank has no usable device. Collective."""
     device = None
     if has_gpu():
         from odc_mpi.comm.device.device import find_device

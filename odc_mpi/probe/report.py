@@ -17,8 +17,8 @@ OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
 #: Names of operations in messages.
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
-#: Operations on windows on a device, each with the memory at the origin (a field of `DeviceWindows`), in the order of
-#: the trials. Operations that are needed most come first, operations that have crashed libraries last.
+#: Operations on windows on a device, as pairs of operation and memory at the origin (a field of `DeviceWindows`), in
+#: the order of the trials. The most important operations come first, and those that have crashed libraries last.
 DEVICE_OPERATIONS = (
     ("get", "from_device"),
     ("put", "from_device"),
@@ -35,8 +35,9 @@ class OperationResult:
 
     Attributes:
         one_sided: True if the operation completed while its target computed, False if it waited for the target.
-        idle_s: Time of a small operation (64 bytes; `fetch_and_op`: 8) while the target waits inside MPI, in seconds.
-        busy_s: Time of a small operation while the target computes without entering MPI, in seconds.
+        idle_s: Median time of a small operation (64 bytes; `fetch_and_op`: 8 bytes) while the target waits inside MPI,
+            in seconds.
+        busy_s: Median time of a small operation while the target computes without entering MPI, in seconds.
         gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that was
             tried within the time limit.
     """
@@ -118,9 +119,9 @@ class Problem:
     """A problem in a trial. It is printed, and stored in JSON, as text.
 
     Attributes:
-        where: The trial. For an operation, kind of peer and operation, such as ("same_node", "put"). For windows on
-            devices, the memory at the origin comes first: ("from_device", "same_node", "put"). Examples of other trials
-            are ("device", "memory"), ("device", "window") and ("closing",).
+        where: Name of the trial. For an operation, it consists of the kind of peer and the operation: ("same_node",
+            "put"). For windows on devices, the memory at the origin comes first: ("from_device", "same_node", "put").
+            Examples of other trials are ("device", "memory"), ("device", "window") and ("closing",).
         detail: Time limit for `Cause.NO_ANSWER`, complete description for `Cause.OTHER`, otherwise empty.
     """
 
@@ -149,7 +150,7 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
-        shm_bytes: Free bytes in /dev/shm on the node that has the least, or None without /dev/shm.
+        shm_bytes: Free bytes in /dev/shm on the node with the fewest, or None without /dev/shm.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
     """
@@ -177,11 +178,11 @@ class ProbeReport:
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
     def with_device(self, **fields: Any) -> "ProbeReport":
-        """Return a copy in which these fields of `device` are replaced."""
+        """Return a copy of the report in which the given fields of `device` are replaced."""
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result of a trial (see `Problem.where`), and with its problem, if there was one."""
+        """Return a copy with the result of the trial `where` (see `Problem.where`), and with its problem, if any."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -193,7 +194,7 @@ class ProbeReport:
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the first problem of a trial (see `Problem.where`), or None if it had no problem."""
+        """Return the first problem of the trial `where` (see `Problem.where`), or None if there was no problem."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
@@ -210,7 +211,7 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert a result of `to_dict`, also one read from JSON, to a report. Raise `ValueError` if it is invalid."""
+        """Create a report from a result of `to_dict`, also one read from JSON. Raise `ValueError` if it is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -8,10 +8,10 @@
                message; the origin reads the value as soon as it has received the message
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
-Only the clock of the origin is used. The target receives the next command when it has computed for the given time. From
-this, the origin knows when the computation ended, and from its duration when it began. A measurement is valid if it
-began after the computation had begun. The operation is one-sided if, after its completion, the target still computed
-for at least half of the duration.
+Only the clock of the origin is used. The target receives the next command only after it has computed for the given
+time. The origin thus observes when the computation ended, and subtracts the given time to determine when the
+computation began. A measurement is valid if it began during the computation. The operation is one-sided if it took only
+a short time and the target still computed for at least half of the given time after the last measurement.
 """
 
 import statistics
@@ -40,12 +40,12 @@ LARGE_RUNS = 3
 STALENESS_BYTES = (64, 1 << 12, 1 << 16)
 #: Maximum number of small operations whose median time is computed.
 SMALL_RUNS = 20
-#: Factor by which the target computes longer to confirm that an operation waits. A short delay may have another cause,
-#: such as another process on the core.
+#: Factor by which the target computes longer in the trials that confirm that an operation waits. A short delay may have
+#: another cause, such as another process on the core.
 LONGER_FACTOR = 3
-#: Maximum time of an operation that does not wait for the target, as a multiple of its time with an idle target, ...
+#: Maximum time of a one-sided operation with a busy target, as a multiple of its time with an idle target.
 MUCH_LONGER_FACTOR = 20
-#: ... or in seconds, if that is longer, for a machine with more processes than cores.
+#: The same maximum in seconds, if it is longer. For machines with more processes than cores.
 CROWDED_S = 10e-3
 
 
@@ -58,7 +58,7 @@ class TrialBudget:
         busy_s: Duration of the first computation of the target, in seconds.
         bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
         num_staleness_reads: Maximum number of values tested for staleness.
-        staleness_s: Time after which that test ends, in seconds.
+        staleness_s: Maximum time of the test for staleness, in seconds.
     """
 
     idle_s: float
@@ -68,20 +68,20 @@ class TrialBudget:
     staleness_s: float
 
 
-#: Collective function that creates the window of the trials, with a displacement unit of one byte. Its argument is the
-#: content of the window on this rank, `[n]` uint8. It returns the window, a second window if that owns the memory of
-#: the first one, and the memory of this rank.
+#: Collective function that creates the window of the trials, with a displacement unit of one byte. Its second argument
+#: is the content of the window on this rank, `[n]` uint8. It returns a list of windows and the memory of this rank. The
+#: first window is used. A second window, if any, owns the memory of the first window.
 Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buffer]]
 
 
 def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window with `Win.Allocate`, as for gradients. `values` is its content on this rank. Collective."""
+    """Create a window with `Win.Allocate`, as for gradients. `values` is the content on this rank. Collective."""
     win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
     return [win], _filled(win, values)
 
 
 def allocate_shared(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window on shared memory of each node, as for parameters. Collective. Arguments as for `allocate`."""
+    """Create a window on shared memory of each node, as for parameters. `values`: see `allocate`. Collective."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     memory = _filled(shared, values)
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared], memory
@@ -131,10 +131,10 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation. Return the result and the cause of the problem, or None if there was none. Collective.
+        """Try an operation, and return its result and the cause of a problem, or None without a problem. Collective.
 
         Args:
-            name: Operation, one of `OPERATIONS_BY_NAME`.
+            name: Name of the operation, a key of `OPERATIONS_BY_NAME`.
             kind: Kind of peer, a key of `pairs`.
             memory: Kind of memory at the origin, a key of `origins`.
         """
@@ -156,7 +156,7 @@ class Trials:
         return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s), None
 
     def close(self) -> None:
-        """Free the window. Collective."""
+        """Free the windows and the communicator of the trials. Collective."""
         self._links.clear()
         with self._world.collective("freeing the window of a probe"):
             self._win.Unlock_all()
@@ -231,7 +231,7 @@ class Trials:
         return is_current
 
     def _start_busy(self, target: int, busy_s: float) -> None:
-        """Command the target to compute, and wait for some time, in which the target receives it and leaves MPI."""
+        """Command the target to compute, and wait until it has probably received the command and left MPI."""
         end = time.perf_counter() + busy_s / 5
         # Not a synchronous send: with MPICH over TCP, it would only complete when the target is back in MPI.
         self._world.wait(self._comm.Isend(np.array([busy_s, False, 0, 0]), target), "sending a command of a probe")
@@ -257,7 +257,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times. Return the results."""
+    """Call `sample` repeatedly for `budget_s` seconds, from 1 to `max_repeats` times, and return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
@@ -273,12 +273,12 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def compute(seconds: float) -> None:
-    """Compute without entering MPI. Unlike a sleep, this occupies a core that threads of the MPI library may need."""
+    """Compute for `seconds` without entering MPI. Unlike a sleep, this occupies a core that MPI threads may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
     repeat_for(seconds, lambda: np.matmul(matrix, matrix, out=product))
 
 
 def _median(function: Callable[[], object], budget_s: float) -> float:
-    """Return the median duration of calls, in seconds: at most `SMALL_RUNS`, fewer if `budget_s` is exceeded."""
+    """Return the median duration of a call in seconds, over at most `SMALL_RUNS` calls that start within `budget_s`."""
     return statistics.median(repeat_for(budget_s, lambda: timed(function), SMALL_RUNS))

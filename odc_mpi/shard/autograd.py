@@ -1,18 +1,18 @@
 """Integration of units with autograd: pushes of gradients, and references to parameters in place of saved tensors.
 
 A unit is a group of parameters that are fetched and released together (`shard.units.unit`). A forward of a unit obtains
-all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the backward of a node after it has
-accumulated the gradients of all its outputs. At this point the gradients of the forward are complete, and they are
-pushed to the ranks that own them. A parameter that the forward did not use has the gradient None and is not pushed.
+all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the backward of this node after it has
+accumulated the gradients of all outputs of the node. At this point the gradients of the forward are complete, and they
+are pushed to the ranks that own them. A parameter that the forward did not use has the gradient None and is not pushed.
 
 Note: saved parameters
-    Autograd saves parameters for the backward. Saved directly, they would keep every unit unsharded until its backward.
-    `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the backward needs
-    the tensor, the hook unshards the unit and returns a new view. Since torch calls only the innermost hooks, it passes
-    all other tensors to the hooks that were active outside of the model, such as `save_on_cpu`. Hooks inside the model
-    (activation checkpointing) also see the parameters; saving these costs memory but is correct. Our hooks take 2 % of
-    a step of a model with 8 million parameters. They are not installed if fetched tensors stay valid after their
-    release, or if all units are unsharded.
+    Autograd saves parameters for the backward. If it saved the tensors, every unit would stay unsharded until its
+    backward. `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the
+    backward needs the tensor, the hook unshards the unit and returns a new view. Since torch calls only the innermost
+    hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside of the model, such as
+    `save_on_cpu`. Hooks inside the model (activation checkpointing) also receive the parameters. Saving them there
+    costs memory but is correct. `SavedTensorHooks` takes 2 % of a step of a model with 8 million parameters. It is not
+    installed if fetched tensors stay valid after their release, or if all units are unsharded.
 
 Note: recomputation
     Activation checkpointing runs the forward of a unit again during the backward, under its own hooks, which must see
@@ -33,7 +33,7 @@ from odc_mpi.shard.units.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
-#: Function that pushes the gradients of the named parameters of a unit. Parameters that were not used have None.
+#: Function that pushes the gradients of the named parameters of a unit. A parameter that was not used has None.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
 
 
@@ -62,9 +62,9 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Forward passes of units that are in progress.
+    """Tracker of the forwards of units that are in progress.
 
-    Within one forward pass, lookups of a parameter return the same tensor, if grad and inference mode are the same.
+    Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
     """
 
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
@@ -108,10 +108,10 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a hook on the first output of a forward. It checks the version and publishes this rank's status.
+        """Register a backward hook on the first output of a forward.
 
-        It is registered only if autograd saves parameters directly. Otherwise, the backward looks up parameters, which
-        does both.
+        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since the forward.
+        It is registered only if autograd saves parameters directly. Otherwise, `SavedTensorHooks` does both.
         """
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs

@@ -7,9 +7,9 @@ Ranks may have different budgets, because fetches and pushes are one-sided and d
 neither communicates nor allocates memory.
 
 A unit is admitted to the cache when it is first fetched, if it fits the remaining budget. It is never evicted to admit
-another unit. In training, which uses units 1..L and then L..1, no other policy needs fewer fetches, and LRU needs as
-many. In evaluation and generation, which use units 1..L repeatedly, LRU would always evict the unit that is needed
-next. docs/caching.md explains this and the automatic sizes.
+another unit. Training uses units 1..L and then L..1. For this order, no policy needs fewer fetches, and LRU needs as
+many. Evaluation and generation use units 1..L repeatedly. For this order, LRU would always evict the unit that is
+needed next. docs/caching.md explains this policy and the automatic sizes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -65,8 +65,9 @@ class CacheNeeds:
 
     Attributes:
         maximum: Size of all units except the root, and size of all gradients. A size is 0 if the cache would save no
-            communication: fetches copy nothing, pushes stay on this rank, or fetches and pushes are collective.
-        minimum: Size of the smallest unit, and size of the smallest gradient array. A smaller cache would stay empty.
+            communication: fetches return views, pushes stay on this rank, or fetches and pushes are collective.
+        minimum: Size of the smallest of these units, and size of the smallest gradient array. A smaller cache would
+            stay empty.
     """
 
     maximum: CacheBytes
@@ -121,9 +122,11 @@ def auto_cache_bytes(
     """Compute the sizes of the caches that are set to "auto", first for parameters and then for gradients.
 
     Args:
-        free_bytes: Free memory of `num_ranks` ranks together, minus their future optimizer states.
+        free_bytes: Free memory of `num_ranks` ranks together, in bytes, minus their future optimizer states.
         num_ranks: Number of ranks that share this memory equally.
         needs: Maximum useful sizes, which the automatic sizes do not exceed.
+        parameters: Size of the cache of parameters in bytes, which is returned unchanged, or "auto".
+        gradients: Size of the cache of gradients in bytes, which is returned unchanged, or "auto".
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

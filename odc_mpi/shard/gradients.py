@@ -2,12 +2,11 @@
 
 The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
 (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
-gradient is sent. A push is in flight while the next gradient is computed and copied. It runs on a thread if the
-transport allows it, and several may be in flight (`num_push_buffers`).
+gradient is sent. A push is in flight while the next gradient is computed and copied. Pushes run on a thread if the
+transport allows it. Several pushes may then be in flight (`num_push_buffers`).
 
 If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
-gradient. The sum is pushed once: at the end of the minibatch, or in the last backward as soon as the gradient of the
-array is complete.
+gradient. Their sum is pushed once: at the end of the minibatch, or in the last backward as soon as the sum is complete.
 """
 
 from collections import deque
@@ -32,7 +31,7 @@ from odc_mpi.shard.units.unit import Unit
 def num_push_buffers(prefetch: int) -> int:
     """Return the number of buffers for gradients: one that is being filled, and one for each push in flight.
 
-    `prefetch` pushes may be in flight, as many as fetches, but at least one.
+    At most max(1, `prefetch`) pushes are in flight.
     """
     return max(2, prefetch + 1)
 
@@ -50,12 +49,12 @@ class GradientPusher:
     """Accumulates the gradients of units locally, or pushes them to their owners.
 
     Args:
-        prefetch: Number of pushes in flight, on a separate thread. If it is 0, or only one thread may call the
-            transport, there is no thread, and one push is in flight.
+        prefetch: Maximum number of pushes in flight, which run on a separate thread. If it is 0 or the transport is not
+            thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
         cache: Budget for local sums. Unused if pushes stay on this rank or are collective.
-        is_last_backward: True if the current or next backward is the last one of this minibatch.
+        is_last_backward: True if the current or next backward is the last one of this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that received a gradient since `start`.
     """
 
@@ -90,7 +89,7 @@ class GradientPusher:
         self.parameters_with_gradient = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Accumulate the gradients of the named parameters, or start to add them to the owners' shards. One-sided.
+        """Add the gradients of the named parameters to local sums, or start to push them to their owners. One-sided.
 
         The gradient of a parameter that was not used is None. Raises RuntimeError outside of a minibatch.
         """
@@ -129,7 +128,7 @@ class GradientPusher:
             self._thread.close()
 
     def _accumulator_for(self, index: int, numel: int) -> AccumulatedGradient | None:
-        """Return the sum to which a gradient of an array must be added; None if it must be pushed separately."""
+        """Return the local sum of an array, or None if the gradient of the array must be pushed separately."""
         if index in self._accumulated:
             return self._accumulated[index]
         if self.is_last_backward or not self.cache.fits(numel * self._store.dtype.itemsize):

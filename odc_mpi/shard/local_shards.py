@@ -3,10 +3,11 @@
 For each flat array, a rank has this memory:
 
     parameter window   [shard of param_dtype]   other ranks fetch from it
-    master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
-                                                if the window is fp32 on the optimizer's device, it is the master
+    master             [shard of fp32]          only for trainable arrays; the slices are views of the master, and
+                                                `write_back` copies it into the window; a window of fp32 or fp64 on the
+                                                optimizer's device is its own master
     gradient shard     [shard of reduce_dtype]  sum of the pushes of all ranks; `.grad` of each slice is a view of it,
-                                                or of a converted copy if the type or device differs
+                                                or of a converted copy if the dtype or device differs
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,13 @@ from odc_mpi.shard.partition import UnitParameters
 
 
 class WeightSource(Protocol):
-    """Source of initial parameter values, such as files, random numbers or a module. It is read in slices."""
+    """Source of initial parameter values, such as files, random numbers or a module. The values are read in slices."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements `[start, stop)` of the flattened parameter `name`, in any floating-point dtype.
 
-        Every rank calls it once for each parameter, in the same order, even if its slice is empty. An implementation
-        may therefore be collective.
+        Every rank calls this method once for each parameter, in the same order, even if the slice of the rank is empty.
+        An implementation may therefore be collective.
         """
 
 
@@ -63,7 +64,7 @@ class LocalShards:
 
     Attributes:
         trainable: Slices of the trainable parameters, in the order of the layouts. Empty slices are included, so the
-            list has the same parameters on all ranks.
+            list contains the same parameters on all ranks.
     """
 
     def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
@@ -98,10 +99,10 @@ class LocalShards:
         ]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Set `.grad` of the slices to the received gradients, which must be complete.
+        """Set `.grad` of the trainable slices to the received gradients, which must be complete.
 
         Args:
-            pushed: For each entry of `trainable`, True if any rank pushed a gradient of its parameter. If False,
+            pushed: For each entry of `trainable`, True if any rank pushed a gradient of the parameter. If False,
                 `.grad` stays None.
         """
         by_index: dict[int, torch.Tensor] = {}
@@ -126,8 +127,8 @@ class LocalShards:
     def write_back(self) -> None:
         """Copy the parameters into their windows, and clear the gradients. Call it before parameters are published.
 
-        `.grad` of each slice is set to None, because gradients of the next minibatch are then added to the same memory,
-        which `zero_grad` of an optimizer must not clear.
+        `.grad` of each slice is set to None. Other ranks add the gradients of the next minibatch to the same memory, so
+        `zero_grad` of an optimizer must not clear it.
         """
         for shard in self.trainable:
             shard.parameter.grad = None

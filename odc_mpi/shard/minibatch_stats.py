@@ -3,9 +3,9 @@
     report    [ sums | values | parameters ]   float64, one row per rank
 
 The sums over all ranks show whether the gradients are finite (`shard.gradient_format`). `parameters` is a bitmap of the
-parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB.
-If no rank pushed a gradient of a parameter, its `.grad` is None, as in plain PyTorch: the optimizer skips it instead of
-applying weight decay and momentum.
+parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB. If
+no rank pushed a gradient of a parameter, `.grad` of the parameter is None, as in plain PyTorch. The optimizer then
+skips the parameter instead of applying weight decay and momentum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ class MinibatchStats:
     Attributes:
         local: Values of this rank by name, initially 0. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
-        sums: Sums over all ranks of the numbers that they reported as `sums`, float64 `[k]`.
-        pushed: For each parameter, True if any rank pushed a gradient of it.
+        sums: Argument `sums` of `report`, summed over all ranks, float64 `[k]`.
+        pushed: For each trainable parameter, True if any rank pushed a gradient of it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class MinibatchStats:
 
         Args:
             sums: Numbers of this rank that will be summed over all ranks, float64 `[k]`.
-            pushed: For each parameter, True if this rank pushed a gradient of it.
+            pushed: For each trainable parameter, True if this rank pushed a gradient of it.
         """
         self.pushed = list(pushed)
         self.sums = sums

@@ -6,7 +6,7 @@
     optimizer.step()             updates this rank's slices
     model.publish()              parameters published, gradients cleared (collective)
 
-Construction, forwards, backwards, `unsharded`, `state_dict` and `close` communicate, too. Other methods do not.
+Construction, forwards, backwards, `unsharded`, `state_dict`, `close` and assignments to `cache_bytes` communicate, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,16 +49,17 @@ class ShardedModel:
         module: Module whose floating-point parameters are moved into the shards of the transport. Its buffers and
             integer parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. The model closes it.
-        prefetch: Used only as far as the transport allows it: with one-sided fetches that copy, from several threads.
+        prefetch: As in `shard_model`. Units are prefetched only if fetches are one-sided, transfer data and may run on
+            another thread.
         optimizer_device: Device of this rank's slices of trainable parameters. Default: the host.
-        dtypes: Dtypes of parameters by dotted name, where they differ from the dtype of the transport.
+        dtypes: Dtypes of the parameters that differ from the dtype of the transport, by dotted name.
 
     Attributes:
         module: The module. Its `parameters()` are placeholders.
         units: All units that have parameters, the root first.
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
-        spans: Recorder of the time that this rank spent on communication.
+        spans: Recorder of the time that this rank spends on communication and other activities.
         traffic: Counter of the bytes that this rank fetched and pushed.
     """
 
@@ -132,9 +133,9 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or
-        `param_dtype` if that is wider. All ranks have the same number of slices, in the same order. After a minibatch,
-        `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
+        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or the
+        dtype of the parameter if that is wider. All ranks have the same number of slices, in the same order. After a
+        minibatch, `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -146,7 +147,7 @@ class ShardedModel:
         """Return all slices of this rank, including those of frozen parameters, with views of their values.
 
         The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
-        dtype of `shard_parameters()`, and slices of frozen parameters have that of the shards.
+        dtype of `shard_parameters()`, and slices of frozen parameters have the dtype of the shards.
         """
         return self._local_shards.all_slices()
 
@@ -163,7 +164,7 @@ class ShardedModel:
         """Context manager for the forwards and backwards of one minibatch. Collective: its end completes all gradients.
 
         Yields the statistics of the minibatch, which the ranks exchange at its end. `names` are the names of additional
-        values to exchange. An exception in the enclosed code skips the collective.
+        values in the statistics. An exception in the enclosed code skips the collective.
 
         Raises:
             RuntimeError: `publish()` was not called after the previous minibatch, `requires_grad` of a parameter has
@@ -196,8 +197,8 @@ class ShardedModel:
     def set_is_last_backward(self) -> None:
         """Announce that the next backward is the last one of this minibatch. This call is optional.
 
-        Locally accumulated gradients of a unit are then pushed as soon as they are complete, overlapped with
-        computation. Otherwise they are pushed at the end of the minibatch.
+        Locally accumulated gradients of a unit are then pushed as soon as they are complete, which overlaps the pushes
+        with computation. Otherwise, they are pushed at the end of the minibatch.
         """
         self._pusher.is_last_backward = True
 
@@ -205,8 +206,8 @@ class ShardedModel:
     def cache_bytes(self) -> CacheBytes:
         """Sizes of the caches of unsharded units and accumulated gradients on this rank, initially 0.
 
-        Ranks may have different sizes. Memory above `cache_needs.maximum` remains unused. Set sizes only between
-        minibatches; this frees both caches.
+        Ranks may have different sizes. Memory above `cache_needs.maximum` remains unused. Set the sizes only between
+        minibatches. Setting them clears both caches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
 
@@ -225,14 +226,14 @@ class ShardedModel:
 
     @contextmanager
     def unsharded(self, *, gradients: bool = True) -> Iterator[None]:
-        """Unshard the full model on this rank, so that the enclosed code fetches nothing. One-sided.
+        """Context manager that keeps the full model unsharded on this rank, so the enclosed code fetches nothing.
 
-        Use it around many forwards, for example in generation. Units remain cached after the enclosed code, until the
-        next minibatch ends or `publish()` is called.
+        One-sided. Use it around many forwards, for example in generation. Units remain cached after the enclosed code,
+        until the next minibatch ends or `publish()` is called.
 
         Args:
             gradients: True if the enclosed code may run a backward. If False, the modules hold full parameters without
-                gradients, so a forward is as fast as in an unsharded module. A minibatch must then not end inside.
+                gradients, so a forward is as fast as in an unsharded module, but no minibatch may end inside.
 
         Raises:
             UserError: The parameter cache is smaller than all units except the root, or fetches are collective.
@@ -247,17 +248,17 @@ class ShardedModel:
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Publish `what` as the status of this rank in the enclosed code, instead of the unit in use.
+        """Return a context manager that publishes `what` as the status of this rank, instead of the unit in use.
 
-        Forwards are then not counted as microbatches. Use it for generation, which runs one forward per token. Messages
-        of other ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
+        Forwards in the enclosed code, such as those of a generation, are not counted as microbatches. Messages of other
+        ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Returns the total norm before scaling. If it is not finite, the gradients are not scaled.
+        Returns the total norm before scaling. If this norm is not finite, the gradients are not scaled.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
@@ -304,9 +305,9 @@ class ShardedModel:
         return state | full_state_dict(state, self._names, self.units, self._unsharded)
 
     def units_with_nonfinite_gradients(self) -> list[str]:
-        """Return the names of units of which this rank's gradients in the last minibatch are not finite.
+        """Return the names of the units for which this rank pushed gradients that are not finite in the last minibatch.
 
-        The order is that of a backward, but with the root unit last.
+        Units are in the order of a backward, except that the root unit is last.
         """
         bounds = self._gradient_format.bounds()
         not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
@@ -335,7 +336,7 @@ class ShardedModel:
 
     @property
     def node_cache_bytes(self) -> int:
-        """This rank's part of the memory in which ranks of a node share fetched units, in bytes; 0 without one."""
+        """This rank's part of the node cache, in which the ranks of a node share fetched units, in bytes."""
         return self._transport.parameters.node_cache_bytes
 
     @property
@@ -350,12 +351,12 @@ class ShardedModel:
         return self._transport.group.num_collectives
 
     def close(self) -> None:
-        """Free the windows. The slices keep their values. Collective. Idempotent."""
+        """Free the windows. The tensors of `shard_parameters()` keep their values. Collective. Idempotent."""
         self._phases.phase = StepPhase.CLOSED
         self._resources.close()
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Check an optimizer before its step, if it has slices, placeholders, or parameters from before sharding."""
+        """Check an optimizer before its step if it has slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)
         if {id(p) for p in parameters} & {id(p) for p in self.shard_parameters()}:

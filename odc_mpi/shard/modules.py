@@ -1,4 +1,4 @@
-"""Changes to a sharded module: parameters that are fetched on demand, tracked forwards, and checks of placeholders."""
+"""Modifications of a sharded module: on-demand parameters, tracked forwards, and placeholders with checks."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ValueError if a module, or a part of it, was sharded before. This also applies after `close()`."""
+    """Raise ValueError if a module or one of its submodules was sharded before, even if the model was closed."""
     for name, submodule in module.named_modules():
         if isinstance(submodule._parameters, OnDemandParameters):
             what = name or type(module).__name__
@@ -54,7 +54,7 @@ def check_not_sharded(module: nn.Module) -> None:
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter like `parameter`, in which all elements are NaN and share the memory of a single element."""
+    """Return a parameter with the shape of `parameter`, whose elements are all NaN and share one element's memory."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
@@ -64,8 +64,8 @@ class Placeholders:
 
     Args:
         tensors: Placeholders by dotted name.
-        originals: Parameters that they replaced, by dotted name. The optimizer check includes these parameters, but
-            does not keep them alive.
+        originals: Parameters that the placeholders replaced, by dotted name. `check_trained` rejects them, too. They
+            are not kept alive.
         modules: Modules that contain the placeholders. Their `state_dict()` raises RuntimeError.
     """
 
@@ -117,7 +117,7 @@ class Placeholders:
 def replicate(module: nn.Module, transport: Transport) -> None:
     """Overwrite the buffers and integer parameters of all ranks with those of rank 0. Collective.
 
-    They are moved to the device of the transport. Tensors on the meta device are skipped.
+    These tensors are moved to the device of the transport. Tensors on the meta device are skipped.
     """
     for _, tensor in replicated_tensors(module):
         if not tensor.is_meta:
@@ -157,13 +157,13 @@ def install_on_demand_parameters(
 
 @contextmanager
 def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
-    """Install full parameters without gradients in the modules for the enclosed code. One-sided.
+    """Context manager that installs full parameters without gradients in the modules. One-sided.
 
     Units that are not unsharded are fetched first. A forward is then as fast as that of an unsharded module. Looking up
     a parameter on demand costs some microseconds of Python per forward of its unit, which is significant in decoding.
 
-    All units must fit the cache together, or be views that stay valid. They must not be resharded in the enclosed code,
-    and forwards are not tracked there (`UnitForwards.is_suspended`). A nested call changes nothing.
+    All units must fit the cache together, or be views that stay valid. In the enclosed code, units must not be
+    resharded, and forwards are not tracked (`UnitForwards.is_suspended`). A nested call changes nothing.
     """
     if unsharded.reshard_forbidden:
         yield

@@ -1,7 +1,7 @@
 """Optimizers of slices, gradient clipping, and learning rate schedules. This module does not communicate.
 
-A rank optimizes slices of flattened parameters. This is correct for element-wise optimizers, but not for optimizers
-that use the rows and columns of a matrix or the norm of a parameter.
+A rank optimizes only slices of flattened parameters. This is correct for element-wise optimizers, but not for
+optimizers that use the rows and columns of a matrix or the norm of a parameter.
 """
 
 import math
@@ -77,9 +77,9 @@ def build_optimizer(
     Args:
         kind: "adamw" or "sgd".
         named: Pairs of the dotted name of a parameter and this rank's slice of it.
-        shapes: Full shapes of the parameters by dotted name. A slice has only one dimension.
+        shapes: Full shapes of the parameters by dotted name, since slices have only one dimension.
         weight_decay: Weight decay of parameters with two or more dimensions. Biases and weights of norms have none.
-        fused: Use the fused kernel of PyTorch. Default: only for "adamw".
+        fused: True to use the fused kernel of PyTorch. By default, it is used only for "adamw".
         **settings: Settings of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
     """
     named = list(named)
@@ -98,10 +98,10 @@ def schedule_factor(
 ) -> float:
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
-    It rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. Then it remains at the
-    peak if `kind` is "constant", or falls to `min_ratio` after `steps` steps, including the warm-up, if "linear" or
-    "cosine". "warmup_stable_decay" is at the peak until the last `decay_ratio * steps` steps, in which it falls as
-    "cosine" does and as in `transformers.get_wsd_schedule`, whose warm-up is another one.
+    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. With
+    "constant", it then stays at the peak. With "linear" or "cosine", it falls and would reach `min_ratio` at step
+    `steps`, counted with the warm-up. With "warmup_stable_decay", it stays at the peak and falls like a cosine in the
+    last `decay_ratio * steps` steps. This decay is that of `transformers.get_wsd_schedule`, but the warm-up differs.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

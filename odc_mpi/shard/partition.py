@@ -1,8 +1,8 @@
 """Partition of the parameters of a module into units.
 
-A unit has the parameters of a submodule that the user selects by class, class name or instance, except those of units
-inside it. All other parameters belong to the root unit. So do parameters that several units share: the root is fetched
-first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
+The user selects submodules by class, class name or instance. A unit contains the parameters of one selected submodule,
+except those of units inside it. All other parameters belong to the root unit, including those that several units share.
+The root is fetched first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from odc_mpi.shard.units.unit import Unit
 
 #: Selection of units: a class, a class name or a submodule.
 UnitChoice = type | str | nn.Module
-#: Dotted names of the parameters of each module, by their keys in `module._parameters`. Tied parameters have one name.
+#: Dotted names of the parameters of each module, by their keys in `module._parameters`. Tied keys have the same name.
 NamesByModule = dict[nn.Module, dict[str, str]]
 
 
@@ -33,7 +33,7 @@ class UnitParameters:
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
         """Return the specs of the parameters of each flat array: trainable arrays first, and one array per dtype.
 
-        `dtypes` are the dtypes of parameters by dotted name, where they differ from the dtype of the parameter store.
+        `dtypes` contains the dtypes of parameters that differ from the dtype of the parameter store, by dotted name.
         """
         kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in self.parameters.items():
@@ -52,8 +52,8 @@ def partition(
 
     Returns:
         Three values: the units that have parameters, the root first and the others in the order of the module; the
-        names of the parameters by module; and a dict that maps every dotted name of a parameter to its first one.
-        A parameter has several names if it is tied or its module is shared.
+        names of the parameters by module; and a dict that maps every dotted name of a parameter to the first dotted
+        name of this parameter. A parameter has several names if it is tied or its module is shared.
 
     Raises:
         ValueError: An entry of `units` matches no submodule, or matches one without a forward.
@@ -100,9 +100,9 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def describe_tensors(
     module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
-    """Describe all tensors of a module in the order of the module, one in each line, to compare models between ranks.
+    """Describe all tensors of a module, one per line and in a fixed order, to compare models between ranks.
 
-    `dtypes` are the dtypes in the shards by dotted name, where they differ from `dtype`.
+    `dtypes` contains the dtypes of parameters in the shards that differ from `dtype`, by dotted name.
     """
     lines = []
     for part in parts:
@@ -117,7 +117,7 @@ def describe_tensors(
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks."""
+    """Create the units and the layouts of their flat arrays. Each array is divided among `num_owners` ranks."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
@@ -176,7 +176,7 @@ def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of the `replicated_tensors` that a checkpoint contains: all except non-persistent buffers."""
+    """Yield the `replicated_tensors` that a checkpoint contains: all except non-persistent buffers."""
     non_persistent = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()

@@ -4,9 +4,9 @@
     fetch thread   runs fetches of the units expected next, one at a time
     push thread    runs pushes, one at a time; separate, so that no fetch queues behind a long push
 
-The threads run only operations of the transport. No other thread accesses their buffers before it has waited for the
-operation. They are used only if several threads may call the transport (`Transport.thread_safe`). Units are prefetched
-only if fetches copy data (`ParameterStore.access`).
+The two threads run only operations of the transport. No other thread accesses the buffers of an operation before it has
+waited for the operation. The threads are used only if several threads may call the transport (`Transport.thread_safe`).
+Units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.access`).
 """
 
 from collections.abc import Callable, Hashable
@@ -24,8 +24,8 @@ class PrefetchPredictor(Generic[K]):
     """Predictor of the order in which units are used.
 
     The next unit depends on the last two: layer 5 after layer 4 is part of a forward, and after layer 6 of a backward.
-    The order is therefore stored as a map from the last two units to the next one. Each observation replaces an earlier
-    one. A prediction may be wrong.
+    The order is therefore stored as a map from the last two units to the next unit. A new observation replaces the
+    previous one for the same two units. A prediction may be wrong.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class PrefetchPredictor(Generic[K]):
         self._last_two: tuple[K | None, K | None] = (None, None)
 
     def reset_position(self) -> None:
-        """Forget the last two units, but not the observed order. Call it at the end of a minibatch."""
+        """Forget the last two units, but not the observed order. Call this method at the end of a minibatch."""
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record the use of a unit. Call it only if the unit differs from the previous one."""
+        """Record the use of a unit, which must differ from the unit of the previous call."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
@@ -55,7 +55,7 @@ class CommunicationThread:
     """Thread that completes operations of a transport one after another. The first operation starts the thread.
 
     The thread belongs to an executor of the standard library. The interpreter joins it at exit, before MPI is
-    finalized. Every operation ends, because its deadline otherwise ends the job.
+    finalized. This does not hang, because an operation that exceeds its deadline ends the job.
     """
 
     def __init__(self, name: str) -> None:

@@ -13,7 +13,7 @@ Spans of activities do not overlap each other, but contain the communication dur
     optimize               the optimizer step
     evaluate, save         an evaluation, and copying the state for a checkpoint
 
-Spans of sharding are counted, but not recorded:
+Spans of sharding count only towards the total times:
 
     windows, weights       allocating the windows, and loading the parameters
 """
@@ -33,7 +33,7 @@ SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
 
 class Span(NamedTuple):
-    """Interval of a kind in `SPAN_KINDS`. Its limits are values of `time.perf_counter`, in seconds."""
+    """Interval whose `kind` is in `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
 
     kind: str
     began: float
@@ -68,7 +68,7 @@ class SpanRecorder:
             self.add(kind, began)
 
     def start_recording(self) -> None:
-        """Keep every span from now on. Call `drain` regularly, because these spans occupy memory."""
+        """Keep every span from now on. Call `drain` regularly to free the memory of the spans."""
         self._is_recording = True
 
     def drain(self) -> list[Span]:

@@ -1,6 +1,6 @@
-"""Simulation of the time at which ranks end a minibatch, for each way of synchronizing. Uses no plans.
+"""Simulation of the times at which ranks finish a minibatch, for each kind of synchronization. Independent of plans.
 
-All ranks synchronize at the end of a minibatch, so the slowest rank determines its time. All times are in seconds.
+All ranks synchronize at the end of a minibatch, so the slowest rank determines its duration. All times are in seconds.
 """
 
 import heapq
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
-#: Forward's fraction of the time of a unit. The backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
+#: Fraction of the time of a unit that the forward takes. The backward takes twice as long as the forward (Kaplan et al.
+#: 2020, arXiv 2001.08361).
 FORWARD = 1 / 3
 
 #: Beginning and end of each interval in seconds, in ascending order.
@@ -18,7 +19,7 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """Result for one minibatch: end of the slowest rank, and the intervals of each rank without dummy microbatches."""
+    """End of the slowest rank in a minibatch, and the busy intervals of each rank, without dummy microbatches."""
 
     end_s: float
     timeline: list[Intervals]
@@ -27,10 +28,11 @@ class SimulatedTiming:
 def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[float]) -> SimulatedTiming:
     """Simulate ranks that synchronize at every unit of every microbatch.
 
-    A unit takes the same fraction of a microbatch on all ranks, so one rank is the slowest at all units of a
-    microbatch. Therefore the simulation synchronizes only once per microbatch, which takes the same time. `durations`
-    has the seconds of each rank's microbatches; 0 means that the rank runs a dummy microbatch, which takes `dummy_s` of
-    it.
+    A unit takes the same fraction of a microbatch on all ranks, so the same rank is the slowest at all units of a
+    microbatch. Therefore, synchronizing only once per microbatch gives the same result.
+
+    `durations[rank]` contains the durations of the microbatches of a rank. In place of a missing duration or 0, the
+    rank runs a dummy microbatch, which takes `dummy_s[rank]`.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -43,19 +45,19 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that run their own microbatches without waiting. For `durations`, see `simulate_collective`."""
+    """Simulate ranks that run their own microbatches without waiting. `durations` is as in `simulate_collective`."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
 
 
 def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
-    """Simulate the chunks of one sequence, from first to last, each on its own rank.
+    """Simulate the chunks of one sequence, in the order of their tokens, each on a different rank.
 
     When a chunk begins the forward of a unit, it publishes its keys and values, and waits for those of all earlier
     chunks. In the backward, it ends a unit when all later chunks have added to the gradients of its keys and values.
 
-    Chunk i begins at `began[i]` and takes `seconds[i]` without waiting; all units take equally long. For each chunk,
+    Chunk i begins at `began[i]` and takes `seconds[i]` without waiting. All units take equally long. For each chunk,
     the result has one interval per unit of the forward, followed by one interval per unit of the backward.
     """
     at = list(began)
@@ -78,10 +80,11 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 def simulate_dynamic(
     ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float]
 ) -> SimulatedTiming:
-    """Simulate ranks that claim the next microbatch when they are idle. Of two idle ranks, the lower rank is first.
+    """Simulate ranks that claim the next microbatch when they become idle.
 
-    Microbatch k can run from `ready[k]` on, and rank r claims from `available_at[r]` on. `duration(r, k)` is in
-    seconds.
+    Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on. Microbatch k
+    takes `duration(r, k)` on rank r. The rank that became idle first claims first. Of several ranks that became idle
+    at the same time, the lowest claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
@@ -96,13 +99,13 @@ def simulate_dynamic(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the quartiles of values as `low`, `median` and `high`."""
+    """Return the quartiles of one or more values, with the keys `low`, `median` and `high`."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return {"low": low, "median": median, "high": high}
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
-    """Merge successive intervals if the gap between them is shorter than `gap_s`. `intervals` must be in order."""
+    """Merge successive intervals if the gap between them is shorter than `gap_s`. `intervals` must be sorted."""
     merged: Intervals = []
     for began, ended in intervals:
         if merged and began - merged[-1][1] < gap_s:

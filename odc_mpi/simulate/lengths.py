@@ -1,7 +1,7 @@
-"""Distributions of sequence lengths: those of known data sets, or the lengths in a prepared data set.
+"""Distributions of sequence lengths, for known data sets and for a prepared data set.
 
-The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign the range is also known. Lengths
-are usually about log-normal up to a maximum. Their spread, sigma, is an assumption; see `KNOWN_DISTRIBUTIONS`.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign, the range is also known. The
+lengths are assumed to be log-normal up to a maximum. For the assumed values of sigma, see `KNOWN_DISTRIBUTIONS`.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,17 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution of lengths, whose logarithms have these two moments before truncation to `max_tokens`."""
+    """Log-normal distribution of lengths, clipped to `max_tokens`.
+
+    Before clipping, the logarithm of a length has the mean `location` and the standard deviation `sigma`.
+    """
 
     location: float
     sigma: float
     max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths from 1 to `max_tokens`, int64 [n]."""
+        """Sample `n` lengths and clip them to the range from 1 to `max_tokens`, int64 [n]."""
         lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
@@ -51,11 +54,13 @@ class EmpiricalLengths:
 
 LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
-#: Locations are such that means after truncation are those of the ODC paper: 16,500, 34,700 and 9,000 tokens.
+#: Distributions by name. After clipping, their mean lengths are those in the ODC paper: 16,500 (longalign), 34,700
+#: (swesmith) and 9,000 (aime) tokens.
 KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
     "equal": EmpiricalLengths(np.array([16_500])),  # perfectly balanced
-    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in the range
-    # and 0.7 % are truncated. Speed-up of LB-Mini for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: 1.20, 1.26, 1.27.
+    # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058). With sigma 0.65, three quarters are in
+    # this range and 0.7 % are clipped. Speed-up of LB-Mini for 8 ranks with 4 sequences each and sigma 0.5, 0.65, 0.8:
+    # 1.20, 1.26, 1.27.
     "longalign": LogNormal(9.5076828889233, 0.65, 65_536),
     # Transcripts of agents under the same limits vary less. Longest: 128K, a common context length of models.
     "swesmith": LogNormal(10.330653796542368, 0.5, 131_072),
@@ -65,7 +70,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a distribution by its name, or by the path of a data set. Raises `UserError` for any other name."""
+    """Return the known distribution `name`, or that of the data set at the path `name`, or raise `UserError`."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -5,14 +5,15 @@
     window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they are finished
-    bound                  lower bound: the larger of the time of all work without any waiting, and the time at which a
-                           completion of the group that is generated last can have been trained
+    bound                  lower bound: the larger of the time of all work without any waiting, and the earliest time at
+                           which training on a completion of the group that is generated last can end
 
-The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together: a step adds a
-token to each, and needs a constant time plus a time for each unfinished completion. A group can be trained when its
-last completion is finished, since its advantages are known only then. Ranks claim it in `SHARES` shares.
+The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A decode step
+adds a token to each unfinished completion. The step takes a constant time plus a time per unfinished completion. Ranks
+can train on a group when its last completion is finished, since its advantages are known only then. Idle ranks claim
+the group in `SHARES` shares.
 
-The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by that of the schedule.
+The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by the time of the schedule.
 """
 
 import math
@@ -38,7 +39,7 @@ BASELINE = "collective/barrier"
 SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
 BOUND = "bound"
 #: Number of shares of a prompt group, of about equal cost, which idle ranks claim. It must be fixed before lengths are
-#: known. With fewer, ranks wait at the end; with more, the constant cost of a microbatch occurs more often.
+#: known. With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch occurs more often.
 SHARES = 4
 
 
@@ -59,7 +60,7 @@ class RolloutScenario(RolloutOptions, Scenario):
 
 @dataclass(frozen=True)
 class SimulatedRollouts:
-    """Minibatch of completions. Completion `i` belongs to prompt group `i // scenario.completions`."""
+    """Simulated minibatch of completions. Completion `i` belongs to prompt group `i // scenario.completions`."""
 
     scenario: RolloutScenario
     minibatch: SimulatedMinibatch
@@ -74,7 +75,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return end time and index of each prompt group, sorted, if a rank decodes `groups` together."""
+        """Return end time in seconds and index of each prompt group that a rank decodes together, sorted by time."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -88,7 +89,7 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """Results of `decode_ends_s` for each rank and the prompt groups assigned to the rank."""
+        """Results of `decode_ends_s` for the prompt groups assigned to each rank, by rank."""
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
@@ -103,7 +104,7 @@ class SimulatedRollouts:
         return [self.pack(share) for share in shares]
 
     def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack completions, given by index, into few microbatches."""
+        """Pack the completions with the indices `positions` into few microbatches."""
         bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
         return [tuple(positions[k] for k in indices) for indices in bins]
 
@@ -122,8 +123,8 @@ class SimulatedRollouts:
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds of the time that any schedule needs, in seconds.
 
-        The first is the time at which the fastest rank could have trained a completion of the prompt group that is
-        generated last, the second that of all work on ranks that never wait.
+        The first is the time at which the fastest rank can finish training on the cheapest completion of the prompt
+        group that is generated last. The second is the time of all work on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -138,12 +139,12 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run. The result is deterministic, a JSON object.
+    """Simulate all schedules of a GRPO run. Return the result as a JSON object, which is deterministic.
 
     `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches) and `step_s` (mean
-    seconds of a minibatch) are mappings by schedule and bound. `timeline` has, by schedule, the intervals in which each
-    rank generates or trains in the first minibatch. `generation_fraction` is that of the busy time of
-    collective/barrier.
+    seconds of a minibatch) are mappings by schedule, including `BOUND`. `timeline` contains, by schedule, the intervals
+    in which each rank generates or trains in the first minibatch. `generation_fraction` is the fraction of the busy
+    time of collective/barrier that is spent on generation.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -163,7 +164,7 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Simulate a minibatch under a schedule. Ranks are busy when they generate or train."""
+    """Simulate a minibatch with a schedule. Ranks are busy while they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == "window/on_demand":
@@ -183,7 +184,7 @@ def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTimi
 def _simulate_shared(
     minibatch: SimulatedRollouts, finished: Sequence[tuple[float, int]], free: Sequence[float]
 ) -> SimulatedTiming:
-    """Simulate ranks that, after generating, claim shares of prompt groups in the order in which these are finished."""
+    """Simulate ranks that, after generating, claim shares of prompt groups in the order in which groups finish."""
     ready, shares = zip(*((end, share) for end, group in finished for share in minibatch.shares(group)), strict=True)
 
     def duration(rank: int, k: int) -> float:

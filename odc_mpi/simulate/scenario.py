@@ -1,7 +1,7 @@
 """Scenarios of simulations: minibatches with the costs that ranks use for planning, and with true durations.
 
 A scenario is independent of transports and balancing strategies. The simulator computes with the true durations, and
-`bench.schedule` sleeps for them. Both use the same minibatches, which the seed determines.
+`bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
 """
 
 import math
@@ -20,9 +20,9 @@ from odc_mpi.simulate.options import MAX_S, ScenarioOptions
 
 Floats = npt.NDArray[np.float64]
 
-#: Seconds of a sequence in a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
-#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. The fit also has a constant,
-#: 0.666759 s, which the reference omits when it plans, as does the default here.
+#: Seconds for a sequence in a model with 1.5 B parameters on an A100. The values are the fit in the reference
+#: implementation of ODC (sail-sg/odc, examples/llm_training/packing.py), which is per 32,000 tokens. The fit also has a
+#: constant of 0.666759 s, which is omitted here, as in the plans of the reference.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 #: Size of the parameters of that model in bf16, in bytes.
 MODEL_BYTES = 2 * 1_500_000_000
@@ -37,11 +37,12 @@ class SimulatedMinibatch:
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
-        overhead_s: Constant part of the duration of a microbatch on a rank of speed 1. A dummy microbatch has it, too.
+        overhead_s: Constant part of the duration of a microbatch on a rank of speed 1, also of a dummy microbatch.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 [ranks].
         cache_saving_s: Part of `communication_s` that caches save in each microbatch with windows.
-        cache_cost_s: Additional duration of the first microbatch of a rank with windows, since it fills the caches.
+        cache_cost_s: Additional duration of the first microbatch of a rank with windows, which fills the caches.
+        cost: Cost model that ranks use for planning, in seconds.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -54,7 +55,7 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch at speed 1 without communication. `microbatch`: indices of sequences."""
+        """Return the duration of a microbatch, given by indices of sequences, at speed 1 without communication."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
@@ -69,7 +70,7 @@ class SimulatedMinibatch:
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the duration of chunk `index` of a split sequence on a rank, without waits for other chunks."""
+        """Return the duration of chunk `index` of a split sequence on a rank, without waiting for other chunks."""
         begin, end = split.bounds[index : index + 2]
         error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
         work_s = self.overhead_s + error * self.cost.chunk(begin, end)
@@ -83,9 +84,9 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario(ScenarioOptions):
-    """Run to simulate.
+    """Scenario of a simulated run. The seed determines all minibatches.
 
-    A microbatch holds at most as many tokens as the longest possible sequence, the packing ratio 1 of the paper.
+    A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
 
     Attributes:
         cost: Cost model that ranks use for planning, in seconds on a rank of speed 1, without `overhead_s`.
@@ -130,7 +131,7 @@ class Scenario(ScenarioOptions):
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch with windows, and cost in the first one, which fills them."""
+        """Seconds that caches save in each microbatch with windows, and that filling them costs in the first one."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -171,6 +172,6 @@ class Scenario(ScenarioOptions):
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
-    """Sample `n` log-normal factors of mean 1. They are always positive, in contrast to normal ones."""
+    """Sample `n` log-normal factors with mean 1. Unlike normal factors, they are always positive."""
     variance = math.log1p(deviation**2)
     return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)

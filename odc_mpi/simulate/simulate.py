@@ -8,8 +8,8 @@
                          fastest rank, and the time of all work without any waiting
     even_share           lower bound of all schedules: the time of all work without any waiting
 
-The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by that of the schedule.
-lb_micro is the plan that verl and the ODC paper use for collectives.
+The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by the time of the schedule.
+verl and the ODC paper use lb_micro for collectives.
 """
 
 import math
@@ -35,8 +35,8 @@ from odc_mpi.simulate.events import (
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
 BASELINE, SPLIT = "collective/lb_micro", "window/split"
-#: Schedules to compare, as TRANSPORT/BALANCE. With LB-Mini and dynamic plans, ranks run different numbers of
-#: microbatches, so there are no collectives.
+#: Schedules to compare, as TRANSPORT/BALANCE. With lb_mini and dynamic, ranks run different numbers of microbatches, so
+#: collectives are not possible.
 SCHEDULES = (
     BASELINE,
     "collective/local_sort",
@@ -46,14 +46,15 @@ SCHEDULES = (
     "window/dynamic",
     SPLIT,
 )
-#: Plans by the name of their balance in `SCHEDULES`.
+#: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
-#: Pauses in timelines that are shorter, in seconds, are omitted.
+#: Pauses shorter than this time, in seconds, are omitted from timelines.
 PAUSE_S = 1e-3
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)
-#: Maximum number of sequences to simulate for each of these numbers, but at least one minibatch. Takes a few seconds.
+#: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. At least one
+#: minibatch is simulated.
 MAX_SIMULATED_SEQUENCES = 8_192
 RECOMMENDED_SCHEDULE = "window/dynamic"
 
@@ -64,10 +65,11 @@ class SimulationResult:
 
     Attributes:
         speedup: Speed-up over collective/lb_micro.
-        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches.
-        idle_per_rank: Idle fraction of each rank, without bounds. `idle_fraction` is the mean over ranks.
+        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches, the mean over ranks.
+        idle_per_rank: Idle fraction of each rank. Without bounds.
+        step_s: Mean duration of a minibatch, in seconds.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Intervals in which each rank computes in the first minibatch, in seconds, without dummies and bounds.
+        timeline: Intervals of the first minibatch, in seconds, in which each rank computes. Without dummies and bounds.
     """
 
     scenario: Scenario
@@ -104,7 +106,7 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a JSON object."""
+        """Return the result as a JSON-serializable dictionary, with the additional key `floor`, its speed-up."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
@@ -130,7 +132,7 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of all minibatches, each a mapping by schedule.
+    """Collect the timings of all minibatches. Each item of `minibatches` maps schedules to their timings.
 
     Returns three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
     timeline of the first minibatch.
@@ -153,7 +155,7 @@ def ratios(
 ) -> dict[str, dict[str, float]]:
     """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each by schedule or bound.
 
-    `ends` has the seconds of each minibatch, `work` the busy seconds of all ranks in all minibatches.
+    `ends` contains the seconds of each minibatch, and `work` the total busy seconds of all ranks in all minibatches.
     """
     totals = {name: math.fsum(seconds) for name, seconds in ends.items()}
     return {
@@ -164,7 +166,7 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its lengths, as ranks do. For `split`, passing the plan of `dynamic` saves time."""
+    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, pass the plan of `dynamic` to save time."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
@@ -200,7 +202,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int)
 
 
 def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
-    """Return the intervals in which each rank computes its chunks, and the time at which it has finished them."""
+    """Return, for each rank, the intervals in which it computes chunks, and the time at which it has finished them."""
     timeline: list[Intervals] = [[] for _ in minibatch.speeds]
     free = [0.0] * len(timeline)
     for split in plan.splits:
@@ -219,7 +221,7 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
     """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
 
-    The first is the time of the longest sequence on the fastest rank, the second that of all work in the fewest
+    The first is the time of the longest sequence on the fastest rank. The second is the time of all work in the fewest
     possible microbatches on ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
@@ -235,7 +237,7 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate several numbers of sequences per rank, and return a table of the results with a recommendation."""
+    """Simulate the numbers of sequences per rank in `PER_RANK`. Return a table of results with a recommendation."""
     results = {}
     for per_rank in PER_RANK:
         max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))

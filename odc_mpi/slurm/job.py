@@ -1,8 +1,8 @@
-"""Batch scripts for Slurm that train a configuration. jobs/batch_scripts.py writes those of jobs/ in the same way.
+"""Batch scripts for Slurm that run a training. jobs/batch_scripts.py writes the scripts in jobs/ with this module.
 
-Does not use MPI. The scripts are plain bash that users can edit. Settings of a site are at the top. Before the time
-limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
-checkpoint, exit, and leave a file that distinguishes this stop from a completed run. The job then requeues itself.
+Does not use MPI. The scripts are plain bash that users can edit, with the settings of a site at the top. Before the
+time limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
+checkpoint, leave a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
 """
 
 import re
@@ -14,9 +14,10 @@ from pathlib import Path
 
 from odc_mpi.errors import UserError
 
-#: The batch script in bash, with `@NAME@` for each text of `training_script`. Bash handles a signal only after a
-#: foreground command has ended, or during a wait. 138 is 128 + SIGUSR1: the signal interrupted the wait, or killed a
-#: command that does not handle it. Tasks with one GPU each could not map each other's memory, so all see all GPUs.
+#: The batch script in bash, with `@NAME@` for each text that `training_script` inserts. Bash handles a signal only
+#: after a foreground command has ended, or during a wait. Exit code 138 is 128 + SIGUSR1: the signal interrupted the
+#: wait, or killed a command that does not handle the signal. Every task sees all GPUs of its node, because tasks that
+#: see only one GPU could not map each other's memory.
 _TEMPLATE = Path(__file__).with_name("train.sbatch.in")
 #: Time from the stop signal to the time limit, in seconds. Slurm may send the signal up to a minute earlier.
 SIGNAL_S = 120
@@ -37,7 +38,7 @@ class SlurmJob:
     Attributes:
         mpi: Value of `srun --mpi`, as a bash expression.
         choices: Further options of sbatch, as pairs of name and value.
-        arguments: Arguments of `odc-mpi train`. Arguments given to the script are appended.
+        arguments: Arguments of `odc-mpi train`. Arguments of the script are appended to them.
         stage: Directory on each node to which the data set is copied. None: the variable STAGE of the job's
             environment; without it, nothing is copied.
         data: Path of the data set to copy. None: the variable DATA of the job's environment.
@@ -84,7 +85,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script; return the exit code of sbatch, or raise `UserError` if it is not on the PATH."""
+    """Submit a batch script and return the exit code of sbatch. Raise `UserError` if sbatch is not on the PATH."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")
@@ -92,7 +93,7 @@ def submit(script: str) -> int:
 
 
 def _choices(chosen: dict[str, str]) -> str:
-    """Return the lines with options of sbatch that a site may require; those not chosen are comments."""
+    """Return the lines with options of sbatch that a site may require. Options not in `chosen` are comments."""
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
     if others:

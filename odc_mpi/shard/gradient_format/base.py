@@ -6,7 +6,7 @@ Methods are called in this order; arrays are identified by their index in the tr
     write_flat, accumulate                      in a backward: write gradients to a push buffer, or add to a local sum
     note_push                                   before a local sum is pushed
     local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
-    to_gradients                                then: convert the gradients of this rank for the optimizer
+    to_gradients                                afterwards: convert the gradients of this rank for the optimizer
     note_scaling                                after all gradients are divided by a number
     sum_of_squares, norm                        gradient norm: squares of this rank, and the norm over all ranks
 """
@@ -25,7 +25,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin a minibatch. Statistics of the previous one are discarded."""
+        """Begin a minibatch, and discard the statistics of the previous minibatch."""
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a number for each pushed array by index, which is not finite if a gradient of this rank is not."""
+        """Return a number for each array that this rank pushed, by index: not finite if a pushed gradient is not."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
@@ -79,5 +79,5 @@ class GradientFormat(ABC):
     def norm(self, totals: np.ndarray) -> float:
         """Compute the norm of all gradients from the sums of `sum_of_squares` over all ranks, float64 `[k]`.
 
-        It is NaN or infinite if a gradient is not finite.
+        The norm is NaN or infinite if a gradient is not finite.
         """

@@ -1,7 +1,7 @@
 """Gradients as 64-bit fixed-point numbers. They are integers, so their sums do not depend on the order of the terms.
 
 A gradient is multiplied by 2**exponent, with an exponent for each array, and rounded to the nearest integer (ties to
-even). Integers are summed locally, in pushes, and by the owner, which scales the sum back.
+even). The integers are summed locally and by pushes. The owner converts the sum back to floating-point numbers.
 
     write_flat, accumulate    round each gradient once per forward and backward of a unit in a microbatch
     local_statistics,         gradients complete: exchange bounds and errors as integers; their sums determine the
@@ -67,9 +67,9 @@ class FixedPointGradients(GradientFormat):
         numels: Number of elements of each trainable array by index, in the same order on all ranks.
 
     Attributes:
-        relative_error: Sum of the magnitudes of the rounding errors in the last minibatch, divided by that of the
-            gradients. The sums include all pushes; of large gradients, they include one eighth of the elements. The
-            value does not depend on the number of ranks. It is 0 if there were no pushes.
+        relative_error: Sum of the magnitudes of the rounding errors in the last minibatch, divided by the sum of the
+            magnitudes of the gradients. Both sums include all pushes, but only one eighth of the elements of large
+            gradients. The value does not depend on the number of ranks. It is 0 if there were no pushes.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
@@ -125,7 +125,7 @@ class FixedPointGradients(GradientFormat):
         return self._finite
 
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Scale the integers back. They are rounded to fp64 and then to the dtype of `like`."""
+        """Convert the integers to floating-point numbers, rounded to fp64 and then to the dtype of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
         for part in _parts(window):

@@ -5,7 +5,7 @@
     in microbatch 3, backward of unit layers.2     a backward uses the parameters, or their gradient is pushed
     using unit layers.2                            outside of microbatches: evaluation, state_dict
 
-Only changes are published: one or two per forward or backward of a unit, a few microseconds each.
+Only changes are published: one or two per forward or backward of a unit. Each takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class ActivityReporter:
 
     @contextmanager
     def override(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Publish `what` in the enclosed code, instead of the unit in use. Yields a function that replaces `what`."""
+        """Context manager that publishes `what` instead of the unit in use. Yields a function that replaces `what`."""
         self._report_override(what)
         try:
             yield self._report_override
@@ -55,7 +55,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the unit in use, if it or its phase has changed since the last call.
+        """Publish the unit in use if the unit or the phase has changed since the last call.
 
         Args:
             phase: "forward of", "backward of" or "fetching".

@@ -65,7 +65,7 @@ class Unit:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context manager for a running forward of the unit, which is then not resharded to make room for others."""
+        """Context manager for a running forward of the unit. It prevents resharding to make room for other units."""
         self.num_running_forwards += 1
         try:
             yield
@@ -82,7 +82,7 @@ class Unit:
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Wait until the fetch is complete. If it raises an exception, the unit is sharded again. One-sided."""
+        """Wait until the fetch is complete. If the fetch raises an exception, the unit is sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
@@ -100,13 +100,13 @@ class Unit:
             transport.parameters.release(array)
 
     def invalidate(self) -> None:
-        """Make autograd refuse a backward that has saved parameters, since views of windows will show new values."""
+        """Make autograd reject a backward that has saved parameters, since views of windows will have new values."""
         for name, (full, _) in self._aliases.items():
             torch.autograd.graph.increment_version(full)
             self._aliases[name] = full, full._version
 
     def drop_aliases(self) -> None:
-        """Drop all references to the memory of the unit, which must not be fetched again."""
+        """Drop all references to the memory of the unit. The unit must not be fetched again."""
         self._aliases = {}
 
     def buffer_bytes(self) -> int:

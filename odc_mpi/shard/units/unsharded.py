@@ -8,7 +8,7 @@ unsharded:
     units within `cache`           until the minibatch ends; so do all units in memory of the node (`Access.NODE`)
     other units                    at most max(1, prefetch); the least recently used one is resharded first
 
-From `module.weight` to a tensor:
+Steps from a lookup of `module.weight` to a tensor:
 
     modules.OnDemandParameters      looks up the dotted name of the parameter
     UnitForwards.parameter          returns the same tensor within one forward of a unit; for the first tensor:
@@ -46,7 +46,7 @@ MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Unsharded units of a model. They are fetched on demand or ahead, and resharded in the order of their last use.
+    """Unsharded units of a model, fetched on demand or prefetched. The least recently used unit is resharded first.
 
     Args:
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
@@ -128,7 +128,7 @@ class UnshardedUnits:
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Forbid resharding in the enclosed code, where modules hold the tensors: `reshard_all` raises RuntimeError."""
+        """Context manager in which `reshard_all` raises RuntimeError, because modules hold the tensors of the units."""
         self.reshard_forbidden = True
         try:
             yield
@@ -145,7 +145,7 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard all given units, which must fit the cache together. One-sided."""
+        """Unshard all given units, which must fit the cache together, unless fetches only return views. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
