@@ -24,9 +24,9 @@ class StoppedError(RuntimeError):
 
 
 def file_error(error: OSError) -> UserError:
-    """Convert an `OSError` about a file, such as a missing permission, to a `UserError` and return it.
+    """Convert an `OSError` about a file, such as a missing permission, to a `UserError`, and return it.
 
-    An error without a file name is raised unchanged, because no setting of the user has caused it.
+    An error that names no file is raised again unchanged, because it was not caused by a setting of the user.
     """
     if error.filename is None:
         raise error

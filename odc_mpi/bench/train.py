@@ -83,7 +83,12 @@ MODEL: dict[str, Any] = {
 
 
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
-    """Load the configuration in `path`, or prepare the default data set and return its configuration. Collective."""
+    """Load the configuration from the file `path`, or use the default configuration if `path` is None. Collective.
+
+    With the default configuration, rank 0 prepares the default data set if it does not exist, and announces this by
+    calling `report` with a line of text. The device in the returned configuration is always the CPU. If the
+    configuration sets epochs instead of steps, the number of steps is set to 100.
+    """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))

@@ -265,9 +265,10 @@ class Transport:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {dtype}")
 
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
-        """Allocate zero-filled shards for arrays with the given layouts. Collective. Call it only once.
+        """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        `close` is called if the world closes before the transport. It must call `self.close`, which is the default.
+        If the world closes before the transport, the world calls the function `close`, by default `self.close`. A
+        different function must call `self.close`.
         Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"

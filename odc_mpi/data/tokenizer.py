@@ -81,7 +81,11 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Return a tokenizer's files with another chat template, in the file that takes precedence in transformers."""
+    """Return the files of a tokenizer with `chat_template` in place of the previous chat template.
+
+    The new template is in chat_template.jinja, which takes precedence in transformers. Other files whose names begin
+    with "chat_template" are left out.
+    """
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
 

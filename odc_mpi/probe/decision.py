@@ -135,13 +135,13 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     """Decide how ranks communicate.
 
     Args:
-        report: Report of a probe. Operations without a result are avoided if possible.
-        settings: Settings of the user. A setting that is not auto takes precedence over the report.
+        report: Report of a probe. Operations for which it has no result are avoided if possible.
+        settings: Settings that the user chose. Each setting other than "auto" takes precedence over the report.
         on_device: True if the model computes on a device.
 
     Raises:
-        UserError: `settings` require windows on a device without `on_device`, or a progress thread although the MPI
-            library does not grant MPI_THREAD_MULTIPLE.
+        UserError: `settings` requires windows on a device, but `on_device` is False. Or `settings` requires a progress
+            thread, but the MPI library does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")

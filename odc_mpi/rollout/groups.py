@@ -50,10 +50,10 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack the completions of prompt groups into microbatches of at most `max_tokens` tokens, prompts included.
+    """Pack sequences, each a prompt with one completion, into microbatches of at most `max_tokens` tokens.
 
-    Excluded completions are omitted and, without `with_all`, also those with an advantage of 0. A longer completion is
-    a microbatch of its own, and so is each completion without `packs`.
+    Excluded completions are omitted. Completions with an advantage of 0 are also omitted, unless `with_all` is True.
+    A sequence of more than `max_tokens` tokens gets its own microbatch. If `packs` is False, every sequence does.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

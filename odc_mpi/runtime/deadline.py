@@ -22,12 +22,13 @@ SLEEP_S = 200e-6
 
 
 class Watchdog:
-    """Thread that calls `on_expiry` when a wait exceeds its deadline, and ends if the deadline is not extended.
+    """Thread that calls `on_expiry` when a wait exceeds its deadline.
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
-        on_expiry: Function called in the watchdog thread with the description of the wait, and the time waited so far
-            in seconds. It should end the process, or return the seconds from now until the new deadline.
+        on_expiry: Function called in the watchdog thread with the description of the wait and the time waited so far,
+            in seconds. It should end the process, or extend the deadline by returning the time from now until the new
+            deadline, in seconds. If it returns 0, the watchdog thread ends.
         on_poll: Function called in the watchdog thread at each check, at least once per second.
     """
 

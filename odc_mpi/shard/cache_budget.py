@@ -75,7 +75,7 @@ class CacheNeeds:
 
     @classmethod
     def measure(cls, units: Sequence[Unit], transport: Transport) -> "CacheNeeds":
-        """Compute the useful cache sizes of a model with the given units."""
+        """Compute the range of useful cache sizes for a model that consists of `units` and uses `transport`."""
         parameters, gradients = transport.parameters, transport.gradients
         unit_bytes, array_bytes = [], []
         if parameters.access is Access.COPY and transport.one_sided:

@@ -19,7 +19,12 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """End of the slowest rank in a minibatch, and the busy intervals of each rank, without dummy microbatches."""
+    """Simulated times of one minibatch.
+
+    Attributes:
+        end_s: Time at which the slowest rank finishes the minibatch, including dummy microbatches, in seconds.
+        timeline: Busy intervals of each rank, in seconds. Dummy microbatches do not count as busy.
+    """
 
     end_s: float
     timeline: list[Intervals]

@@ -33,15 +33,16 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Resources that a batch script requests from Slurm, and the command that it runs.
+    """Resources that a batch script requests from Slurm, and the command that the script runs.
 
     Attributes:
         mpi: Value of `srun --mpi`, as a bash expression.
-        choices: Further options of sbatch, as pairs of name and value.
+        choices: Options of sbatch that a site may require, as pairs of name and value. Names that are not in `_CHOICES`
+            are ignored.
         arguments: Arguments of `odc-mpi train`. Arguments of the script are appended to them.
-        stage: Directory on each node to which the data set is copied. None: the variable STAGE of the job's
-            environment; without it, nothing is copied.
-        data: Path of the data set to copy. None: the variable DATA of the job's environment.
+        stage: Directory on each node to which the data set is copied. If None, the environment variable STAGE of the
+            job specifies the directory. If STAGE is not set either, nothing is copied.
+        data: Path of the data set to copy. If None, the environment variable DATA of the job specifies the path.
     """
 
     nodes: int = 1

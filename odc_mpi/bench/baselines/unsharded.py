@@ -76,9 +76,9 @@ def run_microbatches(
     factor: float = 1.0,
     device: torch.device = HOST,
 ) -> float:
-    """Run the forward and the backward of microbatches, and return their contribution to the minibatch's loss.
+    """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
 
-    `factor` multiplies the gradients, but not the returned loss. If the model is sharded, its calls communicate.
+    `factor` multiplies the gradients, but not the returned loss. If the model is sharded, both passes communicate.
     """
     total = 0.0
     for microbatch in microbatches:

@@ -84,11 +84,13 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
 
 
 def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobatch:
-    """Return a microbatch whose `logit_positions` are the last token of each answer that is not the token `padding`.
+    """Return a copy of the microbatch with one target per answer: the last token of the answer that is not padding.
 
-    A sequence classifier of transformers computes its output at this token. If all tokens of an answer are padding, the
-    token is in the prompt. If the prompt is padding, too, it is the first token of the pair. The result has one target
-    per answer, the token itself.
+    A token equal to `padding` is padding. Each entry of `logit_positions` is the position of the target itself. A
+    sequence classifier of transformers computes its output at this position.
+
+    If an answer contains only padding, its target is the last token of the prompt that is not padding. If the prompt
+    also contains only padding, the target is the first token of the pair.
     """
     tokens = microbatch.inputs["input_ids"][0]
     bounds, bounds_k = (microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64) for name in "qk")

@@ -18,13 +18,14 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Model of the costs of sequences, microbatches and chunks.
 
-    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs its sequences' sum plus `constant`.
+    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs `constant` plus the sum of the costs of
+    its sequences. Costs have any unit, such as seconds or FLOPs, but all costs have the same unit.
 
     Attributes:
-        linear: Cost per token, for all operations on single tokens.
-        quadratic: Cost per square of a sequence's number of tokens, for attention.
-        constant: Cost of a microbatch with any content, for fetching parameters and launching kernels.
-        chunk_factor: Cost of a chunk relative to its part of the sequence's cost, at least 1.
+        linear: Cost per token of all operations that process tokens separately.
+        quadratic: Cost of attention per square of the number of tokens in a sequence.
+        constant: Cost of each microbatch, whatever it contains, for fetching parameters and launching kernels.
+        chunk_factor: Ratio of the cost of a chunk to its part of the cost of the sequence, at least 1.
     """
 
     linear: float = 1.0

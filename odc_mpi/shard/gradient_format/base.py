@@ -29,10 +29,11 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Overwrite the buffer `flat` with gradients of an array, and with zeros between them.
+        """Write gradients of an array to the buffer `flat`, and zeros to all other elements of the buffer.
 
         Args:
-            segments: Pairs of the index in `flat` at which a gradient begins, and the gradient.
+            index: Index of the array in the transport.
+            segments: Pairs of an offset in `flat` and the gradient that begins there, in ascending order of offset.
             flat: Buffer `[n]` with the dtype of the gradient store.
         """
 

@@ -17,7 +17,7 @@ from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
-    """Return True if this thread is running a backward."""
+    """Return True if this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -43,7 +43,7 @@ class NonFiniteReport(Callback):
         self._results = []
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Keep the result of the microbatch until the end of the step."""
+        """Keep the result of the microbatch until the next step begins."""
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:

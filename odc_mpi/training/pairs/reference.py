@@ -105,7 +105,7 @@ class ReferenceLogps(Callback):
             print(f"reference log-probabilities of {num_missing:,} pairs computed in {elapsed_s:.1f} s", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digest of the reference model."""
+        """Return a dictionary with the digest of the reference model."""
         return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -58,9 +58,11 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values and their sources by name of the setting, from a parsed YAML file and a command line.
+        """Read settings from a parsed YAML file and a command line.
 
-        `source` is the name of the file in errors. Raises `UserError` if the file or the command line is invalid.
+        `source` is the name of the file. It is used in errors, and as the source of the settings in the file. Returns
+        two dictionaries with the names of settings as keys: one contains the values, the other contains the sources.
+        Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective
