@@ -29,7 +29,21 @@ class All(Runner):
             yield TimedMicrobatch(minibatch.duration_s(0, own), is_dummy=not own)
 
 
-def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches():
+class LateClock:
+    """Clock whose sleeps are a tenth of a millisecond too long, in place of the module `time`."""
+
+    def __init__(self):
+        self._now_s = 100.0
+
+    def perf_counter(self):
+        return self._now_s
+
+    def sleep(self, seconds):
+        self._now_s += seconds + 1e-4
+
+
+def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches(monkeypatch):
+    monkeypatch.setattr("odc_mpi.bench.schedule.time", LateClock())
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
     trial = SimulatedMinibatch(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
     runner = All(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
@@ -37,7 +51,7 @@ def test_sleeps_are_reported_unscaled_and_without_dummy_microbatches():
     runner.close()
     assert sample.busy_s == pytest.approx(0.07)
     slept = [ended - began for began, ended in sample.slept]
-    assert sum(slept) >= 69
+    assert sum(slept) == pytest.approx(70, abs=0.3)
     assert all(began <= ended for began, ended in sample.slept)
     edges = [second for span in sample.slept for second in span]
     assert edges == sorted(edges) and edges[-1] <= sample.end_s * 1e3
