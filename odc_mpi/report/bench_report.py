@@ -207,7 +207,8 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
 
 def _start(result: Mapping[str, Any]) -> ReportPage:
     starts, predicted, cores = result["starts"], result["predicted_s"], result["cores"]
-    phases = [phase for phase in starts[0]["start_s"] if any(start["start_s"][phase] >= 0.005 for start in starts)]
+    times = [start["start_s"] for start in starts]
+    phases = [phase for phase in times[0] if any(each[phase] > 1e-3 * each["total"] for each in times)]
 
     def row(ranks: str, start: Mapping[str, Any], seconds: Mapping[str, float], memory: str) -> list[str]:
         return [
