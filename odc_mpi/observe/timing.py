@@ -22,7 +22,6 @@ class StartReport(Callback):
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
         self._world, self._start_times, self._spans = world, start_times, spans
-        self._num_steps = 0
 
     @override
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
@@ -30,14 +29,13 @@ class StartReport(Callback):
 
     @override
     def on_step_begin(self, step: Step) -> None:
-        if not self._num_steps:
+        if not self._start_times.seconds["first_step"]:
             self._start_times.end("evaluation")
 
     @override
     def on_step_end(self, step: Step) -> None:
-        if not self._num_steps:
+        if not self._start_times.seconds["first_step"]:
             self._start_times.end("first_step")
-        self._num_steps += 1
 
     @override
     def on_train_end(self) -> dict[str, Any]:

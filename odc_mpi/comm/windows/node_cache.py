@@ -1,4 +1,4 @@
-"""Cache of parameters in memory that the ranks of a node share. A node fetches each array only once per minibatch.
+"""Cache of parameters in memory that the ranks of a node share. A node fetches each array once per publication.
 
 Each array has a word in shared memory: the version of the parameters, the rank that fetches, and whether it has.
 

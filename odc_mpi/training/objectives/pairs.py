@@ -16,8 +16,9 @@ from odc_mpi.training.loop import Objective
 
 #: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
 _MAX_SUMMAND = 2.0**16
-#: Statistics that are reduced to a minimum or maximum over all pairs, with its initial value. Others are averaged.
-EXTREMES = {"min_reward": (min, math.inf), "max_reward": (max, -math.inf)}
+#: Statistics that are reduced to a minimum or maximum over all pairs: function of numbers, value without pairs, and
+#: function of a tensor. Other statistics are averaged.
+EXTREMES = {"min_reward": (min, math.inf, torch.amin), "max_reward": (max, -math.inf, torch.amax)}
 
 
 class PairScores(NamedTuple):
@@ -84,10 +85,11 @@ class PairObjective(Objective):
         loss = scores.losses.sum() / num_pairs
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
-        means = scores.statistics.sum(0) / num_pairs
-        reduced = {"min_reward": scores.statistics.amin(0), "max_reward": scores.statistics.amax(0)}
+        columns = zip(self._scorer.statistics, scores.statistics.unbind(1), strict=True)
         # Read after the backward, since a GPU has not computed them yet.
-        self._last_values = torch.stack([reduced.get(name, means)[i] for i, name in enumerate(self._scorer.statistics)])
+        self._last_values = torch.stack(
+            [EXTREMES[name][2](x, 0) if name in EXTREMES else x.sum() / num_pairs for name, x in columns]
+        )
         if scores.token_sums is not None:
             self._last_values = torch.cat([scores.token_sums / minibatch.num_tokens, self._last_values])
         return loss
