@@ -13,6 +13,7 @@ _PUBLIC = {
     "train": "odc_mpi.scripting",
     "prepare": "odc_mpi.scripting",
     "World": "odc_mpi.runtime.world",
+    "Islands": "odc_mpi.comm.islands.islands",
     "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",
@@ -22,6 +23,7 @@ _PUBLIC = {
 }
 __all__ = [
     "Dataset",
+    "Islands",
     "Loader",
     "ShardedModel",
     "Tickets",

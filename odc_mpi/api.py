@@ -17,6 +17,7 @@ from odc_mpi.comm.factory import (
     staged,
     window_transport,
 )
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
@@ -50,6 +51,7 @@ def shard_model(
     parameter_cache_bytes: int | Literal["auto"] = "auto",
     gradient_cache_bytes: int | Literal["auto"] = "auto",
     node_cache: Literal["auto", "off"] = "auto",
+    islands: Islands | None = None,
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
@@ -84,6 +86,8 @@ def shard_model(
         node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
             zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
             fetch each array once per rank.
+        islands: Islands of `world`, each of which then holds all parameters (hybrid sharding, docs/islands.md). By
+            default, all ranks together hold them. Requires one-sided windows in host memory.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
         optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
@@ -105,14 +109,18 @@ def shard_model(
     decision = decision or decide_for(world, device=device)
     shares = False
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
-    if world.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
+    if islands and not in_host_memory:
+        raise UserError("islands: expected one-sided windows in host memory: set comm.window_device to cpu")
+    islands = islands if islands and islands.size > 1 else None
+    sharing = islands.island if islands else world
+    if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
         inbox_bytes = mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = node_cache == "auto" and _fits_node_cache(world, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
-        shares = all(world.gather_objects(fits or world.local_size == 1))
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares)
+        fits = node_cache == "auto" and _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
+        shares = all(world.gather_objects(fits or sharing.local_size == 1))
+    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares, islands)
     model = ShardedModel(
         module,
         transport,
@@ -299,6 +307,7 @@ def _transport(
     decision: Decision,
     mailbox_bytes: int,
     node_cache: bool,
+    islands: Islands | None,
 ) -> Transport:
     zero_copy = decision.zero_copy.value == "on"
     if device is not None and decision.windows_on_device and zero_copy:
@@ -317,6 +326,7 @@ def _transport(
         node_cache=node_cache,
         reduction=gradient_store_factories(mailbox_bytes, window_device)[decision.reduction.value],
         progress=decision.progress.value == "thread",
+        islands=islands,
     )
     return transport if device is None or window_device is not None else staged(transport, device)
 

@@ -10,6 +10,7 @@ omitted; `metadata["base"]` of the checkpoint describes the base model.
 
 from collections.abc import Iterator
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy.typing as npt
@@ -157,7 +158,9 @@ class TrainingState:
                     _, ranges = records.setdefault(tensor_slice.spec.name, (kind, []))
                     if tensor_slice.numel:
                         ranges.append((rank, tensor_slice.start, tensor_slice.stop))
-        return {name: (kind, tuple(ranges)) for name, (kind, ranges) in records.items()}
+        # Not the order of the ranks if there are islands.
+        by_start = itemgetter(1)
+        return {name: (kind, tuple(sorted(ranges, key=by_start))) for name, (kind, ranges) in records.items()}
 
     def _copy(self, original: _TensorRange) -> ShardEntry:
         path, tensor = original.path, original.tensor

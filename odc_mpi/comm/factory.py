@@ -6,6 +6,7 @@ supported. A world that closes also closes its transports.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceParameters
 from odc_mpi.comm.device.single_rank import SingleRankGradients, SingleRankParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
 from odc_mpi.comm.group import WorldGroup
+from odc_mpi.comm.islands.exchange import IslandExchange
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore, WindowGradientStore
 from odc_mpi.comm.reduce.device_slots import DeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore, SlotsFactory
@@ -60,6 +63,7 @@ def window_transport(
     node_cache: bool = False,
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
+    islands: Islands | None = None,
 ) -> Transport:
     """Build a transport with shards in windows.
 
@@ -71,16 +75,23 @@ def window_transport(
             without `zero_copy` or `CAN_DETACH_STORAGE`, with a `device`, on one node, or on a node with one rank.
         reduction: Factory of the gradient store, one of the values of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
+        islands: Islands of `world`. The ranks of each island then shard the arrays among them. Requires windows on the
+            host.
     """
-    gradients = reduction(world, reduce_dtype)
+    sharing = islands.island if islands else world
+    gradients = reduction(sharing, reduce_dtype)
     if device is None:
-        group = WorldGroup(world, progress=progress)
-        parameters = WindowParameters(world, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
-        threads = has_thread_multiple()
-        if node_cache and zero_copy and CAN_DETACH_STORAGE and world.num_nodes > 1 and world.local_size > 1:
+        group = WorldGroup(world, progress=progress, islands=islands)
+        parameters = WindowParameters(sharing, param_dtype, SHARED_WINDOW if zero_copy else HOST_WINDOW)
+        transport = Transport(group, parameters, gradients, (parameters, gradients), thread_safe=has_thread_multiple())
+        if node_cache and zero_copy and CAN_DETACH_STORAGE and sharing.num_nodes > 1 and sharing.local_size > 1:
             cache = NodeCache(parameters)
-            return Transport(group, cache, gradients, (parameters, gradients, cache), thread_safe=threads)
-        return Transport(group, parameters, gradients, (parameters, gradients), thread_safe=threads)
+            transport = replace(transport, parameters=cache, storages=(*transport.storages, cache))
+        if islands:
+            exchange = IslandExchange(islands, parameters, gradients, reduction(islands.column, reduce_dtype))
+            transport = replace(transport, exchange=exchange, storages=(*transport.storages, exchange))
+        return transport
+    assert islands is None
     # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress)
@@ -123,11 +134,10 @@ def staged(inner: Transport, device: Device) -> Transport:
     Afterwards, use only the returned transport.
     """
     pinned = PinnedMemory(inner.storages, device)
-    return Transport(
-        inner.group,
-        StagedParameters(inner.parameters, device, pinned),
-        StagedGradients(inner.gradients, device, pinned),
-        (*inner.storages, pinned),
+    return replace(
+        inner,
+        parameters=StagedParameters(inner.parameters, device, pinned),
+        gradients=StagedGradients(inner.gradients, device, pinned),
+        storages=(*inner.storages, pinned),
         device=device.torch_device,
-        thread_safe=inner.thread_safe,
     )

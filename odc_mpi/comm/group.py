@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 from typing_extensions import override
 
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import Group
@@ -19,11 +20,18 @@ from odc_mpi.runtime.world import World
 class WorldGroup(Group):
     """Group of all ranks of a world. If `progress` is True, the group runs a progress thread (`comm.progress`)."""
 
-    def __init__(self, world: World, *, progress: bool = False) -> None:
+    def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
         self.rank, self.size = world.rank, world.size
+        self.num_islands = islands.size if islands else 1
+        self._island = WorldGroup(islands.island) if islands else self
         self._world = world
         self._wants_progress = progress
         self._progress: ProgressThread | None = None
+
+    @override
+    @property
+    def island(self) -> Group:
+        return self._island
 
     @override
     def is_on_this_node(self, rank: int) -> bool:

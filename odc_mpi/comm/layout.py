@@ -8,11 +8,14 @@ split into shards of equal length, one per rank:
 
 A rank is the owner of the elements in its shard. A shard may begin or end in the middle of a parameter, so a rank may
 own only a slice of a parameter.
+
+With islands (`comm.islands`), the shards of one island form one of its larger shards: rank r of the R ranks of each of
+K islands stores shards `[r * K, (r + 1) * K)`, and is the owner of one of them. The k-th island owns shard `r * K + k`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,9 +77,10 @@ class FlatLayout:
 
     Attributes:
         numel: Number of elements, including the padding between parameters.
-        num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
+        num_owners: Number of ranks. Without islands, rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
         dtype: Dtype in the shards. None means the dtype of the parameter store.
+        num_islands: Number of islands, each of `num_owners / num_islands` consecutive ranks.
     """
 
     name: str
@@ -86,9 +90,10 @@ class FlatLayout:
     shard_numel: int
     trainable: bool
     dtype: torch.dtype | None = None
+    num_islands: int = 1
 
     @classmethod
-    def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
+    def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int, num_islands: int = 1) -> "FlatLayout":
         """Create the layout of a flat array with the given parameters, divided among `num_owners` ranks.
 
         The parameters must have the same dtype and must be either all trainable or all frozen.
@@ -103,11 +108,23 @@ class FlatLayout:
             start = _align(start + spec.numel)
         numel = ranges[-1].stop
         shard_numel = _align(max(1, -(-numel // num_owners)))
-        return cls(name, tuple(ranges), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
+        first = specs[0]
+        return cls(name, tuple(ranges), numel, num_owners, shard_numel, first.requires_grad, first.dtype, num_islands)
+
+    @property
+    def island_layout(self) -> "FlatLayout":
+        """Layout of the copy of the array that each island stores, divided among the ranks of the island."""
+        return replace(
+            self,
+            num_owners=self.num_owners // self.num_islands,
+            shard_numel=self.shard_numel * self.num_islands,
+            num_islands=1,
+        )
 
     def owned(self, rank: int) -> tuple[int, int]:
         """Return the range `(start, stop)` of the elements that a rank owns. The range can be empty."""
-        start = min(rank * self.shard_numel, self.numel)
+        island, local_rank = divmod(rank, self.num_owners // self.num_islands)
+        start = min((local_rank * self.num_islands + island) * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:

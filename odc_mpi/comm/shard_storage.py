@@ -22,8 +22,8 @@ class ShardStorage:
     """Owner of the memory that contains the shards of a store.
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
-    `Group.gradients_complete`, and `sync` before and after `Group.parameters_published`. By default, `plan` records the
-    layouts and returns 0, as for private memory. The other methods do nothing by default.
+    `Group.gradients_complete`, `publish` before and `sync` before and after `Group.parameters_published`. By default,
+    `plan` records the layouts and returns 0, as for private memory. The other methods do nothing by default.
     """
 
     layouts: Sequence[FlatLayout] = ()
@@ -49,6 +49,9 @@ class ShardStorage:
 
     def complete(self) -> None:
         """Add the gradients that this rank has received, but not yet added, to its shards."""
+
+    def publish(self) -> None:
+        """Send the parameters of this rank to the ranks that store copies of them. One-sided."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""

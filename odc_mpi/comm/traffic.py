@@ -44,6 +44,9 @@ class TrafficCounter:
         """Return the bytes since the last call: those fetched, by place, then those pushed, by place (`PLACES`)."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
+        if self._transport.exchange:
+            received, pushed = map(self._by_place_of, self._transport.exchange.bytes_per_minibatch())
+            self.fetched, self.pushed = self.fetched + received, self.pushed + pushed
         now, last = (self.fetched, self.pushed), self._last
         self._last = now
         return [new[place] - old[place] for new, old in zip(now, last, strict=True) for place in PLACES]
@@ -53,8 +56,14 @@ class TrafficCounter:
         return self._by_owner(index, 0, parameters.layouts[index].numel, parameters.dtype_of(index).itemsize)
 
     def _by_place(self, index: int, start: int, stop: int, itemsize: int) -> Counter[str]:
-        layout, group, counts = self._transport.parameters.layouts[index], self._transport.group, Counter[str]()
+        layout, group, counts = self._transport.parameters.layouts[index], self._transport.group.island, Counter[str]()
         for owner, begin, end in ranges_by_owner(layout.shard_numel, group.rank, start, stop):
             if owner != group.rank:
                 counts[PLACES[not group.is_on_this_node(owner)]] += (end - begin) * itemsize
+        return counts
+
+    def _by_place_of(self, num_bytes: Counter[int]) -> Counter[str]:
+        counts = Counter[str]()
+        for rank, count in num_bytes.items():
+            counts[PLACES[not self._transport.group.is_on_this_node(rank)]] += count
         return counts

@@ -29,6 +29,7 @@ can wrap another store, as in `comm.device.staged`; the storage of the inner sto
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
@@ -69,6 +70,14 @@ class Group(ABC):
     size: int
     #: Number of collectives so far: synchronization points, and fetches and pushes that are collective.
     num_collectives: int = 0
+
+    #: Number of islands (`comm.islands`); 1 without islands.
+    num_islands: int = 1
+
+    @property
+    def island(self) -> "Group":
+        """Group of the ranks of this island, from and to which ranks fetch and push; `self` without islands."""
+        return self
 
     def is_on_this_node(self, rank: int) -> bool:
         """Return True if `rank` is on the same node as this rank."""
@@ -233,6 +242,25 @@ class GradientStore(ABC):
         """
 
 
+class Exchange(ShardStorage, ABC):
+    """Exchange of gradients and parameters between islands, each of which stores copies of all arrays.
+
+    A rank is the owner of a part of its shard: it updates this part on behalf of all islands.
+    """
+
+    @abstractmethod
+    def parameter_shard(self, index: int) -> torch.Tensor:
+        """Return the parameters of an array that this rank owns, without a copy."""
+
+    @abstractmethod
+    def gradient_shard(self, index: int) -> torch.Tensor:
+        """Return the gradients of the same elements, summed over all islands, without a copy."""
+
+    @abstractmethod
+    def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
+        """Return the bytes that this rank receives from and pushes to other islands in a minibatch, by rank."""
+
+
 @dataclass(eq=False, repr=False)
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points between minibatches.
@@ -242,6 +270,7 @@ class Transport:
 
     Attributes:
         storages: Storages of the shards, in the order of allocation. They are freed in reverse order.
+        exchange: Exchange between islands, the last of the storages; None without islands.
         device: Device of the model, of fetched arrays and of pushed gradients.
         thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without calls by other ranks. If False, each fetch and push is
@@ -253,6 +282,7 @@ class Transport:
     gradients: GradientStore
     storages: Sequence[ShardStorage]
     _: KW_ONLY
+    exchange: Exchange | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     thread_safe: bool = True
     one_sided: bool = True
@@ -272,7 +302,8 @@ class Transport:
         Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
-        self.group.reserve(lambda: sum(storage.plan(layouts) for storage in self.storages))
+        island_layouts = [layout.island_layout for layout in layouts]
+        self.group.reserve(lambda: sum(storage.plan(island_layouts) for storage in self.storages))
         for storage in self.storages:
             storage.allocate()
         # No rank may push into memory that its owner has not zeroed yet.
@@ -280,6 +311,21 @@ class Transport:
         self.group.open(close or self.close)
         self._sync()
         self._is_open = True
+
+    def parameter_shard(self, index: int) -> torch.Tensor:
+        """Return the parameters of an array that this rank updates, in the memory that other ranks read."""
+        return self.exchange.parameter_shard(index) if self.exchange else self.parameters.shard(index)
+
+    def gradient_shard(self, index: int) -> torch.Tensor:
+        """Return the gradients, summed over all ranks, for the elements of `parameter_shard`. Valid when gradients are complete."""
+        return self.exchange.gradient_shard(index) if self.exchange else self.gradients.shard(index)
+
+    @property
+    def gradient_shard_bytes(self) -> int:
+        """Total size of the gradient shards of this rank, in bytes."""
+        numel = sum(layout.shard_numel for layout in self.parameters.layouts if layout.trainable)
+        numel += numel // self.group.num_islands if self.exchange else 0
+        return numel * self.gradients.dtype.itemsize
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
         """Complete the pushes of all ranks. Collective. Gathers the reports, `[k]` float64 per rank, as `[size, k]`."""
@@ -293,6 +339,8 @@ class Transport:
 
     def publish_parameters(self) -> None:
         """Make the values that each rank has written into its parameter shards visible to all ranks. Collective."""
+        for storage in self.storages:
+            storage.publish()
         self._sync()
         self.group.parameters_published()  # B
         self._sync()

@@ -107,15 +107,21 @@ class World(AbstractContextManager["World"]):
             self.on_close(self.job.free_status_window)
             atexit.register(self._finalize, os.getpid())
 
-    def split(self, by: str) -> "World":
-        """Return a new world of the ranks on this node, or of this rank only. Collective if `by` is "node".
+    def split(self, by: str | int) -> "World":
+        """Return a new world of some of these ranks. Collective unless `by` is "self".
 
         The new world has the same timeout, and closes when this world closes.
 
         Args:
-            by: "node", or "self" for this rank only.
+            by: "node" for the ranks on this node, "self" for this rank only, or a number for the ranks that pass the
+                same number.
         """
-        part = World({"node": self.node_comm, "self": MPI.COMM_SELF}[by], job=self.job)
+        if isinstance(by, int):
+            comm = MPI.Intracomm(self.comm.Split(by))
+            part = World(comm, job=self.job)
+            comm.Free()
+        else:
+            part = World({"node": self.node_comm, "self": MPI.COMM_SELF}[by], job=self.job)
         self.on_close(part.close)
         part.on_close(lambda: self.cancel_on_close(part.close))
         return part

@@ -111,7 +111,7 @@ class LocalShards:
                 # The window itself if its dtype and device are right; otherwise one transfer for all slices of the
                 # array. A transfer to a GPU is not waited for here: the copy in `write_back`, which follows it on the
                 # stream, completes before the window is cleared.
-                window = self._transport.gradients.shard(shard.index)
+                window = self._transport.gradient_shard(shard.index)
                 by_index[shard.index] = gradient_format.to_gradients(shard.index, window, shard.parameter)
             shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
@@ -136,7 +136,7 @@ class LocalShards:
             if self._masters[i] is not self._window(i):
                 self._window(i).copy_(self._masters[i])
             if layout.trainable:
-                self._transport.gradients.shard(i).zero_()
+                self._transport.gradient_shard(i).zero_()
 
     def detach(self) -> None:
         """Copy the slices out of the windows, so that they remain valid after the windows are freed."""
@@ -147,7 +147,7 @@ class LocalShards:
         self._masters = []
 
     def _window(self, i: int) -> torch.Tensor:
-        return self._transport.parameters.shard(i)
+        return self._transport.parameter_shard(i)
 
 
 def _view(shard: torch.Tensor, slice_: Slice) -> torch.Tensor:

@@ -88,7 +88,7 @@ class ShardedModel:
         self.spans = SpanRecorder()
         self._phases = StepPhases()
         self.traffic = TrafficCounter(transport)
-        self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {})
+        self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {}, transport.group.num_islands)
         # Closed in reverse order: the slices must drop their references to the windows before these are freed.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
@@ -342,8 +342,7 @@ class ShardedModel:
     @property
     def peak_gradient_bytes(self) -> int:
         """Peak memory of this rank for gradient shards, accumulated gradients and pushes in flight, in bytes."""
-        shards = sum(layout.shard_numel for layout in self.layouts if layout.trainable)
-        return shards * self._transport.gradients.dtype.itemsize + self._pusher.buffers.peak_bytes
+        return self._transport.gradient_shard_bytes + self._pusher.buffers.peak_bytes
 
     @property
     def num_collectives(self) -> int:

@@ -115,13 +115,14 @@ def describe_tensors(
 
 
 def make_units(
-    parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
+    parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
     """Create the units and the layouts of their flat arrays. Each array is divided among `num_owners` ranks."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
-        unit_layouts = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in part.specs(dtypes)]
+        name = part.name or "(root)"
+        unit_layouts = [FlatLayout.build(name, specs, num_owners, num_islands) for specs in part.specs(dtypes)]
         units.append(Unit(part.name, unit_layouts, range(len(layouts), len(layouts) + len(unit_layouts))))
         layouts += unit_layouts
     return units, layouts

@@ -33,6 +33,7 @@ import torch
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.context_parallel.kv_windows import KVWindows
+from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset.reader import Dataset
 from odc_mpi.data.loader import Loader
@@ -157,12 +158,13 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 def decide(config: Config, world: World) -> Decision:
     """Choose how a run communicates, by calling `api.decide_for` with the settings of the run. Collective."""
     comm = config.comm
+    has_islands = config.islands.by != "off"
     return decide_for(
         world,
         zero_copy=comm.zero_copy,
         reduction=comm.reduction,
         progress=comm.progress,
-        window_device=comm.window_device,
+        window_device="cpu" if has_islands and config.run.device == "cuda" else comm.window_device,
         device=config.run.device,
         tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
     )
@@ -272,6 +274,7 @@ def _shard(
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=config.comm.gradient_cache_bytes,
         node_cache=config.comm.node_cache,
+        islands=None if config.islands.by == "off" else Islands(world, config.islands.by),
         device=config.run.device,
         optimizer_device=config.optim.device,
     ).train()

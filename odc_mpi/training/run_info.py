@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+from odc_mpi.formatting import truncate_text
 from odc_mpi.probe.decision import Decision
 from odc_mpi.runtime.job_info import describe_layout, slurm_job
 from odc_mpi.runtime.world import World
@@ -53,6 +54,7 @@ def startup_lines(
     saved = f"saved every {every} steps, from where the same command resumes" if every else "saved after the last step"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
+        **_islands_line(config, world, model),
         "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}{notes.get('run.device', '')}",
         **({"weights": notes["model.path"]} if "model.path" in notes else {}),
         "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps} ({num_epochs:.3g} epochs)",
@@ -71,6 +73,19 @@ def startup_lines(
         lines["WARNING"] = f"optim.learning_rate is more than 10 times {usual:g}, the default of this objective"
     start = start_line(config, resume_point)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
+
+
+def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str, str]:
+    if config.islands.by == "off":
+        return {}
+    num_islands = model.layouts[0].num_islands
+    if num_islands == 1:
+        return {"islands": "1, so the parameters are sharded over all ranks"}
+    num_ranks = world.size // num_islands
+    ranks = ", ".join(
+        f"{first}-{first + num_ranks - 1}" if num_ranks > 1 else str(first) for first in range(0, world.size, num_ranks)
+    )
+    return {"islands": f"{num_islands} (ranks {truncate_text(ranks, 60)}), each with all parameters"}
 
 
 def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:

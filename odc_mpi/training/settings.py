@@ -19,6 +19,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.training.islands.settings import IslandsConfig, check_islands
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing.aliases import ALIASES
 from odc_mpi.training.parsing.read import COMMAND_LINE, Reader
@@ -186,6 +187,7 @@ class Config:
     dpo: DPOConfig = field(default_factory=DPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -343,6 +345,7 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     check_rl(values, source)
     check_dpo(values, source)
     check_reward(values, source)
+    check_islands(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != all_settings()[key].default for key in present):

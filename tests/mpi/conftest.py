@@ -71,7 +71,10 @@ def allocate(world):
 
     def allocate(transport, sizes, trainable=True):
         specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
-        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        num_islands = transport.group.num_islands
+        transport.allocate(
+            [FlatLayout.build(f"unit{i}", spec, world.size, num_islands) for i, spec in enumerate(specs)]
+        )
         made.append(transport)
         return transport
 

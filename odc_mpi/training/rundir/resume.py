@@ -36,6 +36,7 @@ _WITHOUT_EFFECT = {
     *("run.steps", "run.num_train_epochs", "run.eval_every", "run.trace_steps", "rl.log_completions", "data.path"),
     *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
     *(f"comm.{item.name}" for item in fields(CommConfig)),
+    "islands.by",
 }
 #: Metadata that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}

@@ -142,3 +142,32 @@ def test_changes_since_a_checkpoint_are_reported_or_refused(world, exact, monkey
             exact.train("run", world, **settings, run__steps=7, run__threads=2)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "model"),
+    [
+        ({"comm__reduction": "accumulate", "data__balance": "dynamic"}, {"optim__max_grad_norm": 0.1}),
+        ({"comm__reduction": "mailbox", "comm__zero_copy": "off"}, {"lora__r": 4}),
+        ({"comm__zero_copy": "off", "comm__prefetch": 2}, {"model__param_dtype": "bfloat16"}),
+    ],
+    ids=["in place", "lora, by mailbox", "bf16, copied"],
+)
+def test_islands_change_no_bit(world, exact, ranks, way, model):
+    if world.size % ranks or ranks == world.size:
+        pytest.skip("no islands of this size")
+    check(exact, world, way | {"islands__by": ranks}, **model)
+
+
+@pytest.mark.sizes(4)
+def test_a_run_goes_on_from_islands_alone_and_from_there_on_others(world, exact):
+    wanted, wanted_lines = exact.alone()
+    first, second = (exact.base / name / "checkpoints" for name in ("first", "second"))
+    _, begin = exact.train("first", world, islands__by=2, run__checkpoint_every=2)
+    resumed = {"run__checkpoint_every": 2, "run__resume": first / "step_00000002"}
+    exact.train("second", world.split("self"), **resumed)
+    digest, end = exact.train("third", world, islands__by=1, run__resume=second / "step_00000004")
+    assert [*begin, *end] == [*wanted_lines, wanted_lines[-1]]
+    assert digest == wanted

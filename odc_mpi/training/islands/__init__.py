@@ -1,0 +1,1 @@
+"""Training on islands of ranks: settings."""

@@ -1,0 +1,34 @@
+"""Section `islands` of the settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.setting_types import ONE_OR_MORE, Check
+
+_BY = Check("1 or more", lambda value: isinstance(value, str) or ONE_OR_MORE.is_valid(value))
+#: Settings with the values that islands do not support, the remedy, and the reason.
+_UNSUPPORTED = {
+    "run.objective": ("grpo", "sft, dpo or reward", "completions are exchanged between all ranks"),
+    "data.context_parallel": ("auto", "off", "the ranks of a split sequence may be in several islands"),
+    "comm.window_device": ("cuda", "auto or cpu", "islands exchange parameters through host memory"),
+}
+
+
+@dataclass(frozen=True)
+class IslandsConfig:
+    """Settings of islands: groups of ranks, each of which holds all parameters (docs/islands.md)."""
+
+    by: Annotated[
+        Literal["off", "node"] | int, "one island per node, or ranks per island; off: shard over all ranks", _BY
+    ] = "off"
+
+
+def check_islands(values: Mapping[str, Any], source: str) -> None:
+    """Raise `UserError` if the user's settings `values`, given in `source`, do not support islands."""
+    if values.get("islands.by", "off") == "off":
+        return
+    for setting, (unsupported, expected, reason) in _UNSUPPORTED.items():
+        if values.get(setting) == unsupported:
+            raise UserError(f"{source}: {setting}: expected {expected} with islands.by, got {unsupported}: {reason}")
