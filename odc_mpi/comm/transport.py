@@ -317,7 +317,7 @@ class Transport:
         return self.exchange.parameter_shard(index) if self.exchange else self.parameters.shard(index)
 
     def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients, summed over all ranks, for the elements of `parameter_shard`. Valid when gradients are complete."""
+        """Return the gradients of the elements of `parameter_shard`, summed over all ranks, when they are complete."""
         return self.exchange.gradient_shard(index) if self.exchange else self.gradients.shard(index)
 
     @property
