@@ -30,7 +30,7 @@ can wrap another store, as in `comm.device.staged`; the storage of the inner sto
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
@@ -255,6 +255,14 @@ class Exchange(ShardStorage, ABC):
     @abstractmethod
     def gradient_shard(self, index: int) -> torch.Tensor:
         """Return the gradients of the same elements, summed over all islands, without a copy."""
+
+    @abstractmethod
+    def finish(self, indices: Iterable[int]) -> Work:
+        """Announce that this rank pushes no more gradients of some arrays in this minibatch. One-sided.
+
+        Arrays that all ranks of the island have finished are pushed to their owners. The flush finishes the others.
+        Raises RuntimeError if an array was finished before.
+        """
 
     @abstractmethod
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:

@@ -21,6 +21,7 @@ Note: recomputation
     If `f` compares them by identity, as nn.MultiheadAttention does, torch raises CheckpointError.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +34,10 @@ from odc_mpi.shard.units.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
-#: Function that pushes the gradients of the named parameters of a unit. A parameter that was not used has None.
-Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
+#: Function that pushes the gradients of the named parameters of a unit (`shard.gradients.GradientPusher.push`).
+Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None], bool], None]
+#: More nodes than a backward can create.
+_MANY = 1 << 40
 
 
 class UnshardedParameters(torch.autograd.Function):
@@ -62,14 +65,21 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Tracker of the forwards of units that are in progress.
+    """Tracker of the forwards of units that are in progress, and of those without a backward.
 
     Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
+
+    Args:
+        recomputes: True if activation checkpointing runs forwards again in a backward.
     """
 
-    def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
+    def __init__(self, unsharded: UnshardedUnits, push: Push, *, recomputes: bool = False) -> None:
         self._unsharded = unsharded
         self._push = push
+        self._recomputes = recomputes
+        # Number of the nodes of each unit without a backward, for the current version of the parameters.
+        self._pending: Counter[Unit] = Counter()
+        self._version = 0
         self._anchor = torch.zeros(0, requires_grad=True)
         self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
 
@@ -127,14 +137,23 @@ class UnitForwards:
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         self._unsharded.unshard(unit)
-        push = partial(self._push_if_current, self._unsharded.parameter_version)
-        tensors = UnshardedParameters.apply(self._anchor, unit, names, push)
+        version = self._unsharded.parameter_version
+        tensors = UnshardedParameters.apply(self._anchor, unit, names, partial(self._push_if_current, version))
+        if self._version != version:
+            self._pending.clear()
+            self._version = version
+        if torch.is_grad_enabled() and not (self._recomputes and in_backward()):
+            # The number of nodes that a backward creates is not known in advance, so these are never all done.
+            self._pending[unit] += _MANY if in_backward() else 1
         return dict(zip(names, tensors, strict=True))
 
-    def _push_if_current(self, parameter_version: int, unit: Unit, *gradients: Any) -> None:
+    def _push_if_current(
+        self, parameter_version: int, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         self._unsharded.check_current(parameter_version)
         self._unsharded.activity.update("backward of", unit.name)
-        self._push(unit, *gradients)
+        self._pending[unit] -= 1
+        self._push(unit, names, gradients, self._pending[unit] == 0)
 
 
 class SavedTensorHooks:

@@ -67,7 +67,8 @@ class GradientPusher:
         gradient_format: GradientFormat | None = None,
     ) -> None:
         self.cache = CacheBudget()
-        self._store = transport.gradients
+        self._store, self._exchange = transport.gradients, transport.exchange
+        self._finishing = Work()
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
@@ -88,10 +89,17 @@ class GradientPusher:
         self.gradient_format.start()
         self.parameters_with_gradient = set()
 
-    def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    def push(
+        self,
+        unit: Unit,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor | None],
+        is_last_forward: bool = False,
+    ) -> None:
         """Add the gradients of the named parameters to local sums, or start to push them to their owners. One-sided.
 
-        The gradient of a parameter that was not used is None. Raises RuntimeError outside of a minibatch.
+        The gradient of a parameter that was not used is None. `is_last_forward` is True if the backward has passed all
+        other forwards of the unit. Raises RuntimeError outside of a minibatch.
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
@@ -114,12 +122,16 @@ class GradientPusher:
             accumulated.start, accumulated.stop = min(accumulated.start, start), max(accumulated.stop, stop)
             if self.is_last_backward:
                 self._push_accumulated(index)
+        if is_last_forward and self.is_last_backward and self._exchange and self._thread:
+            complete = [index for index in unit.indices if index not in self._accumulated]
+            self._finishing = self._thread.start(self._exchange.finish, complete)
 
     def finish(self) -> None:
         """Push the local sums, wait until all pushes are complete locally, and end the minibatch. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
+        self._finishing.wait()
         self._open = False
 
     def close(self) -> None:

@@ -41,7 +41,9 @@ class Parts:
         self.calls = UnitForwards(self.ready, self.push)
         self.saved = SavedTensorHooks(self.ready)
 
-    def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    def push(
+        self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None], is_last_forward: bool
+    ) -> None:
         self.pushed.append((unit.name, dict(zip(names, gradients, strict=True))))
 
 

@@ -1,20 +1,22 @@
 """Exchange of gradients and parameters between islands (`comm.islands.islands`), for each column of ranks.
 
-    minibatch              ranks fetch from and push to their island only
-    flush                  when all pushes of the island have completed, each rank pushes its shard of the island's sums
-                           to the owners in its column. Other islands may still compute
-    gradients complete     each owner has the sum over all islands
-    publish                each owner Puts its new parameters into the shards of the other islands
+    minibatch     ranks fetch from and push to their island only
+    finish        a rank announces that it pushes no more of an array. When all ranks of the island have, each of them
+                  pushes its shard of the island's sum to the owners in its column. Other ranks may still compute
+    flush         finish the remaining arrays; wait until all arrays have been pushed to their owners
+    complete      each owner has the sum over all islands
+    publish       each owner Puts its new parameters into the shards of the other islands
 
 The result is that of sharding over all ranks. Between islands, a rank sends and receives its shards once per minibatch,
 whatever the caches of its island hold.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from typing_extensions import override
@@ -25,6 +27,8 @@ from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Exchange
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
+from odc_mpi.comm.work import Work
+from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
 
@@ -49,6 +53,10 @@ class IslandExchange(Exchange):
     ) -> None:
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
         self._has_sent_frozen = False
+        self._num_minibatches = 1
+        # Indices of the arrays that this rank has finished, and of those that it has pushed, in this minibatch.
+        self._finished: set[int] = set()
+        self._pushed: set[int] = set()
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
@@ -63,8 +71,9 @@ class IslandExchange(Exchange):
         starts = [self._parameters.shard(i).data_ptr() - memory.data_ptr() for i in range(len(self.layouts))]
         #: First byte of the shard of each array, by rank of the column.
         self._starts = column.gather_objects(starts)
-        with self._islands.island.collective("duplicating the communicator"):
-            self._comm = self._islands.island.comm.Dup()
+        # For each array, how often a rank of the island has finished it.
+        self._counters = Window(self._islands.island, len(self.layouts), torch.int64)
+        self._counts = self._counters.tensor.numpy()
 
     @override
     def parameter_shard(self, index: int) -> torch.Tensor:
@@ -86,21 +95,55 @@ class IslandExchange(Exchange):
         return received, pushed
 
     @override
+    def finish(self, indices: Iterable[int]) -> Work:
+        finished = [index for index in indices if index not in self._finished and index in self.trainable_numels]
+        if self._finished.intersection(indices):
+            raise RuntimeError("a gradient was pushed after the last backward of the minibatch")
+        self._finish(finished)
+        return Work()
+
+    @override
     def flush(self) -> None:
-        """Wait until the gradients of the island are complete, and push them to their owners. Collective in islands."""
-        self._islands.island.wait_collective(self._comm.Ibarrier(), f"synchronizing island {self._islands.index}")
-        self._gradients.complete()
-        for index, layout in enumerate(self._sums.layouts):
-            if layout.trainable and layout.numel:
-                self._sums.push(index, self._gradients.shard(index)[: layout.numel])
+        """Wait until the gradients of the island are complete, and complete the pushes to their owners."""
+        self._finish([index for index in self.trainable_numels if index not in self._finished])
+        island = self._islands.island
+        with island.deadline(f"waiting for the gradients of island {self._islands.index}"):
+            wait_until(self._push_complete_arrays, island.progress.poke)
         self._sums.flush()
 
     @override
     def complete(self) -> None:
         self._sums.complete()
-        # The owner clears the sums. Ranks of the island push again only after the parameters are published.
+        # Ranks of the island push again only after the parameters are published.
         for index in self.trainable_numels:
             self._gradients.shard(index).zero_()
+        self._num_minibatches += 1
+        self._finished.clear()
+        self._pushed.clear()
+
+    def _finish(self, indices: Sequence[int]) -> None:
+        """Announce to the island that this rank pushes no more of some arrays in this minibatch. One-sided."""
+        with self._islands.island.deadline("flushing gradients"):
+            self._gradients.flush()
+            one = np.ones(1, dtype=np.int64)
+            parts = [(rank, index, (1, 0)) for rank in range(self._islands.island.size) for index in indices]
+            self._counters.accumulate_messages(one, parts)
+            self._counters.flush()
+        self._finished.update(indices)
+        self._push_complete_arrays()
+
+    def _push_complete_arrays(self) -> bool:
+        """Push the arrays that all ranks of the island have finished, and return True if no arrays are left."""
+        self._counters.sync()
+        wanted = self._num_minibatches * self._islands.island.size
+        complete = {index for index in self.trainable_numels if self._counts[index] == wanted} - self._pushed
+        if complete:
+            self._gradients.add_received()
+        for index in sorted(complete):
+            if numel := self._sums.layouts[index].numel:
+                self._sums.push(index, self._gradients.shard(index)[:numel])
+        self._pushed |= complete
+        return len(self._pushed) == len(self.trainable_numels)
 
     @override
     def publish(self) -> None:
@@ -125,7 +168,8 @@ class IslandExchange(Exchange):
 
     @override
     def free(self) -> None:
-        self._comm.Free()
+        del self._counts
+        self._counters.free()
         self._window.free()
         self._sums.free()
 

@@ -47,6 +47,10 @@ class WindowGradientStore(GradientStore, ShardStorage):
     def mapped_memory(self) -> list[torch.Tensor]:
         return [self.shard(index) for index in self.trainable_numels]
 
+    def add_received(self) -> None:
+        """Make the gradients that have arrived available in the shards, while others are still pushed."""
+        self.sync()
+
 
 class AccumulateGradientStore(WindowGradientStore):
     """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners take no part.

@@ -170,10 +170,14 @@ class MailboxGradientStore(WindowGradientStore):
         return True
 
     @override
-    def complete(self) -> None:
+    def add_received(self) -> None:
         with self.world.deadline("adding the last gradients"), self._drain_lock:
             self._inbox.sync()
             self._drain()
+
+    @override
+    def complete(self) -> None:
+        self.add_received()
         if not (self._heads == self._consumed).all():
             raise RuntimeError("a rank synchronized before its gradients had arrived")
 
