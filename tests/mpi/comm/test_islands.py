@@ -1,11 +1,14 @@
 """Islands of 1 and 2 ranks train as all ranks together do: the same sums, parameters and bits, with fewer bytes."""
 
+import copy
 import functools
 import time
 
 import pytest
 import torch
-from units import random_pushes
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from units import Block, random_pushes
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.islands.islands import Islands
@@ -13,6 +16,8 @@ from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.shard.cache_budget import CacheBytes
+from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
@@ -39,8 +44,7 @@ def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
     progress = reduction is not AccumulateGradientStore
     transport = window_transport(world, zero_copy=zero_copy, reduction=reduction, islands=islands, progress=progress)
     allocate(transport, SIZES)
-    layouts = [FlatLayout.build("unit", [ParameterSpec("p", (n,), True)], world.size, islands.size) for n in SIZES]
-    owned = [layout.owned(world.rank) for layout in layouts]
+    owned = [layout_of(numel, world, islands).owned(world.rank) for numel in SIZES]
     for number in range(4):
         time.sleep(0.02 * (world.rank == number % world.size))
         for index, start, values in random_pushes(SIZES, world.rank, number):
@@ -62,6 +66,84 @@ def test_owners_get_the_sums_of_all_islands_and_all_islands_their_parameters(
             fetched = transport.parameters.fetch(index).wait()
             assert torch.equal(fetched, sums[index] / 2), (index, numel)
             transport.parameters.release(fetched)
+
+
+def test_an_array_that_an_island_has_finished_reaches_its_owners_before_the_others(world, islands, allocate):
+    transport = allocate(window_transport(world, islands=islands), [100, 5000])
+    start, stop = layout_of(5000, world, islands).owned(world.rank)
+    numel = stop - start
+    for number in range(1, 4):
+        for index, size in enumerate((100, 5000)):
+            transport.gradients.push(index, torch.full((size,), float(number))).wait()
+        transport.exchange.finish([1])
+        if islands.island.rank == 0:
+            time.sleep(0.02)
+        islands.island.gather_objects(None)
+        transport.exchange.finish([])  # all ranks have seen that all have finished
+        world.gather_objects(None)
+        finished, other = (transport.gradient_shard(index).clone() for index in (1, 0))
+        world.gather_objects(None)
+        assert (finished[:numel] == number * world.size).all() and not other.any()
+        with pytest.raises(RuntimeError, match="after the last backward"):
+            transport.exchange.finish([1])
+        transport.complete_gradients(torch.zeros(1).numpy())
+        for index in range(2):
+            transport.gradient_shard(index).zero_()
+        transport.publish_parameters()
+
+
+def layout_of(numel, world, islands):
+    return FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size, islands.size)
+
+
+class Repeated(nn.Module):
+    """Uses two blocks twice, once in a checkpoint, which runs them again in the backward, and one outside of its forward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](x))
+        for block in self.blocks[:2]:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        x = x + x @ self.blocks[2].linear.weight
+        return self.head(self.blocks[2](x))
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+def test_units_that_are_used_several_times_give_the_sums_of_plain_torch(
+    world, islands, reentrant, activation_checkpointing
+):
+    torch.manual_seed(5)
+    module = Repeated(reentrant).double()
+    plain = copy.deepcopy(module)
+    transport = window_transport(world, torch.float64, torch.float64, islands=islands)
+    model = ShardedModel(
+        module, transport, units=[Block], prefetch=1, activation_checkpointing=activation_checkpointing
+    )
+    model.cache_bytes = CacheBytes(0, 1 << 20)
+    for step in range(3):
+        inputs = torch.randn(world.size, 2, 3, 16, generator=torch.Generator().manual_seed(step)).double()
+        plain.zero_grad()
+        plain(inputs.flatten(0, 2)).square().sum().backward()
+        with model.minibatch():
+            for microbatch in range(2):
+                if microbatch == 1:
+                    model.set_is_last_backward()
+                    time.sleep(0.02 * (world.rank == step % world.size))
+                model(inputs[world.rank, microbatch]).square().sum().backward()
+        parameters = dict(plain.named_parameters())
+        for tensor_slice, (name, own) in zip(
+            [each for each, _ in model.slices()], model.named_shard_parameters(), strict=True
+        ):
+            wanted = parameters[name].grad.flatten()[tensor_slice.start : tensor_slice.stop]
+            torch.testing.assert_close(own.grad, wanted, rtol=1e-10, atol=1e-10)
+        model.publish()
+    model.close()
 
 
 def test_each_element_has_one_owner(world):
