@@ -33,9 +33,7 @@ class SimulatedTiming:
 def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[float]) -> SimulatedTiming:
     """Simulate ranks that synchronize at every unit of every microbatch.
 
-    A unit takes the same fraction of a microbatch on all ranks, so the same rank is the slowest at all units of a
-    microbatch. Therefore, synchronizing only once per microbatch gives the same result.
-
+    The same rank is the slowest at all units of a microbatch, so it suffices to synchronize once per microbatch.
     `durations[rank]` contains the durations of the microbatches of a rank. If a duration is 0, or if other ranks have
     more microbatches, the rank runs a dummy microbatch, which takes `dummy_s[rank]`.
     """

@@ -63,7 +63,7 @@ class SimulatedMinibatch:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank that uses windows and caches, including communication.
+        """Return the duration of a microbatch on a rank with caches, including communication over windows.
 
         `is_first` is True for the first microbatch of the rank, which takes longer because it fills the caches.
         """
