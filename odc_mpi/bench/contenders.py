@@ -91,7 +91,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return, for each contender, the largest relative difference from the losses of the contender `reference`.
+    """Return, for each contender, the largest relative difference of its losses from those of `reference`.
 
     Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
     rounds.

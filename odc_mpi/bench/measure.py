@@ -92,8 +92,9 @@ def entries(
     """Return an entry per variant for the JSON object of a benchmark.
 
     `times` are seconds per operation on `num_bytes` bytes, by variant and round. An entry contains the quartiles of
-    `seconds` and `gb_per_s`. Each function in `references` maps a variant to the name of another variant. Its keyword
-    becomes a key for the median speed relative to that variant, which is None if `times` lacks that variant.
+    `seconds` and `gb_per_s`, and a key for each function in `references`. The function maps a variant to another
+    variant. The value of the key is the median speed relative to the other variant, or None if there is no such
+    variant.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:

@@ -3,8 +3,8 @@
 Each measurement is a run of `odc-mpi train` for a few steps. The phases are those of `start_s` in summary.json. The
 time of a phase is that of the slowest rank.
 
-If C cores are fewer than R ranks, ranks share cores. With a core for each rank, a phase of s seconds would take about s
-* C / R seconds. The prediction for many ranks uses these reduced times. For a phase that communicates, the prediction
+If C cores are fewer than R ranks, ranks share cores. With a core for each rank, s seconds would become about s * C / R
+seconds. The prediction for many ranks uses these reduced times. For a phase that communicates, the prediction
 extrapolates a line fitted to the times as a function of R. For other phases, or if the line does not rise, the
 prediction is the median. A slower network, or a file system that many nodes read at once, is not modeled.
 """

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the batch script, and submit it if `--submit` is given. Return the exit code of sbatch, or 0."""
+    """Print the batch script. With `--submit`, submit it and return the exit code of sbatch; otherwise, return 0."""
     # Imported late: other commands need neither module.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration

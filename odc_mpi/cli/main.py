@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. Collective if the command is collective.
 
-    By default, `argv` is `sys.argv[1:]`, and `open_standard_streams` replaces standard output and standard error.
+    If `argv` is None, `sys.argv[1:]` is parsed, and `open_standard_streams` replaces standard output and error.
     """
     if argv is not None:
         return _run(argv)

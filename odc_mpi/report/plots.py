@@ -119,7 +119,7 @@ def _draw_bar(axes: Axes, y: float, height: float, bar: Bar, form: str) -> None:
 
 
 def curves(rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None) -> Drawing:
-    """Draw rows of panels with curves over the same x range. If `x_form` formats x values, x axes are logarithmic."""
+    """Draw rows of panels with a common x range. If `x_form` is given, it formats values on a logarithmic x axis."""
     drawing = Drawing()
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
     for panels in rows:

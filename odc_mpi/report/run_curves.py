@@ -51,7 +51,7 @@ def _preference_panels(lines: Lines) -> list[Panel]:
 
 
 def rewards_figure(lines: Lines) -> Figure:
-    """Create a figure for GRPO with rewards, held-out evaluations, completion lengths, KL divergence, entropy etc."""
+    """Create a figure with the metrics of GRPO over the steps, such as rewards, completion lengths and entropy."""
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
     parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
     reward = _curve(lines, "reward", "mean reward")

@@ -94,7 +94,7 @@ class Drawing:
             x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
-        """Return the drawing as an SVG document. Element ids begin with `name`. A title also adds a background."""
+        """Return the drawing as an SVG document, whose ids begin with `name`. A title adds text and a background."""
         margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
         width, height = WIDTH + 2 * margin, round(self.height) + top + margin
         size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'

@@ -48,7 +48,7 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that run their own microbatches, which take `durations[rank]`, without waiting for each other."""
+    """Simulate ranks that run microbatches of the durations `durations[rank]` without waiting for each other."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)

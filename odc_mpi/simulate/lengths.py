@@ -70,7 +70,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a known distribution, or that of the data set at the path `name`. Raises `UserError` if both fail."""
+    """Return a known distribution, or that of the data set at the path `name`. Raises `UserError` if there is none."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -1,6 +1,6 @@
 """Options of simulated scenarios with their defaults, bounds and help texts, for the command line and the simulation.
 
-All imports of this module are fast, because every command of the command line imports this module.
+This module imports only modules that load fast, because every command of the command line imports it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, its values are bytes and accept suffixes (512M)."""
+    """Inclusive bounds and help text of an option. If `is_size`, values are in bytes and accept suffixes (512M)."""
 
     minimum: float
     maximum: float

@@ -5,8 +5,8 @@
     window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they are finished
-    bound                  lower bound: the larger of the time of all work without any waiting, and the earliest time at
-                           which training on any completion of the last generated group can end
+    bound                  lower bound: the larger of the time of all work if no rank ever waits, and the earliest time
+                           at which training on any completion of the last generated group can end
 
 The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A decode step
 adds a token to each unfinished completion. The step takes a constant time plus a time per unfinished completion. Ranks

@@ -34,14 +34,16 @@ MAX_SEQUENCES = 10**7
 class SimulatedMinibatch:
     """Minibatch to simulate. All durations are in seconds.
 
+    The first microbatch of a rank with windows takes longer, because it fills the caches (`is_first` in the methods).
+
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
-        overhead_s: Duration of a microbatch without sequences, such as a dummy microbatch, on a rank of speed 1.
+        overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 [ranks].
         cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
-        cache_cost_s: Additional duration of a rank's first microbatch, which fills the caches.
+        cache_cost_s: Additional duration of the first microbatch of a rank.
         cost: Cost model that ranks use for planning, in seconds.
     """
 
@@ -63,10 +65,7 @@ class SimulatedMinibatch:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with caches, including communication over windows.
-
-        `is_first` is True for the first microbatch of the rank, which takes longer because it fills the caches.
-        """
+        """Return the duration of a microbatch on a rank with caches, including communication over windows."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:

@@ -5,8 +5,8 @@
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
     floor                lower bound without split sequences: the larger of the time of the longest sequence on the
-                         fastest rank, and the time of all work without any waiting
-    even_share           lower bound of all schedules: the time of all work without any waiting
+                         fastest rank, and the time of all work if no rank ever waits
+    even_share           lower bound of all schedules: the time of all work if no rank ever waits
 
 The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by the time of the schedule.
 verl and the ODC paper use lb_micro for collectives.
@@ -69,7 +69,7 @@ class SimulationResult:
         idle_per_rank: Idle fraction of each rank, without `BOUNDS`.
         step_s: Mean duration of a minibatch, in seconds.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Busy intervals of each rank in the first minibatch, in seconds, without dummies and `BOUNDS`.
+        timeline: Busy intervals of each rank in the first minibatch, in seconds, without `BOUNDS`.
     """
 
     scenario: Scenario
@@ -166,7 +166,7 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its sequence lengths, as ranks do. `known` is the plan of `dynamic`, only for `split`."""
+    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may be the plan of `dynamic`."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
