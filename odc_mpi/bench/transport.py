@@ -1,8 +1,8 @@
 """Benchmark of the speed of fetches and pushes, compared with memcpy, MPI collectives and gloo.
 
-Unit sizes are measured one after the other. For each size, the benchmark allocates several units, touches their memory
-and checks the results of all variants. A measurement moves one unit after the other, like the units of a model, so that
-no unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
+Unit sizes are measured one after the other. For each size, the benchmark allocates units, touches their memory and
+checks the results of all variants. A measurement moves one unit after the other, like the units of a model, so that no
+unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
 parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
 
 A sample is a sequence of operations of one variant, which all ranks begin at the same time. The time of the slowest

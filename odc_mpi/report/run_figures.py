@@ -135,7 +135,7 @@ def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
 
 
 def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    """Return a figure with histograms of sequence lengths and of tokens per microbatch, or [] without data."""
+    """Return one figure of sequence lengths and tokens per microbatch, as a list, which is empty without data."""
     panels, title = [], []
     if lengths is not None and len(lengths):
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths
