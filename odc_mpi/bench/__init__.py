@@ -1,1 +1,1 @@
-"""Benchmarks that compare the runtime on this machine with MPI collectives, gloo, FSDP2 and plain PyTorch."""
+"""Benchmarks that compare odc_mpi on this machine with MPI collectives, gloo, FSDP2 and plain PyTorch."""

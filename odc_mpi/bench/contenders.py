@@ -3,8 +3,8 @@
 In each round, all contenders train on the same minibatches, one contender after the other. Their order rotates from
 round to round. All ranks begin at the same time, and the time of the slowest rank counts. The first round is a warm-up.
 
-All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step, so that
-no contender is faster because it does less work.
+All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step. This
+shows that no contender is faster because it does less work.
 """
 
 import json
@@ -27,17 +27,17 @@ MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
-    """Training implementation to compare with others. All steps use the peak learning rate."""
+    """Training implementation to compare with others. All steps use `optim.learning_rate`, without a schedule."""
 
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective. May return before the device has finished the step.
+        """Train on the next minibatch. Collective. This method may return before the device has finished the step.
 
         Returns this rank's contribution to the loss, and the number of input tokens of all ranks.
         """
 
 
 class OdcContender(Contender):
-    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0.0 on others."""
+    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0.0 elsewhere."""
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
@@ -50,7 +50,7 @@ class OdcContender(Contender):
 
 @dataclass(frozen=True)
 class Round:
-    """Measurement of one contender in one round: seconds of the slowest rank, input tokens of all ranks, and losses."""
+    """Measurement of a contender in a round: seconds of the slowest rank, input tokens of all ranks, losses by step."""
 
     seconds: float
     num_tokens: int
@@ -67,8 +67,8 @@ def run_rounds(
 ) -> dict[str, list[Round]]:
     """Train with all contenders: a warm-up and `repeats` rounds, each of `steps` minibatches. Collective.
 
-    `report` is called with a description of the next measurement. `synchronize` waits until the device has finished.
-    The returned list of each contender begins with the warm-up. All ranks return the same lists.
+    `report` is called with a line of text before each measurement. `synchronize` waits until the device has finished.
+    Returns the rounds of each contender, beginning with the warm-up. The result is the same on all ranks.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
     titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
@@ -91,7 +91,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return, by contender, the largest relative difference between its losses and those of contender `reference`.
+    """Return, for each contender, the largest relative difference of its losses from those of `reference`.
 
     Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
     rounds.
@@ -114,7 +114,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return the largest relative difference between losses and reference losses; infinity if a loss is not finite."""
+    """Return the largest relative difference of losses from reference losses; infinity if a loss is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -122,9 +122,9 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Raise `UserError` if a setting has a value with which contenders cannot be compared.
+    """Raise `UserError` if a setting has a value that not all contenders support.
 
-    `comparable` maps names of settings, such as `optim.device`, to allowed values. The error names `command`.
+    `comparable` maps names of settings, such as `optim.device`, to supported values. The error message names `command`.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

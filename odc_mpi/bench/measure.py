@@ -27,7 +27,7 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """Call all variants once per round, so that a slow period of the machine affects all variants.
 
-    Each round begins with a different variant, because the first variant may find disk and caches in another state.
+    Each round begins with a different variant, because the first variant may find caches in a different state.
     `on_call` is called before each variant with the index of the round and the name of the variant. Returns the results
     of each variant, ordered by round.
     """
@@ -46,7 +46,7 @@ def rotate(names: Sequence[str], turn: int) -> list[str]:
 
 
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
-    """Call `times` operations in turn, then `finish` once. Return the elapsed seconds divided by `times`."""
+    """Call operations cyclically, `times` calls in total, then `finish`. Return the mean seconds per operation."""
     row = list(islice(cycle(operations), times))
     start = perf_counter()
     for operation in row:
@@ -56,7 +56,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's JSON object. `load` is the node's load average before the benchmark."""
+    """Return common entries of benchmark results, and `fields`. `load` is the load average before the benchmark."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
@@ -68,7 +68,10 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective."""
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
+
+    A timeout error names the work `what`.
+    """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -78,7 +81,7 @@ def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the maximum over ranks of each time, for each variant and round. Collective."""
+    """Return the maximum time over all ranks, for each variant and round. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
 
@@ -88,9 +91,10 @@ def entries(
 ) -> dict[str, dict[str, Any]]:
     """Return an entry per variant for the JSON object of a benchmark.
 
-    An entry has the quartiles over rounds of `seconds` per operation and of `gb_per_s`, for operations on `num_bytes`.
-    `references` maps further keys to functions that return the name of another variant. The value of such a key is the
-    median speed relative to that variant, or None if that variant is not in `times`.
+    `times` are seconds per operation on `num_bytes` bytes, by variant and round. An entry contains the quartiles of
+    `seconds` and `gb_per_s`, and a key for each function in `references`. The function maps a variant to another
+    variant. The value of the key is the median speed relative to the other variant, or None if there is no such
+    variant.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -112,7 +116,7 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark result as one line of JSON or as tables. Call it on rank 0 only."""
+    """Print a benchmark result as one line of JSON or as tables. Only rank 0 may call this function."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
@@ -125,7 +129,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line of progress to standard error on rank 0, and nothing on other ranks."""
+    """Return a function that prints a line to standard error on rank 0, and does nothing on other ranks."""
 
     def print_line(line: str) -> None:
         if rank == 0:
@@ -135,7 +139,10 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` for a size not divisible by 4."""
+    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` if a size is invalid.
+
+    A size must be a positive multiple of 4. The error message names `option`.
+    """
     sizes = []
     for word in map(str.strip, text.split(",")):
         num_bytes = parse_size(word)

@@ -1,8 +1,8 @@
-"""Benchmark of the step times of all transports and balancing strategies, which supports more ranks than cores.
+"""Benchmark of the step times of all transports and balancing strategies. Ranks may outnumber cores.
 
 The benchmark measures how ranks wait for each other, not bandwidth. Windows, collectives, tickets, plans and
-synchronization points are those of a training run. A sleep of the modeled duration, scaled down, replaces the
-computation of a unit. Sleeping ranks can share a core. Units are small, so that transfers need little time of a core.
+synchronization points are those of a training run. A sleep of the modeled duration, multiplied by a scale, replaces the
+computation of a unit. Sleeping ranks can share a core. Units are small, so that transfers take little time.
 
     one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
                        gradient
@@ -10,7 +10,7 @@ computation of a unit. Sleeping ranks can share a core. Units are small, so that
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
 Results have the type of the simulator, `SimulationResult`, with times divided by the scale. Schedules with split
-sequences are only simulated, because their chunks wait for keys and values, which this benchmark does not compute.
+sequences are only simulated: their chunks wait for keys and values, which this benchmark does not compute.
 """
 
 import os
@@ -46,11 +46,11 @@ UNIT_NUMEL = 1024
 def measure(
     world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Run all schedules on the same minibatches, and simulate them on rank 0. Collective.
+    """Measure all schedules without split sequences on the same minibatches, and simulate all on rank 0. Collective.
 
-    `step_s` determines the scale of all times: the mean sleep, in seconds, for an even share of a minibatch. Returns a
-    JSON object with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`, the
-    speed-ups in the simulation (None on other ranks). Raises `AllRanksUserError` if the ranks run on several nodes.
+    `step_s` is the mean time, in seconds, to which perfectly balanced minibatches are scaled. Returns a JSON object
+    with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`: the speed-ups in the
+    simulation on rank 0, and None on other ranks. Raises `AllRanksUserError` if the ranks run on several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
@@ -99,12 +99,12 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """Times of one rank in one minibatch, in seconds.
+    """Times of one rank in one minibatch, in seconds. Dummy microbatches count only in `end_s`.
 
     Attributes:
         end_s: Time from the beginning of the minibatch until parameters are published.
-        busy_s: Total requested sleep, without dummy microbatches.
-        slept: Intervals of sleep since the beginning, without dummy microbatches, divided by the scale.
+        busy_s: Sum of the requested sleep times.
+        slept: Intervals of sleep, relative to the beginning of the minibatch and divided by the scale.
     """
 
     end_s: float
@@ -120,7 +120,7 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """Base class of runners, which run the plans of minibatches over a new transport. Construction is collective."""
+    """Base class that runs the plans of minibatches over a new transport. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
@@ -129,7 +129,7 @@ class Runner(ABC):
         self._gradient = torch.ones(UNIT_NUMEL)
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
-        """Run a minibatch, which all ranks begin at the same time. Sleeps are scaled by `scale`. Collective."""
+        """Run a minibatch, which all ranks begin at the same time, with sleeps scaled by `scale`. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
@@ -152,7 +152,7 @@ class Runner(ABC):
         """Yield this rank's microbatches. The caller runs each microbatch before it requests the next. One-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset state for the next minibatch. Called after gradients are complete, before parameters are published."""
+        """Reset the state for the next minibatch, between completing gradients and publishing parameters."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. A rank runs its own microbatches, then claims microbatches from the pool."""
+    """Runs plans over windows. A rank runs its own microbatches, then claims microbatches that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -200,10 +200,7 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """Runs plans over collectives.
-
-    All ranks must run the same number of microbatches, so a rank with fewer also runs dummy microbatches.
-    """
+    """Runs plans over collectives. A rank with fewer microbatches than other ranks also runs dummy microbatches."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
@@ -217,7 +214,7 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps with an exact total duration. `slept` has the begin and end of each sleep, by `time.perf_counter`."""
+    """Sleeps without accumulating errors. `slept` contains begin and end of each sleep, by `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []

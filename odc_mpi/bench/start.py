@@ -1,12 +1,12 @@
-"""Benchmark of the start of a training on one node: the seconds of each phase, by numbers of ranks and units.
+"""Benchmark of the start of training on one node: the seconds of each phase, by number of ranks and units.
 
-Each measurement is a run of `odc-mpi train` for a few steps. Its phases are those of `start_s` in summary.json, where
-each phase has the seconds of the slowest rank.
+Each measurement is a run of `odc-mpi train` for a few steps. The phases are those of `start_s` in summary.json. The
+time of a phase is that of the slowest rank.
 
-Ranks take turns if there are fewer cores, C, than ranks, R. A phase that took s seconds would then take about s * C / R
-seconds with a core for each rank. The prediction for many ranks uses these reduced times. For a phase that communicates
-it extends a line that is fitted to them over R; for other phases, or if the line does not rise, it takes their median.
-It covers neither a slower network nor a file system that many nodes read at once.
+If C cores are fewer than R ranks, ranks share cores. With a core for each rank, s seconds would become about s * C / R
+seconds. The prediction for many ranks uses these reduced times. For a phase that communicates, the prediction
+extrapolates a line fitted to the times as a function of R. For other phases, or if the line does not rise, the
+prediction is the median. A slower network, or a file system that many nodes read at once, is not modeled.
 """
 
 import json
@@ -51,9 +51,11 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a run on each number of ranks, for `config` or for the default model with each number of units.
 
-    Returns the JSON object of the benchmark. Its `starts` have `ranks`, `units` (None with `config`), `start_s` in
-    seconds, the peak memory `host_bytes` of the largest rank, and `losses`. `predicted_s` has the seconds predicted for
-    `MANY_RANKS` ranks by phase, for `config` or the last number of units; None if only one number of ranks was given.
+    `train` is called with a number of ranks and arguments of `odc-mpi train`, and must return the exit code. `report`
+    is called with a line of progress. Returns the JSON object of the benchmark. Each of its `starts` has the keys
+    `ranks`, `units` (None with `config`), `start_s` (seconds by phase), `host_bytes` (peak memory of the largest rank)
+    and `losses`. `predicted_s` contains the seconds by phase predicted for `MANY_RANKS` ranks with `config` or the last
+    number of units, or is None if `ranks` has one element.
 
     Raises `UserError` if a run fails, or if its losses differ from those on the first number of ranks.
     """

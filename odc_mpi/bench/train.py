@@ -1,4 +1,4 @@
-"""Benchmark of training speed: FSDP2, the runtime over collectives and over windows, and no communication.
+"""Benchmark of training speed: FSDP2, odc_mpi over collectives and over windows, and unsharded training.
 
 All contenders train on the same minibatches in rounds (`bench.contenders`), and all losses must agree. For `ceiling`,
 rank 0 trains on all sequences in plain PyTorch while other ranks are idle. The ceiling is the speed of rank 0,
@@ -101,7 +101,7 @@ def configuration(world: World, path: Path | None, report: Callable[[str], None]
 
 
 def default_configuration(timeout_s: float) -> Config:
-    """Return the configuration of `bench train` without the option `--config`."""
+    """Return the configuration that `odc-mpi bench train` uses without the option `--config`."""
     return Config(
         model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -125,9 +125,9 @@ def measure(
     There are `repeats` rounds of `steps` minibatches. If `exact`, the contenders `EXACT` are also measured.
 
     Returns:
-        JSON object, the same on every rank. It has, by contender, the median `tokens_per_s`, its `quartiles`, the
-        median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the maximum relative
-        difference from the losses of FSDP2. `losses` has the losses of FSDP2. Further keys describe machine and model.
+        JSON object, the same on every rank. For each contender, it contains the median `tokens_per_s`, their lower and
+        upper `quartiles`, the median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the
+        maximum relative difference from the losses of FSDP2, which are in `losses`. Further keys describe the run.
 
     Raises:
         AllRanksUserError: The ranks run on several nodes, a setting or input is invalid, or losses differ.
@@ -171,7 +171,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's number of parameters, and the communication settings of contenders over windows."""
+        """Return the number of parameters of the model, and the communication settings of contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),

@@ -1,13 +1,12 @@
 """Benchmark of the speed of fetches and pushes, compared with memcpy, MPI collectives and gloo.
 
-Unit sizes are measured one after the other. For each size, the benchmark allocates memory for several units, touches
-the memory and checks all variants. A measurement moves these units one after the other, like the units of a model, so
-that no unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes
-(`finish`), and parameters are published before the next sequence (`proceed`). All values are small integers, so every
-sum is exact.
+Unit sizes are measured one after the other. For each size, the benchmark allocates units, touches their memory and
+checks the results of all variants. A measurement moves one unit after the other, like the units of a model, so that no
+unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
+parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
 
 A sample is a sequence of operations of one variant, which all ranks begin at the same time. The time of the slowest
-rank counts. The variants alternate in rounds. `odc-mpi doctor` measures one rank while the others compute.
+rank counts. The variants alternate in rounds.
 
 Variants, all with units in fp32:
 
@@ -19,7 +18,7 @@ Variants, all with units in fp32:
     mpi_allgather, gloo_all_gather            gather the unit from all shards, as FSDP does
     mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients, and keep this rank's shard, as FSDP does
 
-GB/s are 10^9 bytes of the *full unit* per second that a rank waits. A rank's own shard, 1/`ranks` of the unit, stays in
+Speeds in GB/s are 10^9 bytes of the *full unit* per second. A rank's own shard, 1/`ranks` of the unit, does not leave
 its process. `crossing_bytes` is the size of the other shards.
 
 benchmarks/README.md describes the JSON object that `measure` returns.
@@ -65,9 +64,9 @@ class Variant:
 
     Attributes:
         operations: One function per unit. A call moves the unit once.
-        is_right: Function that returns True if this call and earlier operations moved correct data. Collective.
+        is_right: Function that verifies the moved data, and returns True if they are correct. Collective.
         gloo: Name of the gloo variant with which to compare, or None.
-        moves: True if an operation copies data.
+        moves: True if an operation copies data, False if it creates a view.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
     """
@@ -83,7 +82,7 @@ class Variant:
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for units of several sizes in bytes, multiples of 4. Collective.
+    """Measure all variants for units of several sizes, given in bytes as multiples of 4. Collective.
 
     Returns a JSON object, the same on every rank. benchmarks/README.md describes its content.
 
@@ -146,7 +145,7 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Raise RuntimeError on every rank if a variant moves wrong data or moved wrong data earlier. Collective."""
+    """Raise RuntimeError on every rank if a variant has moved wrong data on any rank. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
@@ -154,7 +153,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units through a transport. Its `is_right` checks fetched units with `is_whole`."""
+    """Return a variant that fetches units and checks them with `is_whole`. `attributes` are fields of `Variant`."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -176,14 +175,14 @@ def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
 
 
 def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatLayout:
-    """Return the layout of a unit that consists of one parameter with `numel` elements."""
+    """Return the layout of a unit that consists of one parameter, `[numel]`, sharded over `num_owners` ranks."""
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients through a transport with `num_units` allocated units.
+    """Return a variant that pushes gradients to `num_units` units of a transport. `attributes` are fields of `Variant`.
 
     `push` takes the index of a unit and pushes a gradient of ones. This rank owns `numel` elements of each unit.
     """
@@ -212,8 +211,8 @@ def pushes(
 class Units:
     """Units of one size, and all variants that move the units. Construction allocates the memory, and is collective.
 
-    Raises `AllRanksUserError` if a node has too little available memory. A unit has `num_bytes`, a multiple of 4. Other
-    ranks own `crossing_bytes` of each unit. If `gloo` is None, the gloo variants are omitted.
+    Each unit has `num_bytes` bytes, a multiple of 4, of which other ranks own `crossing_bytes`. If `gloo` is None, the
+    gloo variants are omitted. Raises `AllRanksUserError` if a node has too little available memory.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:

@@ -1,1 +1,1 @@
-"""Command line. `main` has the parser and the exit codes. Each command has a module with its options and `run`."""
+"""Command line: the parser and exit codes (`main`), one module per command, and options shared by commands."""

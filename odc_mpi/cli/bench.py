@@ -1,7 +1,7 @@
 """`odc-mpi bench`: run a benchmark.
 
-Outside mpiexec, a benchmark starts mpiexec and waits for it. Only the ranks then import the benchmark's module. `start`
-runs in one process, which starts mpiexec several times.
+Outside mpiexec, the command starts mpiexec, and only its ranks import the module of the benchmark in `odc_mpi.bench`.
+`odc-mpi bench start` itself runs in one process, which starts mpiexec several times.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Collective under mpiexec; otherwise it starts mpiexec."""
+    """Run a benchmark and return the exit code. Collective under mpiexec; otherwise, mpiexec is started."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 
@@ -66,9 +66,10 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on the ranks, or start the ranks, and return the exit code. Rank 0 prints the result. Collective.
+    """Run a benchmark on the ranks of this job, or start ranks if there are none. Return the exit code. Collective.
 
-    `measure` is called on the ranks with the imported `module`, the world, and a function that prints progress.
+    `measure` is called on each rank with the imported `module`, the `World`, and a function that prints progress.
+    `ranks` is the number of ranks to start, by default `--ranks` or 2.
     """
     if not is_launched():
         try:
@@ -165,7 +166,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parse a list of integers such as 2,4,8, each at least 2, without duplicates."""
+    """Parse integers of at least 2, such as 2,4,8, and remove duplicates."""
     counts = [positive_int(word.strip()) for word in text.split(",")]
     if min(counts) < 2:
         raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")

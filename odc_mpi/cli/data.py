@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the files, and print one line for each. The exit code is 2 if a file is damaged, else 0."""
+    """Verify data sets and print one line for each. Return 2 if a file is damaged or is not a data set, otherwise 0."""
     from odc_mpi.data.dataset.verify import verify_dataset
     from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 

@@ -1,4 +1,4 @@
-"""`odc-mpi job`: print or submit a Slurm batch script that trains with a configuration."""
+"""`odc-mpi job`: print, and optionally submit, a Slurm batch script that trains with a configuration."""
 
 import argparse
 import re
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the batch script. With --submit, also submit the script and return the exit code of sbatch, otherwise 0."""
+    """Print the batch script. With `--submit`, submit it and return the exit code of sbatch; otherwise, return 0."""
     # Imported late: other commands need neither module.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_time(time: str) -> str:
-    """Return `time`. Raises `UserError` if sbatch does not accept this time limit, or if it is too short."""
+    """Return `time`. Raises `UserError` if sbatch does not accept this time limit, or if the limit is too short."""
     match = _TIME.fullmatch(time)
     if not match:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
@@ -88,7 +88,7 @@ def _check_time(time: str) -> str:
 
 
 def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_DESCRIPTION) -> str:
-    """Return `value`. Raises `UserError` unless it matches `pattern`, so that it needs no quotes in a script."""
+    """Return `value`. Raises `UserError` unless the value matches `pattern`: a match needs no quotes in a script."""
     if not re.fullmatch(pattern, value, re.ASCII):
         raise UserError(f"--{option}: expected {expected}, got {value!r}")
     return value

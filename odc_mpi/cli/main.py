@@ -1,11 +1,11 @@
 """Entry point of the command line: parses arguments, calls a command, and converts exceptions to exit codes.
 
 0   success
-2   user error, with one line on standard error; also if standard output could not be written completely
-75  stopped on request after saving; run the same command to resume (0 if the environment has ODC_MPI_STOPPED_FILE)
+2   invalid arguments, input or files, reported in one line; also if standard output could not be written completely
+75  stopped on request after saving; run the same command to resume (0 if ODC_MPI_STOPPED_FILE is set)
 130 interrupted
-141 the output pipe was closed, as by head in `odc-mpi checkpoint show RUN | head`; shells use this code for SIGPIPE
-1   any other failure
+141 the reader closed the output pipe, like `head` in `odc-mpi checkpoint show RUN | head`; 128 + SIGPIPE, as in shells
+1   any other failure; commands that run mpiexec or sbatch return the exit code of that program
 """
 
 import argparse
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. The parser raises `UserError` for invalid arguments, instead of exiting."""
+    """Return the parser for all commands. Instead of exiting, it raises `UserError` for invalid arguments."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
-    In the result, `words` is a copy of `argv`, and `overrides` has the unparsed settings, `--SECTION.KEY VALUE`. Raises
-    `UserError` if the command or an argument is unknown.
+    In the result, `words` is a copy of `argv`, and `overrides` lists the arguments `--SECTION.KEY VALUE`, which set
+    training settings and are not parsed here. Raises `UserError` if the command is unknown or an argument is invalid.
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. Collective if the command is collective.
 
-    If `argv` is None, the arguments are those of this process, and its standard streams are replaced.
+    If `argv` is None, `sys.argv[1:]` is parsed, and `open_standard_streams` replaces standard output and error.
     """
     if argv is not None:
         return _run(argv)

@@ -1,7 +1,4 @@
-"""Start of an `odc-mpi` command under mpiexec, by a process that does not use MPI.
-
-This process waits for mpiexec and returns its exit code. On SIGINT or SIGTERM, this process terminates mpiexec.
-"""
+"""Run `odc-mpi` commands under mpiexec from a process that does not use MPI."""
 
 import os
 import shutil
@@ -31,9 +28,9 @@ GRACE_S = 10.0
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
     """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
 
-    The ranks inherit standard error. `stdout` is the standard output of mpiexec, as for `subprocess.Popen`. SIGINT or
-    SIGTERM to this process ends the ranks and raises KeyboardInterrupt. Returns the exit code of mpiexec, or 128 plus
-    the number of the signal that killed mpiexec.
+    The ranks inherit standard error. `stdout` is the standard output of mpiexec, as for `subprocess.Popen`. If this
+    process receives SIGINT or SIGTERM, it terminates mpiexec and raises KeyboardInterrupt. Returns the exit code of
+    mpiexec, or 128 plus the number of the signal that killed mpiexec.
 
     Raises:
         UserError: mpiexec is not installed, or `ranks` exceeds the maximum for one node.
@@ -63,7 +60,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int |
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec, beside the Python executable or on the PATH. Raises `UserError` if it is missing."""
+    """Return the path of mpiexec, next to the Python executable or on the PATH. Raises `UserError` if there is none."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -73,7 +70,7 @@ def mpiexec() -> str:
 
 @contextmanager
 def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Context manager that sets `handler` for the signals `numbers`, and restores the previous handlers at exit."""
+    """Context manager that sets `handler` for the signals `numbers` and restores the previous handlers on exit."""
     previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -84,7 +81,7 @@ def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) ->
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Context manager that defers the KeyboardInterrupt of SIGINT and SIGTERM to the end of the block."""
+    """Context manager that delays the KeyboardInterrupt for SIGINT or SIGTERM until the block ends."""
     received: list[int] = []
     try:
         with signals_handled(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Options that several commands share, and parsers of option values, which raise `argparse.ArgumentTypeError`."""
+"""Options that several commands share. The parsers of option values raise `argparse.ArgumentTypeError`."""
 
 import argparse
 import os
@@ -22,14 +22,14 @@ BASE_HELP = "for adapters: directory or hub name of their base model; default: i
 
 
 def output(text: str) -> Path:
-    """Parse the path of a file or directory to write."""
+    """Convert `text` to the path of a file or directory to write. Raises an error if `text` is empty."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
     return Path(text)
 
 
 def require_config(arguments: argparse.Namespace) -> None:
-    """Raise `UserError` if the configuration file, the argument CONFIG of a command, does not exist."""
+    """Raise `UserError` if the configuration file that the user passed as CONFIG does not exist."""
     if not arguments.config.exists():
         raise UserError(
             f"{arguments.config}: expected a configuration file, but there is no such file. CONFIG comes first: "
@@ -45,7 +45,7 @@ def positive_int(text: str) -> int:
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse a size such as 512M and return it in bytes."""
+    """Convert a size such as 512M to bytes."""
     num_bytes = parse_size(text)
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
@@ -53,7 +53,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def attention_name(text: str) -> str:
-    """Parse the name of a supported attention implementation."""
+    """Return `text` if it is the name of a supported attention implementation."""
     if text not in SUPPORTED:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
     return text
@@ -71,7 +71,7 @@ def step_seconds(text: str) -> float:
 
 
 def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
-    """Add the options of a simulated scenario of class `kind`. `defaults` overrides default values, by field name."""
+    """Add `--json` and the options of the scenario class `kind`. `defaults` replaces default values, by field name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field, (number, option) in options_of(kind).items():
         default = defaults.get(field, getattr(kind, field))
@@ -87,7 +87,7 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Create a scenario of class `kind` from parsed options. Raises `UserError` if `lengths` is invalid."""
+    """Create a scenario of class `kind` from parsed options. Raises `UserError` for an invalid value."""
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = kind(**values)
@@ -96,7 +96,7 @@ def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "S
 
 
 def utf8(text: str) -> str:
-    """Decode an argument as UTF-8, even if the locale has another encoding."""
+    """Return an argument as UTF-8 text, even if Python decoded the argument with another encoding."""
     try:
         return os.fsencode(text).decode()
     except UnicodeDecodeError as error:

@@ -92,13 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _columns(text: str) -> dict[str, str]:
-    """Parse pairs such as "prompt=question,completion=answer" into a dictionary."""
+    """Parse pairs such as "prompt=question,completion=answer" into a dictionary from field to column."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     return {name.strip(): source.strip() for name, _, source in pairs}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a data set, print a summary, and return the exit code."""
+    """Write a data set, print a summary and the sequences that `--show` requests, and return the exit code."""
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare

@@ -1,4 +1,4 @@
-"""`odc-mpi simulate`: estimate the speed-up of transports and balancing strategies. Does not use MPI."""
+"""`odc-mpi simulate`: estimate the speed-up of windows over collectives, by balancing strategy. Does not use MPI."""
 
 import argparse
 

@@ -29,7 +29,7 @@ HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `odc-mpi train`, without the settings."""
+    """Add the options of `odc-mpi train`, except the settings."""
     parser.usage = "odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train a model and return the exit code. Writes no file if settings are invalid. Collective."""
+    """Train a model and return the exit code. Also handles `--help` and `--dry-run`. Collective."""
     if arguments.ranks and not arguments.dry_run:
         raise UserError(
             "--ranks: only for --dry-run; a training has the ranks of its launcher: mpiexec -n N odc-mpi train"
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
-    """Read the settings once, because the file may be a pipe. Return a `UserError`, so that all ranks can raise it."""
+    """Return the settings, or a `UserError` for all ranks to raise. The file may be a pipe, so it is read only once."""
     from odc_mpi.training import settings
 
     try:

@@ -20,15 +20,15 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """Values of one quantity for all variants, as a panel of the plot and a column of the table.
+    """Values of one quantity for all variants: a panel of the plot and a column of the table.
 
     Attributes:
         heading: Name of the quantity, with its unit.
         figures: Values by variant. A value is a number, or a mapping with the keys `low`, `median` and `high`.
-        number_format: Format specification of the values.
+        number_format: Format specification of the values, such as ".2f".
         line: Value at which the panel has a vertical line, or None.
         references: Values of the same quantity from other sources, such as a simulation, by source and variant.
-        in_plot: False to show the column only in the table.
+        in_plot: False if only the table contains the quantity.
     """
 
     heading: str
@@ -52,7 +52,7 @@ class BarColumn:
 
 
 def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
-    """Create a figure with a bar plot and a table that compare the variants in `names`."""
+    """Create a figure with a bar plot and a table, both of which compare the variants in `names`."""
     panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:

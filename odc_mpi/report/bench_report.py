@@ -72,7 +72,7 @@ _LINES = (
 def describe(result: Mapping[str, Any]) -> ReportPage:
     """Create the report on a benchmark or a simulation from its JSON object.
 
-    Raises LookupError, TypeError or ValueError if `result` is not the JSON object of a command in `KINDS`.
+    Raises LookupError, TypeError or ValueError if `result` is not the JSON object of a benchmark in `KINDS`.
     """
     return KINDS[result["benchmark"]](result)
 
@@ -298,7 +298,7 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
 def _benchmark_report(
     result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
-    """Create a report on a benchmark. Adds the load average of the node and the skipped variants to the content."""
+    """Create a report on a benchmark that also states the load average of the node and the skipped variants."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

@@ -53,10 +53,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Table whose cells are text.
+    """Table of text, with a heading.
 
     Attributes:
-        columns: Column headings. The first column has the names of the rows.
+        columns: Column headings. The first column contains the names of the rows.
         rows: Rows of cells, with one cell per column.
     """
 
@@ -81,7 +81,7 @@ class ReportPage:
     Attributes:
         subtitle: Lines of text that describe the run or benchmark.
         notes: Remarks, for example about missing data.
-        groups: Small tables of names and values, which are displayed side by side.
+        groups: Small tables of names and values, displayed side by side.
         collapsed: Long texts by heading. A text is hidden until a reader opens its heading.
     """
 
@@ -124,7 +124,7 @@ def html(report: ReportPage) -> str:
 
 
 def _wrapped(name: str, parts: Iterable[str]) -> list[str]:
-    """Return a div element of the CSS class `name` with the parts, or an empty list if there are no parts."""
+    """Return a div element of the CSS class `name` that contains `parts`, or an empty list if there are no parts."""
     body = "\n".join(parts)
     return [f'<div class="{name}">\n{body}\n</div>'] if body else []
 

@@ -1,4 +1,4 @@
-"""Data types, colors and styles of plots. `report.plots` has the functions that draw these types."""
+"""Data types, colors and styles of plots. `report.plots` draws these types."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ class Style(NamedTuple):
     """Style of a bar or a line.
 
     Attributes:
-        color: Color of the bar or line. The color "none" of a bar draws only an outline and the hatch.
-        hatch: Hatch of a bar: a slash, a backslash or "-". Style of a line: "-", "--", ":", "-." or "none".
+        color: Color of the bar or line. A bar with the color "none" has only an outline and the hatch.
+        hatch: Hatch of a bar: "/", "-", a backslash or "". Style of a line: "-", "--", ":", "-." or "none" (invisible).
     """
 
     color: str
@@ -32,7 +32,7 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot with a title, and the function that draws the plot.
+    """Title of a plot, and the function that draws the plot.
 
     Attributes:
         name: Name of the plot for `odc-mpi report --picture`, and prefix of the element ids in the SVG document.
@@ -54,7 +54,7 @@ class GanttRow:
 
     Attributes:
         label: Text at the left of the row.
-        spans: Start and end times in seconds of all spans, by kind of span.
+        spans: Start and end times of all spans, in seconds, by kind of activity.
         notes: Start time, end time and text of each note. A line marks the start. The text is drawn if it fits.
     """
 
@@ -70,7 +70,7 @@ class GanttChart:
     Attributes:
         end_s: Time at which the chart ends, in seconds.
         marks: Times to mark with a line, in seconds, each with a text.
-        saved_s: Seconds by which this chart ends earlier than the chart above it.
+        saved_s: Seconds by which this chart ends earlier than the chart above it, or 0.
     """
 
     heading: str
@@ -84,7 +84,7 @@ class GanttChart:
 class Bar:
     """Bar for one value.
 
-    `spread` has the lower and upper quartile, if known. `references` has values from other sources, by source.
+    `spread` is the lower and upper quartile, or None if unknown. `references` are values from other sources, by source.
     """
 
     label: str
@@ -116,7 +116,7 @@ class Panel:
     """Panel of a plot, with one or more curves.
 
     Attributes:
-        form: Format specification of the y axis, which then includes 0; "log" for a logarithmic y axis.
+        form: "log" for a logarithmic y axis, a format specification for a y axis that includes 0, or "" otherwise.
     """
 
     heading: str
@@ -130,7 +130,7 @@ class Histogram:
     """Histogram of token counts.
 
     Attributes:
-        edges: Edges of the bins, in tokens.
+        edges: Ascending edges of the bins, in tokens, one more than `counts`.
         marks: Positions on the x axis to mark with a line, in tokens, each with a text.
     """
 
@@ -146,7 +146,7 @@ MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return at most `MAX_RANKS` ranks to plot, in ascending order, evenly spaced from the least to the most busy."""
+    """Return all ranks, or `MAX_RANKS` ranks evenly spaced from the least to the most busy, in ascending order."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

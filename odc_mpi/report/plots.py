@@ -76,7 +76,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
-    """Draw panels of bars side by side. Panel i has the number format `form[i]`, and a line at `reference[i]`."""
+    """Draw panels of the same bars side by side. Panel i has number format `form[i]` and a line at `reference[i]`."""
     rows, row_height = next(iter(panels.values())), 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
@@ -119,7 +119,7 @@ def _draw_bar(axes: Axes, y: float, height: float, bar: Bar, form: str) -> None:
 
 
 def curves(rows: Sequence[Sequence[Panel]], xlabel: str, x_form: Callable[[float], str] | None = None) -> Drawing:
-    """Draw rows of panels with curves over the same x range. With `x_form`, the x axes are logarithmic."""
+    """Draw rows of panels with a common x range. If `x_form` is given, it formats values on a logarithmic x axis."""
     drawing = Drawing()
     xs = sorted({float(x) for panels in rows for panel in panels for curve in panel.curves for x in curve.x})
     for panels in rows:
@@ -210,7 +210,7 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
 ) -> Drawing:
-    """Draw a stacked bar at each `x`. `parts` has the heights of the segments, as fractions of 1, by kind."""
+    """Draw a stacked bar at each `x`. `parts` maps kinds to the heights of their segments, as fractions of 1."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))

@@ -11,16 +11,13 @@ _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
 def write(source: Path, out: Path | None = None, plot_name: str | None = None) -> Path:
-    """Write a report on a run or a benchmark.
+    """Write a report on a run or a benchmark, and return the path of the output file.
 
     Args:
         source: Run directory, or file with the `--json` output of a benchmark or of `odc-mpi simulate`.
-        out: Output file. By default, report.html or report.PLOT.svg in a run directory, or the path of a source file
-            with the suffix .html or .PLOT.svg.
+        out: Output file. By default, report.html or report.PLOT.svg in the run directory, or the path of the source
+            file with the suffix .html or .PLOT.svg.
         plot_name: Name of the plot to write as SVG. By default, the full report is written as HTML.
-
-    Returns:
-        Path of the output file.
 
     Raises:
         UserError: The source is invalid or damaged, the report has no such plot, or the output file cannot be written

@@ -16,9 +16,10 @@ _PARTS = (Style(SKY, "-."), Style(GREEN, ":"), Style(PURPLE, "--"), Style(RED, "
 
 
 def loss_figure(lines: Lines) -> Figure:
-    """Create a figure with the training and held-out loss, learning rate, gradient norm and tokens per second.
+    """Create a figure with training and held-out loss, learning rate, gradient norm and tokens per second.
 
-    `lines` are the lines of ``metrics.jsonl``, including step 0 if the run was evaluated before its first step.
+    For DPO and reward models, the figure also shows accuracies, margins and log-probabilities. `lines` are the lines of
+    ``metrics.jsonl``, including step 0 if the run was evaluated before its first step.
     """
     loss = _curve(lines, "loss", "training")
     curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
@@ -50,7 +51,7 @@ def _preference_panels(lines: Lines) -> list[Panel]:
 
 
 def rewards_figure(lines: Lines) -> Figure:
-    """Create a figure with rewards, held-out evaluations, completion lengths, KL divergence and entropy of GRPO."""
+    """Create a figure with the metrics of GRPO over the steps, such as rewards, completion lengths and entropy."""
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
     parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
     reward = _curve(lines, "reward", "mean reward")
@@ -109,7 +110,7 @@ def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Fig
 
 
 def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:
-    """Return a curve for each metric in `keys` that has a value. `keys` maps metrics to label, style and marker."""
+    """Return the curves of the metrics that have values. `keys` maps each metric to label, style and marker."""
     curves = [_curve(lines, key, *drawn) for key, drawn in keys.items()]
     return [curve for curve in curves if _known(curve.y)]
 

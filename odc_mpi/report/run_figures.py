@@ -1,4 +1,4 @@
-"""Figures with the activities of the ranks of a run, and with the lengths of sequences and microbatches."""
+"""Figures of the activities of the ranks of a run, and of the lengths of sequences and microbatches."""
 
 import math
 from bisect import bisect_right
@@ -45,7 +45,7 @@ _NUM_BINS = 40
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
-    """Create a Gantt chart of the activities of each rank in the last steps, from the content of ``trace.json``."""
+    """Create a Gantt chart of up to `MAX_RANKS` ranks in the last steps, from the content of ``trace.json``."""
     steps = trace["steps"]
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
@@ -69,7 +69,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
-    """Return the share of each activity as text. Fetches and pushes within an activity are not part of its share."""
+    """Return the share of each activity as text. Shares exclude fetches and pushes during an activity."""
     seconds = dict.fromkeys(_KINDS, 0.0)
     for local in locals_:
         moves = sorted((*local["fetch"], *local["accumulate"]))
@@ -110,7 +110,7 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Create a figure with the mean share of each activity in the time of each step, from ``metrics.jsonl``."""
+    """Create a figure with the share of each activity in the step time, averaged over ranks, from ``metrics.jsonl``."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
@@ -135,7 +135,7 @@ def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
 
 
 def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    """Create a figure with histograms of sequence lengths and tokens per microbatch. Returns [] without data."""
+    """Return one figure of sequence lengths and tokens per microbatch, as a list, which is empty without data."""
     panels, title = [], []
     if lengths is not None and len(lengths):
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths

@@ -1,4 +1,4 @@
-"""Reports on runs, created from the files in a run directory. A run that was killed lacks some of these files."""
+"""Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -67,6 +67,7 @@ def describe(run_dir: Path) -> ReportPage:
 
     Raises:
         UserError: `run_dir` is not a run directory, or its config.yaml is not valid YAML.
+        OSError: A file in the run directory cannot be read.
         LookupError, TypeError, ValueError: A file in the run directory has unexpected content.
     """
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
@@ -119,7 +120,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _is_step(step: Any) -> bool:
-    """Return True if a line of ``metrics.jsonl`` is a mapping whose values are a time, null, or numbers for plots."""
+    """Return True if a line of ``metrics.jsonl`` is a mapping to plottable numbers or null, except for its time."""
     return isinstance(step, dict) and all(
         value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN)
         for key, value in step.items()
@@ -194,7 +195,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
 
 
 def _samples(path: Path) -> list[Table]:
-    """Return a table of completions and rewards of the first and the last recorded step, or [] without a record."""
+    """Return a table of completions and rewards from the first and last recorded step, or [] if there is no record."""
     records = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -230,7 +231,7 @@ def _text(content: Any) -> str:
 
 
 def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
-    """Return a table for each group in `_SUMMARY`. Entries of the summary without a group are in a last table."""
+    """Return a table for each group in `_SUMMARY`, and a last table for the other entries of the summary."""
     groups = _parse(_SUMMARY)
     known = {key for names in groups.values() for key in names} | _OMITTED
     others = {key: key.replace("_", " ") for key in summary if key not in known}
@@ -242,13 +243,13 @@ def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Parse `_SUMMARY`, and return the display names of entries by heading and key."""
+    """Parse `_SUMMARY` into the display names of entries, by heading and key."""
     blocks = [block.partition("\n") for block in re.split(r"\n(?=\w)", text.strip())]
     return {heading: dict(item.strip().split(": ", 1) for item in entries.split(";")) for heading, _, entries in blocks}
 
 
 def _format_value(key: str, value: Any) -> str:
-    """Format the value of a summary entry. The key determines the unit."""
+    """Format the value of a summary entry, whose key determines the unit."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
     if isinstance(value, bool | str) or not isinstance(value, int | float):

@@ -27,7 +27,7 @@ class Drawing:
     """SVG drawing with a width of `WIDTH` pixels, to which methods add elements.
 
     Attributes:
-        height: Height in pixels. Callers increase it when they add elements.
+        height: Height in pixels. Callers increase it when they add elements below this height.
     """
 
     height: float = 0.0
@@ -35,10 +35,11 @@ class Drawing:
     _hatches: dict[Style, str] = field(default_factory=dict)
 
     def add(self, tag: str, hover: str = "", content: str = "", **attributes: Any) -> None:
-        """Add an SVG element. Underscores in attribute names are replaced by hyphens.
+        """Add the SVG element `tag`. Underscores in attribute names are replaced by hyphens.
 
         Args:
             hover: Text that a browser shows while the pointer is over the element.
+            content: Text in the element.
         """
         inside = (f"<title>{escape(hover)}</title>" if hover else "") + escape(content)
         values = " ".join(f'{name.replace("_", "-")}="{_number(value)}"' for name, value in attributes.items())
@@ -49,7 +50,7 @@ class Drawing:
         self.add("text", content=content, x=x, y=y, fill=color, **attributes)
 
     def bar(self, x: float, y: float, width: float, height: float, style: Style, hover: str = "") -> None:
-        """Add a rectangle that is filled with the color and the hatch of `style`."""
+        """Add a rectangle filled with the color and the hatch of `style`."""
         box: dict[str, Any] = {"x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height)}
         if style.color != "none":
             self.add("rect", hover, fill=style.color, **box)
@@ -82,7 +83,7 @@ class Drawing:
             self.add("path", d=shapes[marker], transform=f"translate({x:.1f},{y:.1f})", fill=color)
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, Style, str]], as_bars: bool = False) -> None:
-        """Add a row of legend entries from left to right. An entry is a label, a style and a marker."""
+        """Add a row of legend entries from left to right. Each entry consists of label, style and marker."""
         for label, style, marker in entries:
             if as_bars:
                 self.bar(x, y - 10, 20, 11, style)
@@ -93,7 +94,7 @@ class Drawing:
             x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
-        """Return the drawing as an SVG document. The lines of `title`, if any, add a heading and a background."""
+        """Return the drawing as an SVG document, whose ids begin with `name`. A title adds text and a background."""
         margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
         width, height = WIDTH + 2 * margin, round(self.height) + top + margin
         size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'
@@ -153,7 +154,7 @@ class Axes:
         grid: bool = False,
         integers: bool = False,
     ) -> None:
-        """Draw the x axis with labels at `values`, by default at round numbers; with `integers`, at integers only."""
+        """Draw the x axis with labels at `values`, by default at round numbers; if `integers`, at round integers."""
         bottom = self.top + self.height
         count = max(2, int(self.width / 75))
         values = ticks(self.x_range, count, 1 if integers else 0) if values is None else values
@@ -177,7 +178,7 @@ class Axes:
         self.drawing.text(x - 5 if is_right else x + 5, self.top + 10, text, text_anchor="end" if is_right else "start")
 
     def hover(self, x: Sequence[float], texts: Sequence[str]) -> None:
-        """Add hover texts, one for each of the ascending values `x`, to the areas of the axes nearest to the values."""
+        """Divide the axes into areas, each around one of the ascending values `x`, with a hover text for each area."""
         positions = [self.x(value) for value in x]
         edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
         edges.append(self.left + self.width)
@@ -190,7 +191,7 @@ class Axes:
 
 
 def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[float]:
-    """Return about `count` round numbers between two limits. Neighbors differ by at least `min_unit`."""
+    """Return about `count` round numbers between two limits, with equal distances of at least `min_unit`."""
     low, high = limits
     rough = max((high - low) / count, min_unit)
     size = 10.0 ** math.floor(math.log10(rough))
@@ -221,5 +222,5 @@ def _fraction(value: float, limits: tuple[float, float], is_log: bool) -> float:
 
 
 def _number(value: Any) -> str:
-    """Return the text of an attribute. Floats are rounded to two decimal places."""
+    """Return the text of an attribute value. Floats are rounded to two decimal places."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))

@@ -1,4 +1,4 @@
-"""Reports on the terminal, with the text of an HTML report, and tables instead of plots."""
+"""Reports on the terminal, with tables instead of plots, and without title, tiles, groups and collapsed texts."""
 
 import textwrap
 

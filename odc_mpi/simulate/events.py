@@ -1,4 +1,4 @@
-"""Simulation of the times at which ranks finish a minibatch, for each kind of synchronization. Independent of plans.
+"""Simulation of the times at which ranks finish a minibatch, for each kind of synchronization.
 
 All ranks synchronize at the end of a minibatch, so the slowest rank determines its duration. All times are in seconds.
 """
@@ -19,11 +19,11 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SimulatedTiming:
-    """Simulated times of one minibatch.
+    """Simulated times of one minibatch, in seconds.
 
     Attributes:
-        end_s: Time at which the slowest rank finishes the minibatch, including dummy microbatches, in seconds.
-        timeline: Busy intervals of each rank, in seconds. Dummy microbatches do not count as busy.
+        end_s: Time at which the slowest rank finishes the minibatch, including dummy microbatches.
+        timeline: Busy intervals of each rank, without dummy microbatches.
     """
 
     end_s: float
@@ -33,11 +33,9 @@ class SimulatedTiming:
 def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[float]) -> SimulatedTiming:
     """Simulate ranks that synchronize at every unit of every microbatch.
 
-    A unit takes the same fraction of a microbatch on all ranks, so the same rank is the slowest at all units of a
-    microbatch. Therefore, synchronizing only once per microbatch gives the same result.
-
-    `durations[rank]` contains the durations of the microbatches of a rank. In place of a missing duration or 0, the
-    rank runs a dummy microbatch, which takes `dummy_s[rank]`.
+    The same rank is the slowest at all units of a microbatch, so it suffices to synchronize once per microbatch.
+    `durations[rank]` contains the durations of the microbatches of a rank. If a duration is 0, or if other ranks have
+    more microbatches, the rank runs a dummy microbatch, which takes `dummy_s[rank]`.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -50,7 +48,7 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that run their own microbatches without waiting. `durations` is as in `simulate_collective`."""
+    """Simulate ranks that run microbatches of the durations `durations[rank]` without waiting for each other."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
@@ -59,11 +57,11 @@ def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
 def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
     """Simulate the chunks of one sequence, in the order of their tokens, each on a different rank.
 
-    When a chunk begins the forward of a unit, it publishes its keys and values, and waits for those of all earlier
-    chunks. In the backward, it ends a unit when all later chunks have added to the gradients of its keys and values.
+    In the forward pass of a unit, a chunk publishes its keys and values, then waits for those of all earlier chunks. In
+    the backward pass, a unit ends when all later chunks have added to the gradients of these keys and values.
 
     Chunk i begins at `began[i]` and takes `seconds[i]` without waiting. All units take equally long. For each chunk,
-    the result has one interval per unit of the forward, followed by one interval per unit of the backward.
+    the result has one interval per unit of the forward pass, followed by one interval per unit of the backward pass.
     """
     at = list(began)
     timeline: list[Intervals] = [[] for _ in at]
@@ -87,9 +85,9 @@ def simulate_dynamic(
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they become idle.
 
-    Microbatch k can run from `ready[k]` on, and rank r can claim microbatches from `available_at[r]` on. Microbatch k
-    takes `duration(r, k)` on rank r. The rank that became idle first claims first. Of several ranks that became idle
-    at the same time, the lowest claims first.
+    Rank r can claim microbatches from the time `available_at[r]`. Microbatch k takes `duration(r, k)` on rank r, and
+    begins at `ready[k]` at the earliest. The rank that became idle first claims first. If several ranks became idle at
+    the same time, the lowest rank claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)

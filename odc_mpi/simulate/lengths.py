@@ -31,14 +31,14 @@ class LogNormal:
     max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths and clip them to the range from 1 to `max_tokens`, int64 [n]."""
+        """Sample `n` lengths, int64 [n], clipped to the range from 1 to `max_tokens`."""
         lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Distribution of the lengths of existing sequences, int64 [sequences]. Samples are drawn with replacement."""
+    """Distribution that draws with replacement from the lengths of existing sequences, int64 [sequences]."""
 
     lengths: Tokens
 
@@ -70,7 +70,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the known distribution `name`, or that of the data set at the path `name`, or raise `UserError`."""
+    """Return a known distribution, or that of the data set at the path `name`. Raises `UserError` if there is none."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -1,6 +1,6 @@
 """Options of simulated scenarios with their defaults, bounds and help texts, for the command line and the simulation.
 
-This module has only fast imports, because every command imports it for the help.
+This module imports only modules that load fast, because every command of the command line imports it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. `is_size` is True for sizes in bytes that accept suffixes (512M)."""
+    """Inclusive bounds and help text of an option. If `is_size`, values are in bytes and accept suffixes (512M)."""
 
     minimum: float
     maximum: float
@@ -28,16 +28,16 @@ _SPEED = (0, MAX_GB_PER_S)
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """Options of a simulated run. Construction raises `UserError`, which names the option, for a value out of bounds.
+    """Options of a simulated run. Raises `UserError`, which names the option, if a value is out of bounds.
 
     Attributes:
         lengths: Name of a distribution of sequence lengths, or path of a data set (see `lengths_by_name`).
         speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1. Each rank has a new
-            speed in each minibatch, to model everything that slows a rank down for seconds.
+            speed in each minibatch, to model temporary slowdowns.
         cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. The ratio is log-normal
             with mean 1, so the cost is correct on average.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
-            is fetched twice (for the forward and the backward) and its gradient is pushed once.
+            is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
         gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """
@@ -67,9 +67,9 @@ class ScenarioOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions(ScenarioOptions):
-    """Options of a simulated GRPO run. `per_rank` counts prompts, and `lengths` are the lengths of completions.
+    """Options of a simulated GRPO run. `per_rank` is a number of prompts, and `lengths` are the lengths of completions.
 
-    The default times are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
+    The default times apply to 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
     and, for each sequence, the keys and values of 4,500 tokens on average, with 28,672 bytes per token.
     """
 
@@ -80,11 +80,11 @@ class RolloutOptions(ScenarioOptions):
 
 
 def options_of(kind: type) -> dict[str, tuple[Any, Option]]:
-    """Return, by name, the type and the option of each field of a dataclass that has an option."""
+    """Return the type and the `Option` of each annotated field of a dataclass, by name of the field."""
     hints = get_type_hints(kind, include_extras=True)
     return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Annotated}
 
 
 def option_name(field: str) -> str:
-    """Return the command-line option of a field, such as --units for `num_units`."""
+    """Return the command-line option that sets a field, such as `--units` for `num_units`."""
     return f"--{field.removeprefix('num_').replace('_', '-')}"

@@ -5,13 +5,13 @@
     window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
                            order in which they are finished
-    bound                  lower bound: the larger of the time of all work without any waiting, and the earliest time at
-                           which training on a completion of the group that is generated last can end
+    bound                  lower bound: the larger of the time of all work if no rank ever waits, and the earliest time
+                           at which training on any completion of the last generated group can end
 
 The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A decode step
 adds a token to each unfinished completion. The step takes a constant time plus a time per unfinished completion. Ranks
-can train on a group when its last completion is finished, since its advantages are known only then. Idle ranks claim
-the group in `SHARES` shares.
+can train on a group when its last completion is finished, since its advantages are known only then. Each group is
+divided into `SHARES` shares, which idle ranks claim.
 
 The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by the time of the schedule.
 """
@@ -45,7 +45,7 @@ SHARES = 4
 
 @dataclass(frozen=True)
 class RolloutScenario(RolloutOptions, Scenario):
-    """Scenario of a GRPO run."""
+    """Scenario of a simulated GRPO run."""
 
     @property
     def num_groups(self) -> int:
@@ -75,7 +75,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return end time in seconds and index of each prompt group that a rank decodes together, sorted by time."""
+        """Return the end time, in seconds, and the index of each group that a rank decodes together, sorted by time."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -89,7 +89,7 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """Results of `decode_ends_s` for the prompt groups assigned to each rank, by rank."""
+        """List with an element per rank: the result of `decode_ends_s` for the prompt groups assigned to the rank."""
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
@@ -109,7 +109,7 @@ class SimulatedRollouts:
         return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the training plan of a schedule other than `window/on_demand`, which has no fixed plan."""
+        """Return the training plan of a schedule. Not for `window/on_demand`, which plans during the run."""
         scenario = self.scenario
         if name == "window/on_demand_own":
             positions_of_ranks = (
@@ -123,8 +123,8 @@ class SimulatedRollouts:
     def bounds_s(self) -> tuple[float, float]:
         """Return two lower bounds of the time that any schedule needs, in seconds.
 
-        The first is the time at which the fastest rank can finish training on the cheapest completion of the prompt
-        group that is generated last. The second is the time of all work on ranks that never wait.
+        The first is the earliest time at which the fastest rank can finish training on the cheapest completion of the
+        last generated prompt group. The second is the time of all work on ranks that never wait.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -141,10 +141,10 @@ class SimulatedRollouts:
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     """Simulate all schedules of a GRPO run. Return the result as a JSON object, which is deterministic.
 
-    `speedup` over collective/barrier, `idle_fraction` (time spent waiting or in dummy microbatches) and `step_s` (mean
-    seconds of a minibatch) are mappings by schedule, including `BOUND`. `timeline` contains, by schedule, the intervals
-    in which each rank generates or trains in the first minibatch. `generation_fraction` is the fraction of the busy
-    time of collective/barrier that is spent on generation.
+    Three keys map each schedule and `BOUND` to a number: `speedup` over collective/barrier, `idle_fraction` (the
+    fraction of time spent waiting or in dummy microbatches) and `step_s` (mean seconds of a minibatch). `timeline` maps
+    each schedule to the intervals in which each rank generates or trains in the first minibatch. `generation_fraction`
+    is the fraction of the busy time of collective/barrier that is spent on generation.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -164,7 +164,7 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Simulate a minibatch with a schedule. Ranks are busy while they generate or train."""
+    """Simulate a schedule for a minibatch. Ranks are busy while they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == "window/on_demand":

@@ -1,6 +1,6 @@
 """Scenarios of simulations: minibatches with the costs that ranks use for planning, and with true durations.
 
-A scenario is independent of transports and balancing strategies. The simulator computes with the true durations, and
+A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, and
 `bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
 """
 
@@ -34,14 +34,16 @@ MAX_SEQUENCES = 10**7
 class SimulatedMinibatch:
     """Minibatch to simulate. All durations are in seconds.
 
+    The first microbatch of a rank with windows takes longer, because it fills the caches (`is_first` in the methods).
+
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
-        overhead_s: Constant part of the duration of a microbatch on a rank of speed 1, also of a dummy microbatch.
+        overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
         speeds: Speed of each rank in this minibatch, float64 [ranks].
-        cache_saving_s: Part of `communication_s` that caches save in each microbatch with windows.
-        cache_cost_s: Additional duration of the first microbatch of a rank with windows, which fills the caches.
+        cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
+        cache_cost_s: Additional duration of the first microbatch of a rank.
         cost: Cost model that ranks use for planning, in seconds.
     """
 
@@ -55,18 +57,15 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch, given by indices of sequences, at speed 1 without communication."""
+        """Return the duration, without communication, of a microbatch of sequence indices on a rank of speed 1."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the duration of a microbatch on a rank, including communication without caches."""
+        """Return the duration of a microbatch on a rank without caches, including communication."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank that uses windows and caches, including communication.
-
-        `is_first` is True for the first microbatch of the rank, which takes longer because it fills the caches.
-        """
+        """Return the duration of a microbatch on a rank with caches, including communication over windows."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
@@ -84,7 +83,7 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario(ScenarioOptions):
-    """Scenario of a simulated run. The seed determines all minibatches.
+    """Scenario of a simulated run. Raises `UserError` if options are invalid. The seed determines all minibatches.
 
     A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
 
@@ -125,13 +124,13 @@ class Scenario(ScenarioOptions):
 
     @property
     def communication_s(self) -> float:
-        """Communication time of a microbatch, for fetches and pushes, in seconds."""
+        """Duration of the fetches and pushes of a microbatch without caches, in seconds."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch with windows, and that filling them costs in the first one."""
+        """Seconds that caches save in each microbatch, and seconds to fill them in a rank's first microbatch."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -151,11 +150,11 @@ class Scenario(ScenarioOptions):
 
     @property
     def planned_cost(self) -> CostModel:
-        """Cost model that ranks use for planning, in seconds. The constant of a microbatch includes communication."""
+        """Cost model that ranks use for planning, in seconds, including overhead and communication of microbatches."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Generate the minibatches. The same seed gives the same minibatches."""
+        """Yield the minibatches. The same seed gives the same minibatches."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
@@ -172,6 +171,6 @@ class Scenario(ScenarioOptions):
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
-    """Sample `n` log-normal factors with mean 1. Unlike normal factors, they are always positive."""
+    """Sample `n` log-normal factors with mean 1. Unlike normal factors, log-normal factors are always positive."""
     variance = math.log1p(deviation**2)
     return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)

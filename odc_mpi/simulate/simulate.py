@@ -5,8 +5,8 @@
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
     floor                lower bound without split sequences: the larger of the time of the longest sequence on the
-                         fastest rank, and the time of all work without any waiting
-    even_share           lower bound of all schedules: the time of all work without any waiting
+                         fastest rank, and the time of all work if no rank ever waits
+    even_share           lower bound of all schedules: the time of all work if no rank ever waits
 
 The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by the time of the schedule.
 verl and the ODC paper use lb_micro for collectives.
@@ -61,15 +61,15 @@ RECOMMENDED_SCHEDULE = "window/dynamic"
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation. All mappings are by schedule. Unless stated otherwise, they also have the keys `BOUNDS`.
+    """Result of a simulation. Each mapping is by schedule. Its keys include `BOUNDS` unless stated otherwise.
 
     Attributes:
         speedup: Speed-up over collective/lb_micro.
-        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches, the mean over ranks.
-        idle_per_rank: Idle fraction of each rank. Without bounds.
+        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches, averaged over ranks.
+        idle_per_rank: Idle fraction of each rank, without `BOUNDS`.
         step_s: Mean duration of a minibatch, in seconds.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
-        timeline: Intervals of the first minibatch, in seconds, in which each rank computes. Without dummies and bounds.
+        timeline: Busy intervals of each rank in the first minibatch, in seconds, without `BOUNDS`.
     """
 
     scenario: Scenario
@@ -106,14 +106,14 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-serializable dictionary, with the additional key `floor`, its speed-up."""
+        """Return the fields as a JSON-serializable dictionary, and the speed-up of the floor with the key `floor`."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate a scenario with all schedules. The result is deterministic."""
+    """Simulate all schedules for a scenario. The result is deterministic."""
     return SimulationResult.from_times(
         scenario, *collect_timings(_timings(scenario, minibatch) for minibatch in scenario.minibatches())
     )
@@ -134,8 +134,8 @@ def collect_timings(
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
     """Collect the timings of all minibatches. Each item of `minibatches` maps schedules to their timings.
 
-    Returns three mappings by schedule: seconds of each minibatch; total busy seconds of each rank, float64 [ranks];
-    timeline of the first minibatch.
+    Returns three mappings by schedule: the seconds of each minibatch; the total busy seconds of each rank, float64
+    [ranks]; and the timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}
@@ -166,12 +166,16 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, pass the plan of `dynamic` to save time."""
+    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may be the plan of `dynamic`."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
 def simulate_timing(minibatch: SimulatedMinibatch, plan: Plan, transport: str, num_units: int = 1) -> SimulatedTiming:
-    """Simulate one minibatch. Plans with a pool or split sequences require the transport "window"."""
+    """Simulate one minibatch with the transport "window" or "collective".
+
+    Plans with split sequences, or with a pool of microbatches to claim, require "window". `num_units` matters only for
+    split sequences, whose chunks wait for each other in every unit.
+    """
     if plan.pool or plan.splits:
         assert transport == "window", "collectives require a static plan without split sequences"
         return _simulate_dynamic(minibatch, plan, num_units)
@@ -202,7 +206,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int)
 
 
 def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
-    """Return, for each rank, the intervals in which it computes chunks, and the time at which it has finished them."""
+    """Return, for each rank, the intervals in which the rank computes chunks, and the time at which it is done."""
     timeline: list[Intervals] = [[] for _ in minibatch.speeds]
     free = [0.0] * len(timeline)
     for split in plan.splits:
@@ -219,10 +223,10 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 
 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
-    """Return two lower bounds of the time of a minibatch without split sequences, in seconds.
+    """Return two lower bounds of the duration of a minibatch without split sequences, in seconds.
 
-    The first is the time of the longest sequence on the fastest rank. The second is the time of all work in the fewest
-    possible microbatches on ranks that never wait.
+    The first is the duration of the longest sequence on the fastest rank. The second is the duration of all work, in
+    the fewest possible microbatches, on ranks that never wait.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
@@ -237,7 +241,7 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate the numbers of sequences per rank in `PER_RANK`. Return a table of results with a recommendation."""
+    """Simulate each number of sequences per rank in `PER_RANK`. Return a table of the results with a recommendation."""
     results = {}
     for per_rank in PER_RANK:
         max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))

@@ -1,8 +1,8 @@
-"""Batch scripts for Slurm that run a training. jobs/batch_scripts.py writes the scripts in jobs/ with this module.
+"""Batch scripts for Slurm that run `odc-mpi train`. jobs/batch_scripts.py writes the scripts in jobs/ with this module.
 
-Does not use MPI. The scripts are plain bash that users can edit, with the settings of a site at the top. Before the
+Does not use MPI. Users can edit the scripts, which are plain bash with the settings of a site at the top. Before the
 time limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
-checkpoint, leave a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
+checkpoint, create a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
 """
 
 import re
@@ -64,8 +64,8 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
         headline: First line of the comment at the start of the script.
         usage: Command line for submitting the script, which is shown in the same comment.
         array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the arguments of the script, for example those that belong to one
-            job of an array; or "".
+        settings: Bash code that appends settings to the arguments of the script, for example different settings in each
+            job of an array; "" for none.
     """
     texts = {
         **vars(job),
@@ -86,7 +86,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Submit a batch script and return the exit code of sbatch. Raise `UserError` if sbatch is not on the PATH."""
+    """Submit a batch script and return the exit code of sbatch. Raises `UserError` if sbatch is not on the PATH."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("--submit: no sbatch on the PATH: run this on a login node, or remove --submit")
@@ -94,7 +94,7 @@ def submit(script: str) -> int:
 
 
 def _choices(chosen: dict[str, str]) -> str:
-    """Return the lines with options of sbatch that a site may require. Options not in `chosen` are comments."""
+    """Return the lines for sbatch options that a site may require. Options not in `chosen` become comments."""
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
     if others:

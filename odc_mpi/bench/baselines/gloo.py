@@ -1,4 +1,4 @@
-"""Process group of torch.distributed with the gloo backend, for FSDP2 on CPUs. No other module starts a group."""
+"""Gloo process group of torch.distributed, for FSDP2 on CPUs. No other module initializes a process group."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from odc_mpi.runtime.world import World
 
 
 class Gloo:
-    """Gloo process group of all ranks, which must run on one node. Construction is collective.
+    """Process group with the gloo backend for all ranks, which must run on one node. Construction is collective.
 
     Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. No socket
     listens after `close`.
@@ -42,12 +42,12 @@ class Gloo:
         self._reduce_scatter = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
     def all_gather(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        """Gather the shards of all ranks, each `[n]`, into `full`, `[size * n]`, in rank order. Collective."""
+        """Gather the shards of all ranks, each `[n]`, into `full`, `[ranks * n]`, in rank order. Collective."""
         with self._world.deadline("gathering with gloo"):
             self._all_gather(full, shard)
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient`, `[size * n]`, over all ranks, and store this rank's part in `shard`, `[n]`. Collective."""
+        """Sum `gradient`, `[ranks * n]`, over all ranks, and store this rank's part in `shard`, `[n]`. Collective."""
         with self._world.deadline("reducing with gloo"):
             self._reduce_scatter(shard, gradient)
 

@@ -1,8 +1,4 @@
-"""Baseline in plain PyTorch, without sharding, as the reference for sharded training.
-
-`UnshardedBaseline` trains in one process without communication, on the CPU or on a GPU. `bench.baselines.fsdp` shards
-the same model over ranks with FSDP2.
-"""
+"""Baseline in plain PyTorch, in one process on the CPU or on a GPU: the reference for sharded training."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -23,7 +19,7 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the unsharded model of a configuration, in fp32. Raises `UserError` if the configuration is invalid."""
+    """Build the unsharded model of a configuration, in fp32. Raises `UserError` if its settings are invalid."""
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
     parameters = {}
@@ -38,7 +34,7 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains on this rank's microbatches of `loader` without communication, as its only user."""
+    """Contender that trains without communication on all microbatches of a loader, which no other contender may use."""
 
     def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
         self._max_norm = config.optim.max_grad_norm
@@ -76,7 +72,7 @@ def run_microbatches(
     factor: float = 1.0,
     device: torch.device = HOST,
 ) -> float:
-    """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
+    """Run the forward and backward passes of microbatches. Return their contribution to the loss of the minibatch.
 
     `factor` multiplies the gradients, but not the returned loss. If the model is sharded, both passes communicate.
     """

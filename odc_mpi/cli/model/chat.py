@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer questions until the end of the input and return the exit code."""
+    """Answer questions from standard input until it ends, and return the exit code."""
 
     def work(job: "GenerateArguments", world: "World") -> None:
         from odc_mpi.generation.chat import chat

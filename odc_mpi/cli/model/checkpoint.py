@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action and return the exit code, which is 1 if `verify` finds a damaged checkpoint."""
+    """Run the selected action and return the exit code, which is 1 if `verify` finds a damaged checkpoint."""
     from odc_mpi.checkpoint import commands
 
     if arguments.action == "export":

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export the newest checkpoint, print the names of the written files, and return the exit code."""
+    """Export the newest checkpoint, print its step and the names of the written files, and return the exit code."""
     from odc_mpi.checkpoint.commands import open_newest_checkpoint
     from odc_mpi.checkpoint.export import Exporter, export
     from odc_mpi.hub import resolve_model_path

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options for the model and for sampling, which `odc-mpi generate` and `odc-mpi chat` share."""
+    """Add the options that `odc-mpi generate` and `odc-mpi chat` share, with `max_new_tokens` as a default."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start(arguments: argparse.Namespace, work: "Callable[[GenerateArguments, World], None]") -> int:
-    """Start MPI, call `work` on all ranks, and return the exit code of the command. Collective."""
+    """Initialize MPI, call `work` on all ranks, and return the exit code of the command. Collective."""
     from odc_mpi.observe.rank_log import RankLog
 
     with RankLog(launched_rank()) as log:
