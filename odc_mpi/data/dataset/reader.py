@@ -124,7 +124,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the longest sequence. The positions of both answers of a pair follow the prompt."""
+        """Number of positions of the longest sequence. In pairs, positions of both answers begin after the prompt."""
         if self.pair_counts is None:
             return int(self.lengths.max())
         prompt, chosen, _ = self.pair_counts.T

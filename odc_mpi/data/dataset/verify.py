@@ -18,8 +18,7 @@ _MAX_NUMBERS = 3
 def verify_dataset(path: Path) -> str:
     """Read and verify the complete contents of a data set, and return a line of text that describes it.
 
-    Raises a `UserError` if the file is not a data set, or is damaged. It contains the numbers of some damaged
-    sequences.
+    Raises a `UserError` if the file is not a data set, or is damaged. The message names the first damaged sequences.
     """
     with Dataset(path) as dataset:
         damaged: dict[int, DamagedDatasetError] = {}

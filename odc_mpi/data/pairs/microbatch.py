@@ -25,7 +25,7 @@ class PairMicrobatch(Microbatch):
     answers: torch.Tensor
 
     def to(self, device: torch.device) -> "PairMicrobatch":
-        """Return the microbatch with its tensors on `device`, except for the sequence bounds on the host."""
+        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
         moved = super().to(device)
         assert isinstance(moved, PairMicrobatch)
         return replace(moved, answers=self.answers.to(device))

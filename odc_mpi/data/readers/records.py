@@ -49,7 +49,7 @@ class InvalidRecords:
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record. Raises an InvalidRecordError if the line is not a JSON object in UTF-8."""
+    """Decode a line into a record. Raises an `InvalidRecordError` if the line is not a JSON object in UTF-8."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
