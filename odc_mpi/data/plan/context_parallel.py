@@ -51,12 +51,15 @@ MAX_RELATIVE_TIME = 0.98
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
     """Plan a minibatch whose costliest sequences are split over several ranks. All others are in `Plan.pool`.
 
-    If splits save less than 2% of the time, the plan is that of `balance.dynamic`, unless `max_tokens` requires splits.
+    This is a `BalanceStrategy`. If splits save less than 2% of the estimated time, and `max_tokens` does not require
+    them, the plan is that of `balance.dynamic`.
 
     Args:
-        max_tokens: Maximum number of tokens in a microbatch and in a chunk. If a sequence is longer than `size` chunks,
-            a `UserError` is raised.
+        max_tokens: Maximum number of tokens in a microbatch and in a chunk.
         unsplit: Plan of `balance.dynamic` for the same arguments; None to compute it.
+
+    Raises:
+        UserError: A sequence is longer than `size` chunks.
     """
     check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)

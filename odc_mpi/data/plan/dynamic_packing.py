@@ -76,8 +76,8 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds: costs are multiplied by 1 - spread on the first rank, rising to 1 + spread on the
-            last.
+        spread: Spread of speeds. With several ranks, costs are multiplied by factors from 1 - spread on the first rank
+            to 1 + spread on the last.
         available_at: Time at which each rank begins to claim, float64 [size]; None if all ranks begin at 0.
     """
     left = np.asarray(work, dtype=np.float64)
