@@ -22,11 +22,11 @@ class Encoded:
     Attributes:
         tokens: Tokens of the sequence, uint32 [length].
         loss_mask: True for each loss token, bool [length].
-        is_plain_text: True for a text without prompt, which may be split.
+        is_plain_text: True for a text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain texts with the bos token.
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
-        omitted: Text at the end of the generation prompt that the tokens do not contain; see `templates.Rendered`.
-        pair: Parts of a pair of answers (see `pairs.encode`); None for other sequences.
+        omitted: End of the generation prompt if the chat template leaves it out of the text; see `templates.Rendered`.
+        pair: Numbers of tokens of the parts if the sequence is a pair of answers (see `pairs.encode`), otherwise None.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -39,7 +39,7 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Number of tokens, to which `--max-length` applies."""
+        """Number of tokens that is compared with the option `--max-length`."""
         return len(self.tokens)
 
     @property
@@ -48,18 +48,18 @@ class Encoded:
         return bool(self.loss_mask[1:].any())
 
     def truncate(self, length: int | None) -> "Encoded":
-        """Return the sequence of the first `length` tokens, or of all tokens if `length` is None."""
+        """Return a sequence of the first `length` tokens, or of all tokens if `length` is None."""
         return replace(self, tokens=self.tokens[:length], loss_mask=self.loss_mask[:length])
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
-    """Tokenize examples of both kinds with a fast tokenizer of transformers, in one batch per kind.
+    """Tokenize prompts with completions, and conversations, with a fast tokenizer of transformers.
 
     Args:
         split_turns: When to return one sequence for each answer of a conversation; see `templates.ChatRenderer`.
 
     Returns:
-        Sequences of each example: one, or one for each trained answer of a conversation.
+        The sequences of each example: one, or one for each answer of a conversation to train on.
 
     Raises:
         UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
@@ -98,10 +98,10 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
     Args:
-        examples: Prompts without completion, and conversations, to which the generation prompt is added. At least one.
+        examples: Prompts without completion, or conversations, which get the generation prompt. There is at least one.
 
     Raises:
-        UserError: A conversation is given, but the tokenizer has no chat template.
+        UserError: There is a conversation, but the tokenizer has no chat template.
         InvalidRecordError: The chat template rejects the messages, or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
@@ -119,7 +119,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the special token that ends an assistant turn, or None without such a token or a chat template."""
+    """Return the number of the special token that ends an assistant turn, or None if no chat template defines it."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     chats = ChatRenderer(tokenizer)
     try:
@@ -131,13 +131,13 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that begin each sequence: the bos token if the tokenizer adds it, as Llama's does, or none."""
+    """Return the tokens that begin each sequence: the bos token if the tokenizer adds it, as for Llama, or none."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitTurns) -> list[list[Encoded]]:
-    """Tokenize the examples of conversations, and find the assistant's tokens by their character offsets."""
+    """Tokenize the rendered conversations, and find the tokens of the answers by their character offsets."""
     if not chats:
         return []
     renderer = ChatRenderer(tokenizer, split_turns)

@@ -1,7 +1,7 @@
 """Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
 
 Worker processes are spawned, not forked, because a fork would copy the threads of the library tokenizers and the locks
-of h5py in an invalid state. At most `_AHEAD` blocks per process are submitted in advance, so memory is bounded.
+of h5py in an invalid state. At most `_AHEAD` blocks per process are submitted in advance, which limits memory.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _AHEAD = 4  # blocks of each process that are submitted before the result of the
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Rules for long and held-out sequences, and for conversations. `PrepareOptions` explains the attributes."""
+    """Options for long sequences, held-out sequences and conversations. See `PrepareOptions` for the attributes."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop", "split"] = "truncate"
@@ -47,20 +47,20 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """Counts of filtered sequences and of their tokens.
+    """Counts of truncated, split, dropped and otherwise changed sequences, and of their tokens.
 
     Attributes:
-        num_truncated: Number of sequences that were truncated to the maximum length and written.
-        num_truncated_tokens: Number of tokens lost by truncation.
+        num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
+        num_truncated_tokens: Number of tokens that were removed from these sequences.
         num_split: Number of plain texts that were split into several sequences.
-        num_dropped: Number of sequences dropped because they were longer than the maximum length.
-        num_dropped_tokens: Number of tokens of the dropped sequences.
-        num_untrained_dropped: Number of sequences dropped because no loss tokens remained after truncation, and of
-            pairs dropped because an answer had no loss tokens or both answers were equal.
-        num_own_special: Number of texts that contained the bos or eos token, which was not added again.
-        num_split_turns: Number of conversations that were written as one sequence per answer.
-        num_omitted: Number of conversations in which an answer does not contain the end of the generation prompt.
-        omitted: Missing end of the generation prompt in the first of these conversations.
+        num_dropped: Number of sequences that were dropped because they were longer than the maximum length.
+        num_dropped_tokens: Number of tokens of these sequences.
+        num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
+            length. A pair must have loss tokens in both answers, and different answers, within this length.
+        num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
+        num_split_turns: Number of conversations that were split into one sequence per answer.
+        num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
+        omitted: The end of the generation prompt that is missing in the first of these conversations.
     """
 
     num_truncated: int = 0
@@ -82,7 +82,7 @@ class FilterCounts:
         self.omitted = omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count the properties of an example. `parts` are its encoded sequences before filtering."""
+        """Count an example by the properties of its encoded sequences `parts`, before they are filtered."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -95,11 +95,11 @@ class EncodedBlock:
     """Result of tokenizing a block.
 
     Attributes:
-        sequences: Sequences for training, and held-out sequences.
-        counts: Numbers of sequences that were truncated or dropped.
-        invalid: Error message of each invalid record.
-        kinds: Location of the first pair of answers, with the key True, and of the first other example, with the key
-            False. If both exist, there are no sequences.
+        sequences: List of the sequences for training, and list of the held-out sequences.
+        counts: Counts of the sequences that were changed or dropped.
+        invalid: Error message for each invalid record.
+        kinds: Location of the first pair of answers (key True) and of the first example of another kind (key False). If
+            a block contains both, it has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
@@ -109,7 +109,7 @@ class EncodedBlock:
 
 
 def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter: SequenceFilter) -> EncodedBlock:
-    """Tokenize the examples of a block, and filter the sequences. The result does not depend on other blocks."""
+    """Tokenize the examples in a block, and filter the sequences. The result does not depend on other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example | PreferencePair] = {}
     kinds: dict[bool, str] = {}
@@ -143,7 +143,7 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
 def _encode_all(
     encode_batch: _EncodeFn, examples: Mapping[int, Any], invalid: dict[int, str]
 ) -> Iterator[list[Encoded]]:
-    """Tokenize examples in batches. If the chat template rejects an example, add the error message to `invalid`."""
+    """Tokenize examples in batches. If an example is rejected, its error message is added to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
@@ -192,7 +192,7 @@ def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int)
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Return True if a sequence is held out: about `fraction` of all sequences, selected by their tokens only."""
+    """Return True for about `fraction` of all sequences. The result depends only on the tokens of the sequence."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -209,13 +209,13 @@ def encode_blocks(
     The worker processes end when the generator ends or is closed.
 
     Args:
-        blocks: Tuples of the index of a source, a block of it, and the names of the block's columns.
-        worker_arguments: Directory or data set that contains the tokenizer, or contents of its files by name; chat
-            template that replaces that of the tokenizer, if any; rules for sequences.
+        blocks: Blocks, each with the index of its source and the names of its columns.
+        worker_arguments: Location of the tokenizer (directory or data set) or contents of its files by name; chat
+            template that replaces the one of the tokenizer, or None; options for sequences.
         num_proc: Number of worker processes.
 
     Raises:
-        UserError: `encode_block` raised it in a worker process, or a worker process ended early.
+        UserError: Raised by `encode_block` in a worker process, or if a worker process ends early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -238,7 +238,7 @@ def encode_blocks(
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in the enclosed code and in processes started there, so that only this process handles Ctrl-C."""
+    """Block SIGINT in the `with` body and in processes started there, so that only this process handles Ctrl-C."""
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -265,7 +265,7 @@ def _start_worker(
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent has ended. The pipes of the pool would otherwise keep it alive."""
+    """End this process when its parent has ended. Otherwise, the pipes of the pool would keep it alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

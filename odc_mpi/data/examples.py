@@ -35,8 +35,8 @@ class PromptCompletion:
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Context without loss. It is empty for records that have only `text`.
-        completion: Text to train on. It is empty if only the prompt is used, for generation.
+        prompt: Text before the completion, without loss. Empty if the record has only the field `text`.
+        completion: Text to train on. Empty if the prompt is used for generation.
     """
 
     location: str
@@ -51,13 +51,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages. The model is trained on the messages of the assistant.
+    """Messages of a chat. The model is trained on the assistant's messages that are not in `context`.
 
     Attributes:
         location: File and line of the record, for error messages.
-        messages: Messages, without their null fields. Each message has the strings `role` and `content`.
-        tools: Definitions of the tools that the assistant may call, for the chat template; None without tools.
-        context: Indices of the assistant's messages that are context without loss.
+        messages: Messages without null fields. Each message has the strings `role` and `content`.
+        tools: Definitions of the tools that the assistant may call, for the chat template; None if there are no tools.
+        context: Indices of the assistant's messages that have no loss.
     """
 
     location: str
@@ -76,7 +76,7 @@ class Conversation:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return True if the loss covers a message: an assistant message with text or tool calls."""
+    """Return True if a message can have loss, because it is from the assistant and has text or tool calls."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -85,10 +85,10 @@ Example = PromptCompletion | Conversation
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to the same prompt. Each example consists of the prompt and one answer.
+    """Two answers to the same prompt, as two examples that each consist of the prompt and one answer.
 
-    If a record has texts without the field `prompt`, both examples are completions without a prompt. Their prompt is
-    then the text with which both begin.
+    If the answers are texts and the record has no field `prompt`, both examples are completions without a prompt. The
+    text with which both begin then serves as the prompt.
     """
 
     chosen: Example
@@ -101,23 +101,23 @@ class PreferencePair:
 
     @property
     def has_loss(self) -> bool:
-        """True if both answers have loss."""
+        """True if the model is trained on both answers."""
         return self.chosen.has_loss and self.rejected.has_loss
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Mapping from the names of fields in this module to their names in a source.
+    """Names that the fields of this module have in a source.
 
     Attributes:
-        names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If a required field of a
-            format is renamed, only formats that contain this field are accepted.
+        names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If required fields of a
+            format are renamed, only formats that contain all of them are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise a UserError if a field does not exist, or if no format has all renamed fields."""
+        """Raise a `UserError` if a field does not exist, or if no format has all renamed fields."""
         known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
         for name, source in self.names.items():
             if name not in known or not source:
@@ -129,10 +129,10 @@ class Columns:
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
 
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record whose renamed fields have the names of this module.
+        """Return a record in which the renamed fields have the names of this module.
 
         If a required field is renamed, the result contains only the fields of the first accepted format that is
-        complete. Raises an InvalidRecordError if a required field of each accepted format is missing.
+        complete. Raises an `InvalidRecordError` if no accepted format is complete.
         """
         if not self.names:
             return record
@@ -151,7 +151,7 @@ class Columns:
         return {name: value for name, value in renamed.items() if name in (*required, *_OPTIONAL)}
 
     def _formats(self) -> list[tuple[str, ...]]:
-        """Return the formats that contain all renamed fields. Optional fields are ignored."""
+        """Return the formats that contain all renamed fields, except for optional ones."""
         renamed = self.names.keys() - set(_OPTIONAL)
         return [required for required in _FORMATS if renamed <= set(required)]
 
@@ -159,18 +159,18 @@ class Columns:
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
     """Return the example or pair that a record contains.
 
-    The form of the record is the first of these whose fields are all present:
+    The record has the first of these forms whose fields are all present:
 
         `chosen` and `rejected`       a pair, optionally with a prompt in `prompt`, `conversations` or `instruction`
         `messages`                    a list of messages
-        `prompt` and `completion`     both texts or both lists of messages
+        `prompt` and `completion`     two texts or two lists of messages
         `conversations`               a list of objects with `from` and `value`
         `instruction` and `output`    texts, optionally with `input`
         `text`                        a text without prompt
 
-    Conversations also use the fields `tools`, a list, and `system`, unless the first message is a system message. Lists
-    may be given as their JSON text. `columns` renames the fields. Raises an InvalidRecordError for a record of another
-    form, and for invalid values.
+    Conversations may have two more fields: `tools`, a list, and `system`, which is ignored if the first message is a
+    system message. Lists may be given as JSON text. `columns` renames fields. Raises an `InvalidRecordError` if the
+    record has another form, or a field has an invalid value.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
@@ -201,9 +201,9 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record as an example without completion.
 
-    The prompt is the field `messages`, or the field `prompt`, a text or a list of messages. Assistant messages at the
-    end are removed, because the model generates them. Conversations also use the fields `system` and `tools`, and all
-    other fields are ignored. Raises an InvalidRecordError if there is no prompt, or a field has an invalid value.
+    The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
+    assistant messages are removed, because the model generates them. Conversations may also have the fields `system`
+    and `tools`. Raises an `InvalidRecordError` if there is no prompt, or one of these fields has an invalid value.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
@@ -218,7 +218,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
 
 def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with lists of messages instead of their JSON texts. Other texts are not changed."""
+    """Return a record in which JSON texts of lists of messages are replaced by the lists."""
     decoded = dict(record)
     for name in _WITH_MESSAGES:
         if isinstance(text := record.get(name), str) and _OBJECTS.match(text):
@@ -230,7 +230,7 @@ def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str) -> Example:
-    """Return the example of a prompt and a completion, which are two texts or two lists of messages."""
+    """Return an example from the fields `prompt` and `completion`, which are two texts or two lists of messages."""
     prompt, completion = record["prompt"], record["completion"]
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         text = text_field(record, "completion", location)
@@ -260,7 +260,7 @@ def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> P
 
 
 def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
-    """Return the conversations with either answer. The messages with which both begin have no loss."""
+    """Return the conversations with each answer. The messages with which both begin have no loss."""
     context: list[dict[str, Any]] = []
     if prompt == "instruction":
         context = _instruction(record, location)
@@ -301,7 +301,7 @@ def _turns(record: Mapping[str, Any], name: str, role: str, location: str) -> li
 def _conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
-    """Return a conversation of messages, with the system prompt and the tools from other fields of the record.
+    """Return a conversation with the system prompt and the tools from other fields of the record.
 
     The first `num_context` messages, messages that `LOSS_FLAGS` exclude and an answer at index 0 have no loss.
     """

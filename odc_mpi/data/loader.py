@@ -1,7 +1,7 @@
 """Loader: an endless, resumable sequence of minibatches, and the microbatches of each rank as tensors.
 
 All ranks construct the loader with the same arguments, except for `rank`. Without communication, they get the same
-minibatches and plans in the same order. A rank reads only its own sequences, and only when it needs them.
+minibatches and plans in the same order. A rank reads only the sequences that it processes, when it needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,15 +27,15 @@ from odc_mpi.formatting import did_you_mean
 class Minibatch:
     """Sequences of one optimizer step, on all ranks. Iteration reads and yields the microbatches of this rank.
 
-    Iteration raises a UserError if the plan has split sequences, or a pool of microbatches that any idle rank may
-    claim. For a plan with a pool, use `microbatches`.
+    Iteration raises a `UserError` if the plan has split sequences, or a pool of microbatches that idle ranks claim. For
+    a plan with a pool, call `microbatches`.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
-        position: Number of sequences of the current pass that precede this minibatch.
-        indices: Indices of all ranks' sequences in the data set, int64 [n].
-        num_tokens: Number of loss tokens of all ranks. A mean over loss tokens divides by this number.
-        num_input_tokens: Number of tokens of all ranks.
+        position: Number of sequences in the current pass that precede this minibatch.
+        indices: Indices in the data set of the sequences on all ranks, int64 [n].
+        num_tokens: Number of loss tokens on all ranks. A mean over loss tokens divides by this number.
+        num_input_tokens: Number of tokens on all ranks.
         plan: Assignment of the sequences to microbatches and ranks. It refers to sequences by positions in `indices`.
     """
 
@@ -52,7 +52,7 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Create a minibatch of the sequences with these indices, and count its tokens. No sequence is read."""
+        """Create a minibatch of the sequences with these indices, and count its tokens. Does not read the sequences."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
@@ -77,8 +77,8 @@ class Minibatch:
     def dummy_microbatches(self) -> Iterator[Microbatch]:
         """Yield dummy microbatches, so that this rank runs as many microbatches as the rank with the most.
 
-        Dummy microbatches are for training with collectives, which all ranks call once per microbatch. Each consists of
-        the minibatch's shortest sequence. The losses and gradients of dummy microbatches must be ignored.
+        Dummy microbatches are for training with collectives, in which all ranks take part for each microbatch. Each
+        consists of the shortest sequence in the minibatch. Their losses and gradients must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -86,13 +86,13 @@ class Minibatch:
             yield _read(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, then the microbatches that it claims from the pool, one at a time.
+        """Yield the microbatches of this rank, then the microbatches that it claims from `Plan.pool`, one at a time.
 
         Split sequences are not in these microbatches.
 
         Args:
             claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-                positions in the pool. Each position must be yielded on one rank only.
+                positions in the pool. Each position must be yielded on only one rank.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -106,14 +106,14 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 
 
 class ShuffledSampler:
-    """Endless sampler of the sequences or prompts of minibatches.
+    """Endless sampler of sequences or prompts, by minibatches.
 
     Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
-    The order depends on the seed and the data epoch only, so a run can resume on another number of ranks.
+    The order depends only on the seed and the data epoch, so a run can resume on another number of ranks.
 
     Args:
-        dataset: Data set. The caller remains responsible for closing it.
-        num_samples: Number of sequences or prompts in the minibatch of all ranks.
+        dataset: Data set, which the caller closes.
+        num_samples: Number of sequences or prompts in a minibatch of all ranks.
         seed: Seed of the random orders, the same on every rank.
     """
 
@@ -125,15 +125,15 @@ class ShuffledSampler:
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next minibatch, which is the same on every rank.
 
-        `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts already sampled
-        in this data epoch.
+        `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts that were
+        already sampled in this data epoch.
         """
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict` that was created with the same seed and data set.
+        """Continue at the position in `state`, from a `state_dict` with the same seed and data set.
 
-        Raises a UserError if the position is not in the data set.
+        Raises a `UserError` if the position is not in the data set.
         """
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
@@ -144,7 +144,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
-        """Return the distinct indices in the next minibatches, int64 [n], ascending. The sampler does not advance."""
+        """Return the distinct indices in the next minibatches, ascending, int64 [n]. The sampler does not advance."""
         state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
             if found.all():
@@ -154,7 +154,7 @@ class ShuffledSampler:
         return np.flatnonzero(found)
 
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
-        """Return the position and the indices of the next minibatch, and advance to the following minibatch."""
+        """Return the position and the indices of the next minibatch, and advance the sampler."""
         position, indices = self.state_dict(), self._order[self._position : self._position + self._num_samples]
         if self._position + len(indices) < len(self._dataset):
             self._position += len(indices)
@@ -171,7 +171,7 @@ class Loader(ShuffledSampler):
     """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost of sequences, for the plans. It may be changed between minibatches, but must be equal on all ranks.
+        cost: Cost model for the plans. It may be replaced between minibatches, but must be equal on all ranks.
     """
 
     def __init__(
@@ -192,18 +192,18 @@ class Loader(ShuffledSampler):
         """Create the loader, and check the settings against the data. See also `ShuffledSampler`.
 
         Args:
-            minibatch_sequences: Number of sequences in the minibatch of all ranks.
+            minibatch_sequences: Number of sequences in a minibatch of all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
             rank: Rank whose microbatches the minibatches yield, from 0 to `size` - 1.
             cost: Initial value of the attribute `cost`.
-            context_parallel: True to split sequences. Plans are those of `split_longest`, for any `balance` and
-                `exact`.
+            context_parallel: True to plan with `split_longest`, which splits long sequences. `balance` and `exact` then
+                do not affect the plans.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
-            packs: False for one sequence in each microbatch. Not allowed with `context_parallel`.
+            packs: False for one sequence in each microbatch. Must be True with `context_parallel`.
 
         Raises:
-            UserError: A setting is invalid, `exact` excludes this `balance`, or a sequence is too long.
+            UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert packs or not context_parallel, "split sequences are packed"
@@ -227,14 +227,14 @@ class Loader(ShuffledSampler):
         return self
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch with its plan. No sequence is read."""
+        """Return the next minibatch with its plan. Does not read the sequences."""
         position, indices = self._next_indices()
         plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
 
 def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
-    """Return a balance strategy by name. For `cost`, `exact`, `packs` and errors, see `Loader`."""
+    """Return the balance strategy called `name`. `Loader` explains the other arguments and the errors."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")

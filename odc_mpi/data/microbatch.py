@@ -18,18 +18,17 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (positions in the sequence) and,
-            except for chunks, pairs and rollouts, `labels` are int64 [1, T]. Labels are -100 for tokens without loss
-            and for the first token of each sequence, so a model that shifts labels never predicts that token from
-            another sequence. `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the
-            sequences and of their keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache`
-            is False. Otherwise, transformers would not separate sequences by their positions where attention ignores
-            the bounds.
+        inputs: Arguments of a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence) are
+            int64 [1, T], and so are `labels`, which chunks, pairs and rollouts do not have. Labels are -100 for tokens
+            without loss and for the first token of each sequence, so no token is predicted from another sequence.
+            `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the sequences and of their
+            keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache` is False, because with a
+            cache, transformers would not separate sequences by their positions if attention ignores the bounds.
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
         indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].
-        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The position of the last token of a
-            prompt occurs once for each answer that shares the prompt.
+        logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The last position of a prompt occurs
+            once for each answer that shares the prompt.
         targets: Loss tokens, int64 [K].
         is_chunk: True if the microbatch is a chunk of a sequence whose other chunks are on other ranks.
     """
@@ -43,7 +42,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the microbatch with its tensors on `device`. The bounds of the sequences stay on the host."""
+        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
         if device.type == "cpu":
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -57,7 +56,7 @@ class Microbatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read the sequences with these indices, int64 [num_sequences], at least one, and return a microbatch of them."""
+    """Read at least one sequence, and return a microbatch. `indices` are the indices of the sequences, int64 [n]."""
     sequences = [dataset[i] for i in indices]
     lengths = [len(tokens) for tokens, _ in sequences]
     labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
@@ -70,9 +69,9 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens `begin:end` of a sequence, and return them as a microbatch that is a chunk.
+    """Read the tokens `begin:end` of a sequence, and return them as a microbatch with `is_chunk`.
 
-    The `inputs` contain no labels. The last token of a chunk predicts the first token of the next chunk.
+    `inputs` contains no labels. The last token of a chunk predicts the first token of the next chunk.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
@@ -84,7 +83,7 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
 def _with_targets(
     inputs: dict[str, Any], next_labels: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
 ) -> Microbatch:
-    """Create a microbatch from its inputs and the label of each token's successor, int64 [T]."""
+    """Create a microbatch from its inputs and the label of the token that follows each token, int64 [T]."""
     positions = np.flatnonzero(next_labels != IGNORED_LABEL)
     targets = next_labels[positions]
     return Microbatch(
@@ -101,9 +100,9 @@ def packed_inputs(
         tokens: Tokens of all sequences, int64 [T].
         lengths: Number of tokens of each sequence, without a shared prompt.
         shared_prompts: For each sequence, the number n of prompt tokens that it shares with an earlier sequence, or 0
-            if it shares none. The earlier sequence is the nearest one before it whose number is 0. A sequence with a
-            shared prompt attends to the first n tokens of the earlier sequence. Its positions begin at n, and it has n
-            more keys than tokens. None means 0 for all sequences.
+            if it shares none; None if no sequence shares a prompt. The earlier sequence is the nearest one before it
+            whose number is 0. A sequence with a shared prompt attends to the first n tokens of the earlier sequence.
+            Its positions begin at n, and it has n more keys than tokens.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]
@@ -118,7 +117,7 @@ def packed_inputs(
 def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`.
 
-    `num_keys` is the number of keys of each sequence, by default its length.
+    `num_keys` is the number of keys of each sequence; None if it equals the number of tokens.
     """
     # With a cache, which is the default, transformers silently does not separate sequences by their positions.
     kwargs: dict[str, Any] = {"use_cache": False}

@@ -17,13 +17,13 @@ def check_outputs(
 
     Args:
         paths: Files to write.
-        tokenizer: Directory or data set of the tokenizer, if any.
+        tokenizer: Directory or data set of the tokenizer; None if it is trained.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
-        force: True to permit the replacement of a data set whose stored `origin` differs or cannot be read.
+        force: True to permit replacing a data set whose stored `origin` differs or cannot be read.
 
     Raises:
-        UserError: A file is neither new nor a data set, cannot be accessed, is an input, has another `origin` without
-            `force`, or would be read as a part of a source by the next call.
+        UserError: A file is an input, exists but is not a data set, has another `origin` although `force` is False,
+            cannot be accessed, or would become a file of a source because of its folder and suffix.
     """
     replaced = []
     for path in paths:
@@ -54,7 +54,7 @@ def check_outputs(
 
 
 def write_error(error: OSError, out: Path) -> UserError:
-    """Convert an `OSError` of a call that writes `out` to a `UserError` that does not name a temporary file."""
+    """Convert an `OSError` that occurred while writing `out` to a `UserError` without the names of temporary files."""
     path = Path(str(error.filename))
     if error.filename is None or ".tmp" in (path.suffix, path.parent.suffix):
         reason = error.strerror or one_line_message(error)
@@ -67,7 +67,7 @@ def _error(expected: str, path: Path, found: str = "the same file") -> UserError
 
 
 def _is_regular_file(path: Path) -> bool:
-    """Return True for a regular file, or False if `path` does not exist. Raises a UserError for other paths."""
+    """Return True for a regular file, or False if `path` does not exist. Raises a `UserError` for other paths."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

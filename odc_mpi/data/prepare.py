@@ -2,8 +2,8 @@
 
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
 one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
-sequences are written to a second data set. Files are written atomically, and replace data sets only (`outputs`). The
-files are byte for byte identical for any number of processes. This module does not use MPI.
+sequences are written to a second data set. Files are written atomically, and replace only data sets (`outputs`). They
+are byte for byte identical for any number of processes. This module does not use MPI.
 """
 
 import hashlib
@@ -59,20 +59,20 @@ class PrepareOptions:
 
     Attributes:
         tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
-        chat_template: File with a chat template, which replaces that of the tokenizer; None to keep it.
+        chat_template: File with a chat template, which replaces the one of the tokenizer; None to keep that one.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens of a sequence, or of prompt and one answer of a pair; None for no limit.
+        max_length: Maximum number of tokens of a sequence, or of a prompt with one answer of a pair; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and truncate others.
         columns: Name in the sources of each renamed field; see `examples.Columns`.
-        split: Split of data sets of the library `datasets`; None for "train", or for the only split of a directory.
+        split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
         vocab_size: Maximum number of tokens of a tokenizer that is trained.
-        bad_lines: "error" to raise a UserError for an invalid line; "skip" to skip and count invalid lines.
+        bad_lines: "error" to raise a `UserError` for an invalid record; "skip" to skip and count invalid records.
         eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. All
-            sequences of an example are held out together. The selection depends on the tokens of the example only.
+            sequences of an example are held out together. The selection depends only on the tokens of the example.
         seed: Seed for the random selection of examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
-        num_proc: Number of processes; None for the number of cores that this process may use, or 1 for little text.
+        num_proc: Number of processes; None for the number of available cores, or 1 if there is little text.
         force: True to replace data sets that were made from other sources.
     """
 
@@ -92,7 +92,7 @@ class PrepareOptions:
     force: bool = False
 
     def check(self) -> None:
-        """Raise a UserError if an option is out of range."""
+        """Raise a `UserError` if an option is out of range."""
         Columns(self.columns).check()
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
@@ -109,18 +109,16 @@ def prepare(
 ) -> PrepareReport:
     """Tokenize sources, and write a data set.
 
-    If an earlier call wrote the data set with the same options from the same, unchanged sources, the file is kept.
+    An undamaged data set is kept if it was made with the same options and versions from the same, unchanged sources.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
-        out: New file, or data set of the same sources to replace (see `PrepareOptions.force`). If an error occurs, the
-            file does not change.
+        out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
         options: Options; None for the defaults.
-        console: Console for a progress bar; None for no progress bar. The report is not printed.
+        console: Console for a progress bar and notes on replaced files; None for no output. The report is not printed.
 
     Raises:
-        UserError: The arguments, the sources or the tokenizer are invalid, or a file cannot be read or written. No file
-            has been written.
+        UserError: The arguments, the sources or the tokenizer are invalid, or a file cannot be read or written.
     """
     try:
         return _prepare(_Plan(source_specs, out, options or PrepareOptions()), console)
@@ -148,7 +146,7 @@ def _prepare(plan: "_Plan", console: Console | None) -> PrepareReport:
 
 
 def eval_output_path(out: Path) -> Path:
-    """Return the path of the data set with held-out sequences, such as chats.eval.h5 for chats.h5."""
+    """Return the path of the data set with the held-out sequences, such as chats.eval.h5 for chats.h5."""
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
@@ -160,7 +158,7 @@ class _Plan:
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
         files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
-        chat_template: Chat template that replaces that of the tokenizer, if any.
+        chat_template: Chat template that replaces the one of the tokenizer, or None.
         request: Digest of everything that determines the result.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
     """
@@ -200,7 +198,7 @@ class _Plan:
 def _request_digest(
     sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes], chat_template: str | None
 ) -> str:
-    """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
+    """Return a digest of the sources (paths, sizes and times), the options, the tokenizer and the versions."""
     choices = asdict(options) | {"chat_template": chat_template}
     del choices["num_proc"], choices["tokenizer"], choices["force"]
     request = {
@@ -263,7 +261,7 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
 
 
 def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> None:
-    """Raise a UserError if a data set would be empty."""
+    """Raise a `UserError` if a data set would be empty."""
     if not sum(counts):
         names = ", ".join(map(repr, plan.source_specs[:_MAX_NAMES]))
         raise UserError(f"no sequences to write from {names}{stats.explain(plan.options.max_length)}")

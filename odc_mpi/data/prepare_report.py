@@ -19,22 +19,22 @@ _MAX_SHARES = 50  # with more sources, the report omits their shares
 
 @dataclass(kw_only=True)
 class PrepareReport(FilterCounts):
-    """Counts of a prepared data set, in addition to those of filtered sequences.
+    """Counts of a prepared data set, including those of `FilterCounts`.
 
     Attributes:
         path: Path of the data set.
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
-        chat_template: File of the chat template that replaced that of the tokenizer, if any.
+        chat_template: File with the chat template that replaced the one of the tokenizer; None if it was not replaced.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
-        num_prompt_tokens: Number of tokens of the prompts of pairs; 0 if the sequences are not pairs.
-        num_bad_lines: Number of invalid lines that were skipped.
-        bad_lines: Error messages of the first three invalid lines.
+        num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
+        num_bad_lines: Number of invalid records that were skipped.
+        bad_lines: Error messages of the first three invalid records.
         longest: Number of tokens of the longest sequence.
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
-        shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source. It is
-            empty for a single source and for more than 50 sources.
-        folders: For each folder, a line of text about its files.
+        shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
+            a single source and for more than 50 sources.
+        folders: For each source that is a folder, a line of text about its files.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
         num_proc: Number of processes that tokenized.
     """
@@ -60,7 +60,7 @@ class PrepareReport(FilterCounts):
     num_proc: int = 1
 
     def describe(self) -> str:
-        """Return the report as lines of text."""
+        """Return the report as several lines of text."""
         origin = f"trained on {self.trained_on}" if self.trained_on else f"from {self.tokenizer}"
         if self.chat_template or self.trained_on:
             origin += f", with {self.chat_template or 'a plain chat template (ChatML)'}"
@@ -138,7 +138,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a UserError for pairs mixed with other examples, and for an invalid record that is not skipped.
+        Raises a `UserError` if pairs are mixed with other examples, or if an invalid record must not be skipped.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
@@ -159,7 +159,7 @@ class PrepareStats:
             self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport`, except `vocab_size`, by attribute name. They are JSON-serializable.
+        """Return the counts for a `PrepareReport`, except `vocab_size`, by attribute name. JSON can represent them.
 
         Args:
             writer: Writer of the sequences for training.
@@ -180,7 +180,7 @@ class PrepareStats:
         }
 
     def explain(self, max_length: int | None) -> str:
-        """Return the end of an error message that explains why there are no sequences to write."""
+        """Return the end of an error message, which explains why there are no sequences to write."""
         counts, invalid = self._counts, self._invalid
         if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
             return ": SOURCE contains no examples"

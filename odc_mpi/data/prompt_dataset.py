@@ -1,6 +1,6 @@
-"""Prompts for generation, with columns for reward functions, read from a file in any format that `prepare` reads.
+"""Prompts for generation, and columns for reward functions, from a file in any format that `prepare` reads.
 
-This module does not use MPI. Each rank reads the file independently. Ranks for which `PromptDataset.digest` returns the
+This module does not use MPI. Each rank reads the file independently. Ranks on which `PromptDataset.digest` returns the
 same value have the same prompts.
 """
 
@@ -33,8 +33,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Value of each column by name, for the keyword arguments of reward functions. The columns are all fields
-            in the file that are not part of a prompt. The value is None if this record does not have the field.
+        columns: Value of each column by name, for the keyword arguments of reward functions. All fields in the file
+            that do not belong to prompts are columns. If this record does not have the field, the value is None.
     """
 
     tokens: list[int]
@@ -51,12 +51,12 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
 
     Args:
-        path: File of a format that `DataSource` reads.
+        path: File in a format that `DataSource` reads.
         setting: Name of the setting or option that specifies the file, for error messages.
 
     Raises:
-        UserError: The file cannot be read or contains no lines or rows.
-        InvalidRecordError: A line or row contains no valid prompt.
+        UserError: The file cannot be read, contains no records, or is an HDF5 file, such as a data set of `prepare`.
+        InvalidRecordError: A record contains no valid prompt.
     """
     expected = f"{setting}: expected a file of prompts, such as JSON lines or Parquet, got {path}, which"
     try:
@@ -82,7 +82,7 @@ class PromptDataset:
 
     Attributes:
         lengths: Number of tokens of each prompt, int64 [n].
-        locations: File and line (or row) of each prompt, for error messages.
+        locations: File and line or row of each prompt, for error messages.
         vocab_size: Number of tokens of the tokenizer.
         vocabulary: `vocabulary_digest` of the tokenizer.
         max_token_id: Largest token number in the prompts.
@@ -91,7 +91,7 @@ class PromptDataset:
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
         """Read and tokenize all prompts of a file. For `path` and `setting`, see `read_prompts`.
 
-        Raises a UserError if the file, a prompt or a column is invalid, or there is no chat template for messages.
+        Raises a `UserError` if the file, a prompt or a column is invalid, or if messages lack a chat template.
         """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
@@ -119,7 +119,7 @@ class PromptDataset:
         return PromptRecord(self._tokens[index].tolist(), content["prompt"], self._columns | content["columns"])
 
     def digest(self) -> str:
-        """Return a digest of the prompts, of their tokens and columns, and of the vocabulary."""
+        """Return a digest of the prompts with their tokens and columns, and of the tokenizer's vocabulary."""
         parts = (self.vocabulary.encode(), self.lengths.astype("<i8"), *(each.astype("<i8") for each in self._tokens))
         return hashlib.sha256(b"".join([*map(bytes, parts), *(text + b"\n" for text in self._texts)])).hexdigest()
 

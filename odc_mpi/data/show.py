@@ -1,4 +1,4 @@
-"""Display of sequences of a data set with marked loss tokens, so that wrong loss masks are seen before training."""
+"""Display of sequences of a data set with marked loss tokens, so that wrong loss masks are found before training."""
 
 import itertools
 import re
@@ -20,10 +20,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks a
 
 
 def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
-    """Print sequences of a data set, decoded with its tokenizer. Each answer of a pair follows a line with its name.
+    """Print sequences of a data set, decoded with its tokenizer. In pairs, a title precedes each answer.
 
-    Loss tokens are printed in green, and between double brackets if the console has no colors. Printing stops at the
-    first index beyond the end of the data set. Raises a UserError if the data set is damaged, or has no tokenizer.
+    Loss tokens are green or, if the console has no colors, between double brackets. Printing stops at the first index
+    beyond the end of the data set. Raises a `UserError` if the data set is damaged or has no tokenizer.
     """
     tokenizer = load_tokenizer(path)
     has_colors = console.color_system is not None and not console.no_color
@@ -38,7 +38,7 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
 
 
 def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.int64], int]]:
-    """Yield a title, the indices of the context and the part, and the size of the context, for each part of a row."""
+    """Yield the parts of a row: title, indices of the context and of the part, and number of tokens in the context."""
     complete = np.arange(dataset.lengths[index])
     if dataset.pair_counts is None:
         yield "", complete, 0
@@ -53,7 +53,7 @@ def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.i
 def _decode(
     tokenizer: Any, tokens: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_], begin: int, has_colors: bool
 ) -> Text:
-    """Return the text of the tokens from `begin`, with the loss tokens marked."""
+    """Return the text of the tokens from index `begin` on, with marked loss tokens."""
     text, end = Text(), begin
     # The complete beginning is decoded, since some tokenizers drop a blank at the beginning of a text.
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -1,9 +1,9 @@
-"""Sources of text: files, folders, data sets of `datasets` and the standard library, optionally mixed by weights.
+"""Sources of text: files, folders, data sets of the library `datasets` and the standard library, optionally weighted.
 
 Without weights, each example (line or row) of each source is used once. With weights, the numbers of examples from the
-sources are proportional to the weights, and the examples are selected at random. No example is used twice, unless the
-strategy allows it (see `mix`). Sources are read in the order of the command line, since training shuffles sequences. A
-source that cannot be read raises a UserError.
+sources are proportional to the weights, and the examples are selected at random. Whether an example may be used
+repeatedly depends on the strategy (see `mix`). Sources are read in the order of the command line, since training
+shuffles sequences. If a source cannot be read, a `UserError` is raised.
 """
 
 import random
@@ -45,16 +45,16 @@ class DataSource:
 
     @property
     def origin(self) -> str:
-        """Absolute path of the source, or its name if there is no file or folder of this name."""
+        """Absolute path of the source, or its name if no file or folder has this name."""
         return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
     def is_folder(self) -> bool:
-        """True if the user specified a folder of files."""
+        """True if the user specified a folder with files of text."""
         return self.dataset is None and bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
-        """Return a line with the number and the names of the folder's files, for display."""
+        """Return a line of text with the number and the names of the files in the folder."""
         names = [file.name for file in self.files]
         if len(names) > _MAX_NAMES:
             names = [*names[: _MAX_NAMES - 1], "...", names[-1]]
@@ -71,7 +71,7 @@ class DataSource:
 
     @property
     def num_text_bytes(self) -> int:
-        """Approximate total size of the text in the files after decompression, in bytes."""
+        """Approximate size of the text in all files after decompression, in bytes."""
         packed = (*compressed.SUFFIXES, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
@@ -80,11 +80,11 @@ class DataSource:
         return list(stdlib.functions())
 
     def columns(self, columns: Columns) -> Columns:
-        """Return the names of the fields in the records: the defaults for the standard library, otherwise `columns`."""
+        """Return the names of the fields in the records, which are the default names for the standard library."""
         return Columns() if self.name == STDLIB else columns
 
     def count(self) -> int:
-        """Return the number of examples, including invalid ones. Reads text files completely to count them."""
+        """Return the number of examples, including invalid ones. Text files are read completely for this."""
         if self.dataset is not None:
             return len(self.dataset)
         if not self.files:
@@ -114,16 +114,16 @@ class DataSource:
 
 
 def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSource]:
-    """Return the sources that the user specified.
+    """Return the sources that the user specified. Data sets on the Hugging Face Hub are downloaded if necessary.
 
     Args:
         specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
-            a colon and a weight. If the complete specification is the path of a file or folder, it has no weight.
+            a colon and a weight. If the complete specification is the name of a file or folder, there is no weight.
         split: Split of data sets of the library `datasets`; see `hf_datasets.load`.
 
     Raises:
-        UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not above 0,
-            only some of the sources have a weight, or a split is given without a data set that can have one.
+        UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not a finite
+            number above 0, only some sources have a weight, or `split` is given but no source has splits.
     """
     sources = [_find(spec, split) for spec in specs]
     if split is not None and all(source.dataset is None for source in sources):
@@ -157,13 +157,13 @@ def _find(spec: str, split: str | None) -> DataSource:
 
 
 def _looks_like_path(path: Path) -> bool:
-    """Return True if the name of a missing file or folder is not to be looked up on the Hub."""
+    """Return True if the name of a missing file or folder should not be looked up on the Hub."""
     suffix = compressed.bare_suffix(path)
     return suffix in (*_TEXT_SUFFIXES, parquet.SUFFIX, ".txt", ".h5") or Path(path.parts[0]).is_dir()
 
 
 def suggest_name(path: Path) -> str:
-    """Return " (did you mean NAME?)" with the most similar file name in the directory of a missing file, or ""."""
+    """Return " (did you mean NAME?)" with the name most similar to that of a missing file, or "" if there is none."""
     return did_you_mean(path.name, (each.name for each in path.parent.glob("*")))
 
 
@@ -182,7 +182,7 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files in a folder whose suffix is supported, sorted by path. Of .json, only arrays are data."""
+    """Return the files in a folder that have a supported suffix, sorted by path. Of .json, only arrays are included."""
     files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
     data = tuple(
         file for file in files if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
@@ -212,7 +212,7 @@ class Mixture:
 
     Attributes:
         sources: Sources, in the order in which they are read.
-        counts: For each source, the number of its examples and the number to use; None to use each example once.
+        counts: For each source, its number of examples and the number to use; None to use each example once.
         seed: Seed for the random selection of examples.
     """
 
@@ -222,18 +222,18 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read. It includes each pass over a source that is read several times."""
+        """Number of bytes to read. A source that is read several times counts several times."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the examples to use in blocks, each with the index of its source."""
+        """Yield the examples to use in blocks, each with the index of its source. See also `DataSource.read`."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
     def _passes(self, index: int) -> list[RepeatFn]:
-        """Return, for each pass over a source, the function that selects the examples."""
+        """Return a function that selects examples for each pass over a source."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]
@@ -243,14 +243,14 @@ class Mixture:
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
-    """Compute the number of examples to use from each source. With weights, this counts the examples of all sources.
+    """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
 
     Args:
-        sources: Sources, all with a weight or all without a weight.
-        strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses
-            no example twice. The source with the fewest examples relative to its weight is used completely, the others
-            in part. "all_exhausted" uses every example. The source with the most examples relative to its weight is
-            used once, the others repeatedly.
+        sources: Sources, either all with a weight or all without a weight.
+        strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
+            example twice: the source with the fewest examples relative to its weight is used completely, the others in
+            part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used
+            once, the others repeatedly.
 
     Raises:
         UserError: A source with a weight is empty, or the weights require more than 1000 passes over a source.

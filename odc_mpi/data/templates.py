@@ -1,10 +1,10 @@
 """Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
 
-A template renders all messages into one text. An answer is found by comparing two renderings. The first contains the
-messages before the answer and the generation prompt, which is the text that the model continues at inference. The
-second contains the messages up to and including the answer. The loss begins where the two texts differ. If a template
-marks the answers with `{% generation %}`, the marked text has loss, and the comparison only selects the marks of single
-answers. This module works with characters only; `encode` converts characters to tokens.
+A template renders all messages into one text. To find an answer, two renderings are compared. The first one contains
+the messages before the answer, and the generation prompt, which is the text that the model continues at inference. The
+second one contains the messages up to and including the answer. The loss begins where the two texts differ. If a
+template marks the answers with `{% generation %}`, only the marked text has loss, and the comparison serves to find the
+marks of a single answer. This module processes only characters; `encode` converts them to tokens.
 """
 
 import functools
@@ -31,8 +31,8 @@ class Rendered(NamedTuple):
     Attributes:
         text: Rendered messages.
         spans: Character ranges (begin, end) with loss: each trained answer including its end-of-turn token, or the
-            marks of the chat template.
-        omitted: End of the generation prompt that the text does not contain, such as "<think>"; empty if there is none.
+            parts that the chat template marks.
+        omitted: End of the generation prompt that is missing in `text`, such as "<think>"; empty if none is missing.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer from character `begin` of `text`, the rendering that ends with it. For `omitted`, see `Rendered`."""
+    """An answer, from character `begin` of the rendering `text`, which ends with it. For `omitted`, see `Rendered`."""
 
     index: int
     text: str
@@ -53,14 +53,14 @@ class _Answer:
 class ChatRenderer:
     """Renderer of conversations with the chat template of a tokenizer.
 
-    Rendering raises a UserError if the tokenizer has no chat template, and an InvalidRecordError if the template
+    Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
     rejects the messages.
 
     Args:
         tokenizer: Fast tokenizer of transformers.
-        split_turns: "never" for one example per conversation. "always" for one example per answer to train on, each
-            ending with that answer. "auto" for one example per conversation if later messages do not change the text of
-            earlier ones, except for special tokens after an end of turn, and otherwise one example per answer.
+        split_turns: "never" for one example per conversation; "always" for one example per answer to train on, which
+            ends with this answer; "auto" for one example per conversation if later messages do not change the text of
+            earlier ones, except for special tokens after a turn, and one example per answer otherwise.
     """
 
     def __init__(self, tokenizer: Any, split_turns: SplitTurns = "auto") -> None:
@@ -72,15 +72,15 @@ class ChatRenderer:
         return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
-        """Render all messages of a conversation, with the generation prompt at the end if `for_generation`."""
+        """Render all messages of a conversation. If `for_generation`, the generation prompt is added at the end."""
         return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0].text
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:
         """Render the examples of a conversation, in which each trained answer has loss exactly once.
 
         Raises:
-            InvalidRecordError: The chat template leaves out a part of an answer, or changes earlier text so that an
-                answer cannot be found or, with `split_turns` "never", answers cannot share an example.
+            InvalidRecordError: The chat template omits a part of an answer, or later messages change earlier text so
+                that an answer cannot be found or, if `split_turns` is "never", answers cannot share an example.
         """
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained = [i for i in answers if chat.message_has_loss(i)]
@@ -107,9 +107,9 @@ class ChatRenderer:
         return examples
 
     def end_of_turn(self, turn: str) -> int:
-        """Return the number of characters of a turn up to and including its end-of-turn token, a special token.
+        """Return the number of characters of a turn up to and including the special token that ends it.
 
-        White space that templates append to the token is not counted. Without the token, the complete turn is counted.
+        White space after the token is not counted. If there is no such token, the complete turn is counted.
         """
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
@@ -132,7 +132,7 @@ class ChatRenderer:
         return found, turns[-1].text
 
     def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
-        """Return one example of all answers, or None if each answer needs its own. `text` contains all messages.
+        """Return one example with all answers, or None if each answer needs its own. `text` contains all messages.
 
         Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
         end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
@@ -156,7 +156,7 @@ class ChatRenderer:
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
-        """Return the number of common first characters of two texts, without an incomplete special token at the end."""
+        """Return the length of the common beginning of two texts, without an incomplete special token at the end."""
         low, high = 0, min(len(a), len(b))
         while low < high:
             middle = (low + high + 1) // 2
@@ -248,7 +248,7 @@ def _has_marks(template: str) -> bool:
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
-    """Return the spans that overlap at least one of the others."""
+    """Return those of `spans` that overlap at least one of `others`."""
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
 
 
@@ -280,7 +280,7 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
-    """Find a content that ends in the span and begins at `position` or later, and return its end.
+    """Find `content` where it begins at `position` or later and ends in the span. Returns its end, or None.
 
     The template may have changed the white space.
     """
@@ -300,7 +300,7 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 
 
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages with the arguments of tool calls as objects, and as JSON texts, if there are tool calls.
+    """Return the messages with arguments of tool calls as objects, and as JSON text, or unchanged without tool calls.
 
     Data sets contain both forms. Most templates convert an object to JSON, and would quote a text. Other templates need
     texts, and raise an exception for an object.
@@ -311,7 +311,7 @@ def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with converted arguments of its tool calls, which may be in an object `function`."""
+    """Return a message with `form` applied to the arguments of its tool calls, also within an object `function`."""
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     converted = []

@@ -1,10 +1,10 @@
 """Tokenizers: training and loading tokenizers, and reading their files.
 
 A tokenizer is loaded from a directory that `save_pretrained` wrote, or from a data set, which contains a copy of the
-tokenizer's files (see `dataset`). Nothing is downloaded, and code from the tokenizer's directory is not executed.
+tokenizer's files (see `dataset`). Nothing is downloaded, and code in the directory is not executed.
 
 The libraries transformers and tokenizers take seconds to import. They are imported where they are used, so errors in
-the arguments are reported without that delay.
+the arguments are reported without this delay.
 """
 
 import tempfile
@@ -42,8 +42,8 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
 
     Args:
         location: Directory, or data set that contains a tokenizer.
-        model: Directory whose config.json is added to the files of a directory; None for `location`. The class of the
-            tokenizer, and with it the tokens, may depend on config.json.
+        model: If `location` is a directory, directory from which config.json is added; None for `location` itself. The
+            type of the tokenizer, and therefore the tokens, may depend on config.json.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -55,7 +55,7 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
 
 
 def read_chat_template(path: Path) -> str:
-    """Return the text of a chat template file. Raises a UserError if it cannot be read or is not text in UTF-8."""
+    """Return the text of a chat template file. Raises a `UserError` if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def read_chat_template(path: Path) -> str:
 
 
 def set_chat_template(tokenizer: Any, chat_template: str) -> None:
-    """Replace the chat template of a tokenizer. Raises a UserError if Jinja cannot compile `chat_template`."""
+    """Replace the chat template of a tokenizer. Raises a `UserError` if Jinja cannot compile the new template."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     tokenizer.chat_template = chat_template
@@ -81,10 +81,10 @@ def set_chat_template(tokenizer: Any, chat_template: str) -> None:
 
 
 def replace_chat_template(files: Mapping[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer with `chat_template` in place of the previous chat template.
+    """Return a copy of a tokenizer's files in which `chat_template` replaces the previous chat template.
 
-    The new template is in chat_template.jinja, which takes precedence in transformers. Other files whose names begin
-    with "chat_template" are left out.
+    The new template is stored in chat_template.jinja, which transformers prefers to templates in other files. Other
+    files whose names begin with "chat_template" are omitted.
     """
     others = {name: content for name, content in files.items() if not name.startswith("chat_template")}
     return others | {"chat_template.jinja": chat_template.encode()}
@@ -95,7 +95,7 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files, given as contents by name, into an existing directory."""
+    """Write files, given as a mapping from names to contents, into an existing directory."""
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
@@ -108,7 +108,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
         setting: Name of the setting or option that specifies `location`, for error messages.
 
     Raises:
-        UserError: `location` has no tokenizer, the tokenizer does not load, or it has no fast implementation.
+        UserError: `location` has no tokenizer, or the tokenizer cannot be loaded or is not a fast tokenizer.
     """
     if location.is_dir():
         if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):
@@ -126,8 +126,8 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a fast tokenizer of transformers from the contents of its files by name.
 
-    Raises a UserError if the tokenizer does not load, or has no fast implementation. The message contains `location`,
-    the origin of the files, and `setting`, the name of the setting or option that specifies `location`.
+    Raises a `UserError` if the tokenizer cannot be loaded or is not a fast tokenizer. The message contains `location`,
+    the origin of the files, and `setting`, the name of the setting or option that specifies the origin.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
@@ -154,10 +154,10 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and add the ChatML chat template to it.
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and with the chat template ChatML.
 
-    The tokenizer splits texts into words as Qwen2's does. Beside a model of the type qwen2, transformers would replace
-    any other splitting by this one.
+    The tokenizer splits texts into words like that of Qwen2, because transformers uses the rules of Qwen2 for any
+    tokenizer in the directory of a model of the type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

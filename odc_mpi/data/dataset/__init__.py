@@ -9,20 +9,20 @@
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 | `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
 
-A data set of pairs also has the datasets of `format.PairCounts`, int32 [n]. Each of its sequences is a pair: a prompt,
-followed by the chosen and the rejected answer to it. The first token of a sequence is never predicted, so it does not
-contribute to the loss. The group `tokenizer` contains each file of the tokenizer under its name, as a dataset of bytes,
+In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected answer, and there is
+another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is never predicted, so
+it does not contribute to the loss. The group `tokenizer` contains the files of the tokenizer as datasets of bytes,
 uint8 [num_bytes].
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
 display), `num_untrained_dropped` and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options,
-tokenizer and versions that `prepare` used) and `sources` (digest of the origins of the sources). The attributes are
-written last, so a file without them is unfinished.
+tokenizer and versions that `prepare` used) and `sources` (digest of `DataSource.origin` of all sources). They are
+written last, so a file without attributes is unfinished.
 
-Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="v110"`; texts have a fixed
-length and at most 4 KiB, because HDF5 stores other texts without checksums). Checksums of HDF5 detect changes of stored
-data. `checksums` and `content` also detect data that were exchanged, moved or never written.
+Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="v110"`; text attributes have a
+fixed length and at most 4 KiB, because HDF5 stores others without checksums). Checksums of HDF5 detect changes of
+stored data. `checksums` and `content` also detect data that was exchanged, moved or never written.
 
 Any number of ranks may have a file open for reading.
 """

@@ -32,8 +32,8 @@ TYPES = {
 class PairCounts(NamedTuple):
     """Numbers of tokens of a pair, which consists of a prompt, a chosen answer and a rejected answer.
 
-    Each of the three parts has at least one token, and each answer at least one loss token. The rejected answer has the
-    remaining tokens of the pair. A data set stores each field as an HDF5 dataset of this name, int32 [n].
+    Each of the three parts has at least one token, and each answer at least one loss token. All tokens after the prompt
+    and the chosen answer belong to the rejected answer.
     """
 
     num_prompt_tokens: int
@@ -52,7 +52,7 @@ class DamagedDatasetError(UserError):
 
 @contextmanager
 def hdf5_errors(path: Path, description: str) -> Iterator[None]:
-    """Context manager that converts the exceptions of h5py to `DamagedDatasetError`.
+    """Context manager that converts the exceptions that h5py raises for a damaged file to a `DamagedDatasetError`.
 
     Args:
         description: Name of the data being read, such as "sequence 3", for the error message.
@@ -67,17 +67,17 @@ def hdf5_errors(path: Path, description: str) -> Iterator[None]:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of the tokens of a vocabulary and their numbers, in hexadecimal."""
+    """Return the SHA-256 digest of a vocabulary, which maps tokens to their numbers, in hexadecimal."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.uint8]) -> int:
-    """Return the checksum of a sequence from its tokens, uint32 [length], and its loss mask, uint8 [length]."""
+    """Return the CRC-32 of a sequence's tokens, uint32 [length], followed by its loss mask, uint8 [length]."""
     return crc32(_little_endian(loss_mask), crc32(_little_endian(tokens)))
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 of the arrays of a data set, except tokens and loss masks, in hexadecimal."""
+    """Return the SHA-256 digest of all arrays of a data set except tokens and loss masks, in hexadecimal."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 
@@ -86,7 +86,7 @@ def _little_endian(array: npt.NDArray) -> bytes:
 
 
 def encode_text(text: str) -> np.bytes_:
-    """Convert a text to a fixed-length attribute. Bytes of file names that are not UTF-8 become escape sequences."""
+    """Convert a text to the value of a fixed-length attribute. Bytes that are not UTF-8 become escape sequences."""
     return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
@@ -107,6 +107,6 @@ def read_size(attributes: h5py.AttributeManager, name: str) -> int:
 
 
 def has_signature(file: h5py.File) -> bool:
-    """Return True if the file is a data set that any version of `prepare` wrote, by its attribute `format`."""
+    """Return True if the attribute `format` identifies the file as a data set, of any version of `prepare`."""
     value = file.attrs.get("format")
     return value.decode(errors="replace") == FORMAT if isinstance(value, bytes) else bool(np.all(value == FORMAT))

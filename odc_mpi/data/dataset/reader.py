@@ -29,14 +29,12 @@ _CHECKSUM_BYTES = 4  # of HDF5, at the end of each chunk
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Data set opened for reading. Sequences are read from the file one at a time.
-
-    The data set is a context manager that closes the file.
+    """Data set opened for reading, and context manager that closes the file. Sequences are read one at a time.
 
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens of each sequence, not counting its first token, int64 [n].
-        pair_counts: Numbers of tokens of the parts of each pair, int64 [n, 3] with a column for each field of
+        pair_counts: Numbers of tokens of the parts of each pair, int64 [n, 3], with one column for each field of
             `PairCounts`; None if the sequences are not pairs.
         vocab_size: Number of tokens of the tokenizer.
         max_token_id: Largest token number in the file. The model's embedding must have more rows than this.
@@ -44,11 +42,11 @@ class Dataset(AbstractContextManager["Dataset"]):
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file written by `prepare`. Each rank opens the file independently.
+        """Open a file that `prepare` wrote. Each rank opens the file independently.
 
         Raises:
             UserError: The file is missing, is not a data set of this version, or contains no sequences.
-            DamagedDatasetError: The file is damaged. The tokens and the loss mask are verified when they are read.
+            DamagedDatasetError: The file is damaged. Tokens and loss masks are not verified until they are read.
         """
         self.path = Path(path)
         self._file = _open(self.path)
@@ -94,7 +92,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             raise DamagedDatasetError(self.path, "the parts of pairs do not match the lengths")
 
     def _read_pairs(self) -> list[npt.NDArray[np.int32]]:
-        """Read the datasets of `PairCounts`; none of them exists if the sequences are not pairs."""
+        """Return the datasets of `PairCounts`, or an empty list if the sequences are not pairs."""
         if not any(name in self._file for name in PairCounts._fields):
             return []
         return [check_storage(self._file, name, self.path, np.int32)[:] for name in PairCounts._fields]
@@ -106,8 +104,8 @@ class Dataset(AbstractContextManager["Dataset"]):
         """Read a sequence, and return its tokens, int64 [length], and its loss mask, bool [length].
 
         Raises:
-            DamagedDatasetError: The sequence cannot be read, or is not the one that was written.
-            IndexError: `index` is negative, or not below the number of sequences.
+            DamagedDatasetError: The sequence cannot be read, or differs from the one that was written.
+            IndexError: `index` is negative, or not less than the number of sequences.
             ValueError: The data set is closed.
         """
         if not self._file:
@@ -126,7 +124,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the longest sequence. Both answers of a pair start at the end of the prompt."""
+        """Number of positions of the longest sequence. In pairs, positions of both answers begin after the prompt."""
         if self.pair_counts is None:
             return int(self.lengths.max())
         prompt, chosen, _ = self.pair_counts.T
@@ -140,7 +138,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file. Idempotent. Afterwards `lengths` remains usable, but no sequence can be read."""
+        """Close the file. May be called again. Attributes remain usable, but no sequence can be read afterwards."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -159,8 +157,8 @@ def is_dataset(path: Path) -> bool:
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files in a data set, by name.
 
-    The result is empty if the data set contains no tokenizer, or if `path` is not a data set. Raises
-    `DamagedDatasetError` if a file is damaged.
+    The result is empty if `path` is not a data set, or if it contains no tokenizer. Raises a `DamagedDatasetError` if a
+    file is damaged.
     """
     if not is_dataset(path):
         return {}
@@ -202,10 +200,10 @@ def _check_format(file: h5py.File, path: Path) -> None:
 
 
 def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
-    """Return an HDF5 dataset. Raises `DamagedDatasetError` unless it is a vector of `dtype` with checksums in the file.
+    """Return an HDF5 dataset. Raises a `DamagedDatasetError` unless it is a vector of `dtype` with valid storage.
 
-    HDF5 would follow links, external storage and virtual storage to any file. It would read missing storage, and chunks
-    that were never written, as zeros.
+    It must be stored completely, in this file, and with checksums. Otherwise, HDF5 would follow links and external or
+    virtual storage to any file, and would read missing storage as zeros.
     """
     parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
     if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):

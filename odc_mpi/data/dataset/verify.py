@@ -16,9 +16,9 @@ _MAX_NUMBERS = 3
 
 
 def verify_dataset(path: Path) -> str:
-    """Read and verify all contents of a data set, and return a line of text that describes it.
+    """Read and verify the complete contents of a data set, and return a line of text that describes it.
 
-    Raises a UserError if the file is not a data set, or is damaged. The message names the first damaged sequences.
+    Raises a `UserError` if the file is not a data set, or is damaged. The message names the first damaged sequences.
     """
     with Dataset(path) as dataset:
         damaged: dict[int, DamagedDatasetError] = {}
@@ -41,7 +41,7 @@ def verify_dataset(path: Path) -> str:
 
 
 def read_origin(path: Path) -> str:
-    """Return the digest of the origins of a data set's sources, or "" if the file has none or is damaged."""
+    """Return the digest of the origins of a data set's sources, or "" if it is missing or the file is damaged."""
     try:
         with hdf5_errors(path, "the file"), h5py.File(path, "r", locking=False) as file:
             return read_text(file.attrs, "sources")
@@ -50,10 +50,10 @@ def read_origin(path: Path) -> str:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Verify data sets, and return the counts by name that the call of `prepare` stored in them.
+    """Verify the data sets of one call of `prepare`, and return the counts that this call stored in them, by name.
 
-    The result is None if a data set is missing, unfinished or damaged, if its stored digest `request` differs from this
-    `request`, or if different calls of `prepare` wrote the data sets.
+    The result is None if a data set is missing, unfinished or damaged, if its attribute `request` is not equal to the
+    argument `request`, or if the data sets are from different calls.
     """
     reports = set()
     for path in paths:

@@ -28,10 +28,10 @@ _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
 class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
-    If an exception leaves the context, the file is closed unfinished, and `Dataset` rejects it. On exit the context
-    raises `OSError` if the file could not be written, for example because the disk is full. The attributes
-    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, without the first token of each sequence),
-    `longest` (number of tokens of the longest sequence) and `max_token_id` refer to the sequences appended so far.
+    If an exception leaves the `with` body, the file remains unfinished, and `Dataset` rejects it. Leaving the body
+    raises an `OSError` if the file could not be written, for example because the disk is full. Attributes for the
+    sequences appended so far are `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, not counting the
+    first token of each sequence), `longest` (maximum number of tokens in a sequence) and `max_token_id`.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes, or the dataset `report`. They are written when the context ends without an exception."""
+        """Set attributes of the file, and the dataset `report`. They are written when the `with` body ends normally."""
         self._attributes.update(attributes)
 
     def append(
         self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], pair: PairCounts | None = None
     ) -> None:
-        """Append a sequence of at least two tokens, of which at least one after the first is a loss token.
+        """Append a sequence. At least one token after the first must be a loss token.
 
         Args:
             tokens: Tokens of the sequence, uint32 [length].
             loss_mask: True for each loss token, bool [length].
-            pair: Parts of the sequence if it is a pair. Either all sequences are pairs, or none is.
+            pair: Parts of the sequence if it is a pair, otherwise None. Either all sequences are pairs, or none is.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"

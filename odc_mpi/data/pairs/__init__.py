@@ -1,1 +1,1 @@
-"""Pairs of a chosen and a rejected answer to one prompt, for training on preferences."""
+"""Pairs of a chosen and a rejected answer to the same prompt, for training on preferences."""

@@ -14,25 +14,25 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 class PairMicrobatch(Microbatch):
     """A microbatch of pairs. `inputs` contains no labels, and `indices` are the indices of the pairs.
 
-    The tokens of each pair are two sequences: the prompt with the chosen answer, and the rejected answer, which shares
-    the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of both answers.
+    Each pair is packed as two sequences: the prompt with the chosen answer, then the rejected answer, which shares the
+    prompt (see `packed_inputs`). The last token of the prompt predicts the first tokens of both answers.
 
     Attributes:
-        answers: For each target, the index of its answer, int64 `[K]`: 2 i for the chosen answer of the i-th pair, and
-            2 i + 1 for the rejected one.
+        answers: Index of the answer that contains each target, int64 `[K]`: 2 i for the chosen answer of the i-th pair,
+            and 2 i + 1 for its rejected answer.
     """
 
     answers: torch.Tensor
 
     def to(self, device: torch.device) -> "PairMicrobatch":
-        """Return the microbatch with its tensors on `device`. The bounds of the sequences stay on the host."""
+        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
         moved = super().to(device)
         assert isinstance(moved, PairMicrobatch)
         return replace(moved, answers=self.answers.to(device))
 
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
-    """Read the pairs with these indices, int64 [num_pairs], at least one, and return a microbatch of them."""
+    """Read at least one pair, and return a microbatch. `indices` are the indices of the pairs, int64 [num_pairs]."""
     assert dataset.pair_counts is not None
     rows, lengths, prompts, logit_positions, targets, begin = [], [], [], [], [], 0
     for index in indices:
@@ -60,11 +60,11 @@ def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobat
 
 
 def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
-    """Return a microbatch of one pair as two rows, each with its own copy of the prompt and padded at the end.
+    """Return a microbatch of one pair as two padded rows: each answer follows its own copy of the prompt.
 
     The rows are for causal models whose attention does not support a prompt that two answers share. In the result,
-    `inputs` contains only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices in the
-    flattened rows. The padding needs no mask, because in a causal model no token depends on later tokens.
+    `inputs` contains only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices into the
+    flattened rows. Padding is at the end and needs no mask, because in a causal model no token depends on later tokens.
     """
     tokens, bounds = microbatch.inputs["input_ids"][0], microbatch.inputs["cu_seq_lens_q"].tolist()
     assert len(bounds) == 3, f"expected one pair, got {len(bounds) // 2}"
@@ -84,13 +84,11 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
 
 
 def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobatch:
-    """Return a copy of the microbatch with one target per answer: the last token of the answer that is not padding.
+    """Return a copy of the microbatch with one target per answer: its last token that differs from `padding`.
 
-    A token equal to `padding` is padding. Each entry of `logit_positions` is the position of the target itself. A
-    sequence classifier of transformers computes its output at this position.
-
-    If an answer contains only padding, its target is the last token of the prompt that is not padding. If the prompt
-    also contains only padding, the target is the first token of the pair.
+    If the answer has no such token, the target is the last such token of the prompt, or else the first token of the
+    pair. `logit_positions` are the positions of the targets themselves, where a sequence classifier of transformers
+    computes its output. `num_tokens` does not change.
     """
     tokens = microbatch.inputs["input_ids"][0]
     bounds, bounds_k = (microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64) for name in "qk")

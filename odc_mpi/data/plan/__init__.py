@@ -1,1 +1,1 @@
-"""Plans of minibatches: costs of sequences, balance over ranks, packing into microbatches, and split sequences."""
+"""Planning of minibatches: costs of sequences, balance of ranks, packing into microbatches, and splitting sequences."""

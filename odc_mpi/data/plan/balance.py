@@ -1,12 +1,12 @@
-"""Balance strategies: assign the sequences of a minibatch to microbatches, and microbatches to ranks.
+"""Balance strategies: functions that assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-    local_sort   no balance (for comparison)
-    lb_micro     equal numbers of microbatches, and k-th microbatches of about equal cost (for collectives)
-    lb_mini      about equal total cost, with different numbers of microbatches (for windows)
-    dynamic      microbatches that idle ranks claim (for windows)
+    local_sort   does not balance (for comparison)
+    lb_micro     same number of microbatches on all ranks, k-th microbatches of about equal cost (for collectives)
+    lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
+    dynamic      idle ranks claim microbatches at run time (for windows)
 
-All strategies have the signature `BalanceStrategy`. Every rank computes the same plan, because plans depend only on
-values that are equal on all ranks, and ties are broken by index.
+All strategies have the signature `BalanceStrategy`. Every rank computes the same plan: a plan depends only on values
+that are equal on all ranks, and ties are broken by index.
 """
 
 import math
@@ -38,12 +38,12 @@ class Plan:
     """Assignment of the sequences of a minibatch to microbatches, and of the microbatches to ranks.
 
     Attributes:
-        microbatches: Microbatches of each rank, in order. Each microbatch is a tuple of positions of sequences in the
-            minibatch. Ranks may have different numbers of microbatches, or none. An empty microbatch is skipped, or
-            replaced by a dummy microbatch if ranks synchronize in each microbatch.
-        pool: Microbatches that are not assigned to a rank, none of them empty. Idle ranks claim them in this order.
-        splits: Sequences that are split into chunks on several ranks, and are not in any microbatch. Ranks run their
-            chunks in this order, before all microbatches. See `data.plan.context_parallel`.
+        microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of positions
+            of sequences in the minibatch. Ranks may have different numbers of microbatches, or none. An empty
+            microbatch is skipped, or replaced by a dummy microbatch if ranks synchronize in each microbatch.
+        pool: Microbatches that are not assigned to a rank. Idle ranks claim them in this order. None of them is empty.
+        splits: Sequences that are not in a microbatch, but are split into chunks on several ranks. Each rank runs its
+            chunks in this order, before its microbatches. See `data.plan.context_parallel`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -52,10 +52,10 @@ class Plan:
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign sequences to ranks round robin, one per microbatch, the longest first.
+    """Sort the sequences by decreasing length, and assign them to ranks round robin, one sequence per microbatch.
 
-    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058). It does not balance ranks, but
-    the first microbatch reaches the maximum memory. The argument `cost` is not used.
+    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058). It does not balance the ranks,
+    but the first microbatch reaches the maximum memory usage. `cost` is not used.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -65,15 +65,14 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 
 
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign equal numbers of microbatches to all ranks, so that the k-th microbatches have about equal costs.
+    """Assign the same number of microbatches to all ranks, so that their k-th microbatches have about equal costs.
 
-    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching. It is for collectives: all ranks run
-    their k-th microbatches together and wait for the costliest. Sequences are assigned to ranks by differencing
-    (`partition_evenly`), in numbers that differ by at most one. The sequences of each rank are then split into
-    microbatches, also by differencing. The number of microbatches is the largest that packing finds for any rank.
-    Microbatches run in order of decreasing cost, and a rank with too few sequences ends with empty microbatches. If
-    differencing overfills a microbatch, verl adds a microbatch on all ranks. This function packs the sequences greedily
-    instead, and keeps the number.
+    This is LB-Micro of ODC (arXiv 2601.19362), the balanced batching of verl. It is for collectives: all ranks run
+    their k-th microbatches together and wait for the costliest. Sequences are first divided among the ranks
+    (`partition_evenly`), then among the microbatches of each rank. The number of microbatches is that of the rank that
+    needs the most when its sequences are packed by first-fit decreasing. Each rank runs its microbatches in order of
+    decreasing cost. Ranks with fewer sequences end with empty microbatches. If microbatches of equal cost would exceed
+    `max_tokens`, verl adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -89,9 +88,9 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
     """Assign about equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
     This is LB-Mini of ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
-    synchronize between microbatches. Sequences are assigned to ranks with the largest differencing method
-    (`partition`), and packed into microbatches by first-fit decreasing. Microbatches run in order of decreasing cost,
-    so the peak of memory is reached early. The cheapest microbatches are the last, so ranks end at about the same time.
+    synchronize between microbatches. Sequences are divided among the ranks with the largest differencing method
+    (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing cost, so
+    memory usage peaks early, and ranks end at about the same time.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -100,7 +99,7 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
 
 
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Pack microbatches for idle ranks to claim, the costliest first.
+    """Pack the sequences into microbatches that idle ranks claim from `Plan.pool`, the costliest first.
 
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
     A rank that is slow, or whose microbatches take longer than estimated, claims fewer microbatches. See
@@ -120,7 +119,7 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int, max_chunks: int = 1) -> None:
-    """Raise a UserError if a sequence is longer than `max_chunks` chunks of `max_tokens` tokens each."""
+    """Raise a `UserError` if a sequence has more than `max_chunks * max_tokens` tokens."""
     too_long = np.flatnonzero(lengths > max_chunks * max_tokens)
     if len(too_long):
         index = too_long[0]

@@ -2,8 +2,8 @@
 
 A token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
 (arXiv 2310.01889) splits into equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
-2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several parts of the sequence. Here a chunk
-is a single range of tokens, and the ranges differ in length.
+2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several parts of the sequence. Here, each
+chunk is one contiguous range of tokens, and the ranges differ in length.
 """
 
 import math
@@ -19,12 +19,12 @@ NUM_BISECTIONS = 20
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """A sequence that is split into chunks on different ranks. Chunk `i` contains the tokens bounds[i]:bounds[i + 1].
+    """A sequence that is split into chunks on different ranks. Chunk `i` contains the tokens `bounds[i]:bounds[i + 1]`.
 
     Attributes:
         position: Position of the sequence in the minibatch.
-        bounds: Bounds of the chunks, in tokens, increasing from 0 to the length of the sequence, [chunks + 1].
-        ranks: Rank of each chunk, [chunks]. All ranks are different.
+        bounds: Bounds of the chunks in tokens, [num_chunks + 1], increasing from 0 to the length of the sequence.
+        ranks: Rank of each chunk, [num_chunks]. No rank occurs twice.
     """
 
     position: int
@@ -38,13 +38,11 @@ class SequenceSplit:
 
 
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
-    """Split a sequence into at most `count` chunks whose largest cost is minimal, and return `SequenceSplit.bounds`.
+    """Split a sequence into at most `count` chunks so that the costliest chunk is as cheap as possible.
 
-    The minimum is found by bisection. For a given maximum cost, the fewest chunks result from making each chunk as long
-    as possible, beginning at the first token. The result has fewer chunks than `count` only if more chunks would not
-    reduce the largest cost.
-
-    `length` is the number of tokens of the sequence, from 1 to `count * max_tokens`. A chunk has at most `max_tokens`.
+    `length` is the number of tokens of the sequence, at most `count * max_tokens`. A chunk has at most `max_tokens`
+    tokens. Returns the bounds of the chunks, as in `SequenceSplit.bounds`. There are fewer than `count` chunks only if
+    more chunks would not make the costliest chunk cheaper.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share.
@@ -66,7 +64,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds of chunks as long as `max_cost` and `max_tokens` allow, from the first token on.
+    """Return bounds of chunks that are as long as `max_cost` and `max_tokens` allow, beginning at the first token.
 
     Returns None if more than `count` chunks would be needed.
     """

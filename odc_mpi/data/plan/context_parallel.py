@@ -1,21 +1,22 @@
 """Context parallelism on demand: split the sequences of a minibatch that are too long for one rank.
 
-A minibatch cannot end before its longest sequence. So sequences above some cost are split into chunks of equal cost
-(`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each other. Hybrid context
-parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale (arXiv 2502.21231) split
-sequences with collectives in groups of ranks. Here any number of ranks can share a sequence, without involving others.
+A minibatch takes at least as long as its longest sequence. Therefore, sequences above a cost threshold are split into
+chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each
+other. Hybrid context parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale
+(arXiv 2502.21231) split sequences with collectives in groups of ranks. Here, any ranks can share a sequence.
 
-    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, the same order on all ranks. All ranks begin
-                 the minibatch together, so the chunks of a sequence begin together.
-    2. tickets   Ranks that have run their chunks claim microbatches of unsplit sequences with tickets (rights to the
-                 next microbatch). This evens out the costs of chunks.
+    1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks. All ranks
+                 begin the minibatch together, so the chunks of a sequence begin together.
+    2. tickets   Ranks that have run their chunks draw tickets to claim microbatches of unsplit sequences from
+                 `Plan.pool`. This compensates for different costs of chunks.
 
-Deadlocks cannot occur. A chunk waits only for chunks of its own sequence, and the ranks of the first unfinished
-sequence have nothing else to run first.
+Deadlocks cannot occur: a chunk waits only for other chunks of its sequence, and the ranks of the first unfinished
+sequence have no earlier chunk left to run.
 
-Several cost thresholds are tried. Each costlier sequence is split into the fewest chunks below the threshold. The plan
-with the earliest estimated end, summed over equal and different speeds of ranks (`SPREADS`), is used. Chunks cost more
-than their part of a sequence (`CostModel.chunk`), so no sequence is split if unsplit sequences end about as early.
+Several cost thresholds are tried. Each costlier sequence is split into the fewest chunks below the threshold. The best
+plan has the earliest estimated end, averaged over the cases of equal and different rank speeds (`SPREADS`). A chunk
+costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on a rank is split only to save
+time.
 
 Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
 """
@@ -48,13 +49,17 @@ MAX_RELATIVE_TIME = 0.98
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
-    """Split the sequences that cost too much for one rank, and put all others in the pool. A `BalanceStrategy`.
+    """Plan a minibatch whose costliest sequences are split over several ranks. All others are in `Plan.pool`.
 
-    If splits save less than 2% of the time, the plan is that of `balance.dynamic`, unless `max_tokens` requires splits.
+    This is a `BalanceStrategy`. If splits save less than 2% of the estimated time, and `max_tokens` does not require
+    them, the plan is that of `balance.dynamic`.
 
     Args:
-        max_tokens: Maximum number of tokens in a microbatch and in a chunk. A sequence may have `size` times as many.
+        max_tokens: Maximum number of tokens in a microbatch and in a chunk.
         unsplit: Plan of `balance.dynamic` for the same arguments; None to compute it.
+
+    Raises:
+        UserError: A sequence is longer than `size` chunks.
     """
     check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)
@@ -85,7 +90,7 @@ class _Planner:
         self._fewest = -(-lengths // max_tokens)
 
     def even_end(self) -> float:
-        """Return the time at which all ranks would end with evenly distributed work, summed over `SPREADS`."""
+        """Return the time at which all ranks would end if work were distributed evenly, summed over `SPREADS`."""
         fewest = -(-int(self._lengths.sum()) // self._max_tokens)
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 

@@ -1,6 +1,6 @@
-"""Cost of a sequence: the estimated work as a function of its length.
+"""Cost of a sequence: its estimated work as a function of its length.
 
-Plans depend on ratios of costs only, so the unit of costs is arbitrary, such as tokens, FLOPs or seconds.
+Plans depend only on ratios of costs, so the unit is arbitrary: for example tokens, FLOPs or seconds.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ CHUNK_FACTOR = 1.08
 
 @dataclass(frozen=True)
 class CostModel:
-    """Model of the costs of sequences, microbatches and chunks.
+    """Model of the costs of sequences, microbatches and chunks, all in the same, arbitrary unit.
 
-    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs `constant` plus the sum of the costs of
-    its sequences. Costs have any unit, such as seconds or FLOPs, but all costs have the same unit.
+    A sequence of s tokens costs linear * s + quadratic * s². A microbatch costs `constant` in addition to its
+    sequences.
 
     Attributes:
         linear: Cost per token of all operations that process tokens separately.
-        quadratic: Cost of attention per square of the number of tokens in a sequence.
-        constant: Cost of each microbatch, whatever it contains, for fetching parameters and launching kernels.
-        chunk_factor: Ratio of the cost of a chunk to its part of the cost of the sequence, at least 1.
+        quadratic: Cost of attention, per square of the number of tokens in a sequence.
+        constant: Cost of a microbatch for any number of tokens, for fetching parameters and launching kernels.
+        chunk_factor: Cost of a chunk, divided by its share of the cost of the unsplit sequence, at least 1.
     """
 
     linear: float = 1.0
@@ -34,15 +34,15 @@ class CostModel:
     chunk_factor: float = CHUNK_FACTOR
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the costs of sequences with these lengths in tokens, as float64 in the shape of `lengths`."""
+        """Return the cost of each sequence, float64 in the shape of `lengths`, which are numbers of tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
     def chunk(self, begin: int, end: int) -> float:
-        """Return the cost of a chunk, the tokens `begin:end` of a sequence, without the constant cost of a microbatch.
+        """Return the cost of the tokens `begin:end` of a sequence as a chunk, without `constant`.
 
-        Under causal attention a token attends to all earlier tokens, so a chunk's part of the sequence's cost is the
-        cost of `end` tokens minus that of `begin` tokens.
+        Under causal attention, a token attends to all earlier tokens. So the cost is `chunk_factor` times the
+        difference of the costs of two sequences, with `end` and `begin` tokens.
         """
         return self.chunk_factor * (self.linear * (end - begin) + self.quadratic * (end * end - begin * begin))
 
@@ -59,15 +59,15 @@ MICROBATCH_TOKENS = 100
 
 
 def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostModel:
-    """Return a cost model in FLOPs for forward and backward passes of a decoder-only transformer.
+    """Return a cost model in FLOPs for the forward and backward pass of a decoder-only transformer.
 
-    Matrices: the forward pass has one multiplication and one addition per token and parameter. The backward pass
-    computes two products of that size, for the inputs and for the weights. The sum for N parameters is 6 N per token
-    (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    Matrix products: the forward pass has one multiplication and one addition per token and parameter. The backward pass
+    computes two products of the same size. The total for N parameters is 6 N per token (Kaplan et al. 2020, arXiv
+    2001.08361, section 2.1).
 
-    Attention: scores and weighted values are 2 s² h each per layer, 4 s² h in total, of which the causal mask leaves
-    half. The backward pass has twice the FLOPs of the forward pass, so the sum is 6 s² h per layer. Recomputation by
-    kernels in the backward pass is not included. The constant cost is that of `MICROBATCH_TOKENS` tokens.
+    Attention: for s tokens, the scores and the weighted sum of the values need 2 s² h FLOPs each, per layer. The causal
+    mask halves these 4 s² h. The backward pass has twice the FLOPs of the forward pass, so the total is 6 s² h per
+    layer. Recomputation in the backward pass is not counted. The constant cost is that of `MICROBATCH_TOKENS` tokens.
 
     Args:
         num_parameters: Number N of parameters, including the output head, but not the embedding table.

@@ -1,11 +1,11 @@
-"""Packing a minibatch into microbatches that idle ranks claim, costliest first.
+"""Packing a minibatch into microbatches that idle ranks claim, the costliest first.
 
-The times at which ranks end differ by up to one microbatch, so the last microbatches must be small. But each microbatch
-has a constant cost in addition to its sequences, so there should be few microbatches. Hence large microbatches come
-first, about equally many per rank, and then a tail of small microbatches of the shortest sequences, as in factoring
-(Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of large
-microbatches per rank and several sizes of the tail are tried. Since costs are estimates, the best packing is the one
-with the earliest end, summed over equal and different speeds of ranks (`SPREADS`).
+Ranks end at times that differ by up to one microbatch, so the last microbatches must be small. But each microbatch has
+a constant cost in addition to its sequences, so there should be few microbatches. Therefore, each packing has a few
+large microbatches per rank, then a tail of small microbatches of the shortest sequences, as in factoring (Hummel,
+Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of large microbatches
+per rank and several sizes of the tail are tried. Since costs are estimates, the best packing has the earliest end
+averaged over the cases of equal and different rank speeds (`SPREADS`).
 
 Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
 """
@@ -42,10 +42,10 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch into microbatches, and return the positions of their sequences in `lengths`, costliest first.
+    """Pack a minibatch into microbatches. Returns the positions in `lengths` of each microbatch, the costliest first.
 
     Args:
-        lengths: Number of tokens of each sequence, int64 [n], n at least 1, each at most `max_tokens`.
+        lengths: Number of tokens of each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
@@ -76,8 +76,9 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds. Factors from 1 - spread to 1 + spread, evenly spaced over ranks, multiply the cost.
-        available_at: Time at which each rank begins to claim, float64 [size]; None for 0.
+        spread: Spread of speeds. With several ranks, costs are multiplied by factors from 1 - spread on the first rank
+            to 1 + spread on the last.
+        available_at: Time at which each rank begins to claim, float64 [size]; None if all ranks begin at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)

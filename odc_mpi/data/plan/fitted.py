@@ -1,16 +1,16 @@
 """A cost model that is fitted to the measured times of a run's microbatches.
 
 The model is seconds = slowness of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). The
-time of a chunk is its part of the sequence's time, multiplied by a factor (`CostModel.chunk`). Each rank observes its
-own microbatches and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows
+time of a chunk is its share of the sequence's time, multiplied by a factor (`CostModel.chunk`). Each rank observes its
+own microbatches, and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows
 together with other values, and every rank fits the same cost model to the same rows.
 
     observe   call after each microbatch
     report    call before the exchange, for this rank's row
     update    call after the exchange, with the rows of all ranks
 
-These methods do not communicate. `update` uses only additions and multiplications in a fixed order, and no matrix
-products of a library, so ranks on different processors get bitwise identical costs. With different costs, plans would
+These methods do not communicate. `update` uses only the four basic operations, in a fixed order, and no matrix products
+of a library, so ranks on different processors get bitwise identical costs. With different costs, their plans would
 differ, and sequences would be lost or trained twice.
 """
 
@@ -50,12 +50,12 @@ NUM_ALTERNATIONS = 4
 
 
 class FittedCostModel:
-    """Fit of the coefficients of a `CostModel` during a run.
+    """Cost model whose coefficients are fitted to the times of microbatches during a run.
 
-    The fit minimizes relative errors, so short microbatches matter, too. It is robust against outliers: a microbatch
-    has less weight the more its time exceeds the expected time, which is its current cost times the median ratio of
-    time to cost on this rank. Ranks may have different speeds. If the data does not determine the coefficients, for
-    example because all lengths are equal, the coefficients keep the ratios of the prior.
+    The fit minimizes relative errors, so short microbatches matter as much as long ones. It is robust against outliers:
+    the more the time of a microbatch exceeds the expected time, the smaller its weight. The expected time is the
+    current cost times this rank's median ratio of time to cost. Ranks may have different speeds. If the data does not
+    determine the coefficients, for example because all lengths are equal, they keep their ratios in the prior.
 
     Args:
         prior: Cost model to use until there is enough data, in any unit.
@@ -70,13 +70,13 @@ class FittedCostModel:
 
     @property
     def cost(self) -> CostModel:
-        """Current cost model, the same on every rank: first the prior, later in seconds on a rank of mean speed."""
+        """Current cost model, equal on all ranks: first the prior, then a fit in seconds on a rank of mean speed."""
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time that this rank took for a microbatch with sequences of these lengths in tokens.
+        """Record the time that this rank took for a microbatch. `lengths` are the numbers of tokens of its sequences.
 
-        The call does nothing if the microbatch is empty, or if `seconds` is not a finite number above 0.
+        Does nothing if `lengths` is empty, or if `seconds` is not a finite number above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -85,15 +85,15 @@ class FittedCostModel:
             self._new.append(observation)
 
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
-        """Record the time that this rank took for a chunk, the tokens `begin:end` of a sequence.
+        """Record the time that this rank took for the chunk of the tokens `begin:end` of a sequence.
 
-        `seconds` excludes waits for other chunks. The call does nothing if `seconds` is not a finite number above 0.
+        `seconds` excludes waits for other chunks. If it is not a finite number above 0, the call does nothing.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return a row with sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
+        """Return sums over the observations of this rank since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._new:
             usual = self._usual()
@@ -118,7 +118,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and decayed sums of earlier rows."""
+        """Fit the cost model to the rows of all ranks, float64 [size, ROW_LENGTH], and to decayed earlier rows."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         if len(self._rows) != len(rows):
@@ -133,7 +133,7 @@ class FittedCostModel:
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, which may come from another number of ranks. Drops unreported observations."""
+        """Restore the fit from `state_dict()`, on any number of ranks. Observations not yet reported are dropped."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
@@ -143,7 +143,7 @@ class FittedCostModel:
         self._new_chunks.clear()
 
     def _fit_chunks(self) -> None:
-        """Set the factor of chunks to the mean of the observations and the prior."""
+        """Set the factor of chunks to the weighted mean of the observations and the prior."""
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
             factor = (PRIOR_CHUNKS * self._prior.chunk_factor + total) / (PRIOR_CHUNKS + count)
@@ -171,7 +171,7 @@ def _numbers(cost: CostModel) -> _Vector:
 
 
 def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
-    """Fit coefficients and the ranks' speeds alternately."""
+    """Alternately fit the speeds of the ranks and the coefficients."""
     coefficients, before = _numbers(start), _numbers(prior)
     for _ in range(NUM_ALTERNATIONS):
         even = _at_mean_speed(rows, coefficients)
@@ -226,7 +226,7 @@ def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
 
 
 def _eliminate(system: list[list[float]]) -> list[float] | None:
-    """Solve a small symmetric system with its right side by Gauss-Jordan; None if it is singular."""
+    """Solve a small symmetric system, whose last column is the right side. Returns None if it is singular."""
     size = len(system)
     for i in range(size):
         pivot = system[i][i]

@@ -1,7 +1,7 @@
 """Number partitioning and bin packing. The functions take arrays of numbers and return lists of indices.
 
-Ties are broken by index, and decisions depend only on comparisons and additions in a fixed order. So every process gets
-the same result for the same numbers. `balance` builds plans from these results.
+Ties are broken by index, and decisions depend only on comparisons and arithmetic in a fixed order. So every process
+gets the same result for the same numbers. `balance` builds plans from these results.
 """
 
 import heapq
@@ -27,12 +27,11 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split items into `size` parts of nearly equal cost with the largest differencing method.
 
     The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
-    82/113, 1982), for any number of parts. At the beginning, each item is a split of its own into `size` bins, all but
-    one of them empty. The method repeatedly joins the two splits with the largest differences between their largest and
-    smallest bins, until one split is left. A join combines the largest bins of one split with the smallest bins of the
-    other. Empty bins are not stored, so the first joins are fast.
+    82/113, 1982), for any number of parts. Initially, each item has its own split: `size` bins, of which one contains
+    the item and the others are empty. The method repeatedly joins the two splits whose largest and smallest bins differ
+    most, until one split is left. A join merges the largest bins of one split with the smallest bins of the other.
 
-    `costs` are at least 0. Returns the sorted indices of the items in each part, beginning with the costliest part.
+    Costs must be at least 0. Returns the sorted indices of the items in each part. The costliest part is the first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -41,17 +40,17 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split items into parts of nearly equal cost whose numbers of items differ by at most one.
+    """Split items into `size` parts of nearly equal cost, with numbers of items that differ by at most one.
 
-    The arguments and the result are those of `partition`. The method is the balanced form of the largest differencing
-    method, as in verl's `get_seqlen_balanced_partitions(equal_size=True)`. The items are sorted by cost and divided
-    into groups of `size` neighbors. Each group is an initial split with one item per bin. If `size` does not divide the
-    number of items, the group with the cheapest items is filled with items of cost 0. Each join combines the bins of
-    two splits in pairs, so all bins of a split always have the same number of items.
+    For arguments and result, see `partition`. The method is the balanced form of the largest differencing method, as in
+    verl's `get_seqlen_balanced_partitions(equal_size=True)`. The items are sorted by cost and divided into groups of
+    `size` neighbors. Each group is an initial split with one item per bin. If necessary, the cheapest group is filled
+    with items of cost 0. A join merges each bin of one split with one bin of the other, so the bins of a split always
+    contain equal numbers of items.
 
-    This method gives each part one of the `size` costliest items, which is not necessary for equal numbers of items.
-    Therefore, items of the costliest part are then swapped with items of the cheapest part. For 256 log-normal costs in
-    8 parts, these swaps reduce the excess of the costliest part over the mean from 9% to less than 0.1%.
+    This method gives each part one of the `size` costliest items, which is more than equal numbers require. Therefore,
+    items of the costliest part are then swapped with items of the cheapest part. For 256 log-normal costs in 8 parts,
+    these swaps reduce the excess of the costliest part over the mean from 9% to less than 0.1%.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64))
@@ -79,7 +78,7 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
 
 
 def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
-    """Swap single items of the costliest and the cheapest part, as long as their costs come closer."""
+    """Swap single items of the costliest and the cheapest part, as long as the costs of the two parts come closer."""
     loads = np.array([costs[part].sum() for part in parts])
     for _ in range(4 * len(parts)):  # few are needed; the bound limits the time
         high, low = int(loads.argmax()), int(loads.argmin())
@@ -151,12 +150,11 @@ def _flatten(contents: Any) -> list[int]:
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items into bins with the first-fit decreasing method.
+    """Pack items into bins with the first-fit decreasing method, which opens at most 11/9 of the minimum plus 6/9 bins.
 
-    The number of bins is at most 11/9 times the minimum, plus 6/9 (Dósa 2007).
-
-    `sizes` are the sizes of the items, int64 [n], each at most `capacity`, the maximum total size in a bin. Returns the
-    indices of the items in each bin, by decreasing size. Bins are in the order in which they were opened.
+    `sizes` are the sizes of the items, int64 [n]. `capacity` is the maximum total size in a bin, and no item exceeds
+    it. Returns the indices of the items in each bin, by decreasing size. Bins are in the order in which they were
+    opened. The bound on their number is from Dósa 2007.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -183,12 +181,12 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 def even_fit(
     sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
-    """Pack items by decreasing cost, each into the cheapest bin, or into a new bin if the item does not fit there.
+    """Pack items by decreasing cost into bins of about equal cost.
 
-    The bins have about equal costs. The complexity is O(n log n).
+    Each item goes into the cheapest bin, or into a new bin if it does not fit there. The complexity is O(n log n).
 
     Args:
-        sizes: Size of each item, int64 [n], each at most `capacity`.
+        sizes: Size of each item, int64 [n], at most `capacity`. There is at least one item.
         costs: Cost of each item, float64 [n], at least 0.
         capacity: Maximum total size of the items in a bin.
         max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.

@@ -1,9 +1,9 @@
 """Balance strategies whose microbatches do not depend on the number of ranks.
 
 The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
-So packing depends only on the sequences and on a cost model that never changes. Complete microbatches are then assigned
-to ranks by a cost model that may change, such as a fitted one. Models that cannot keep packed sequences apart use
-microbatches of one sequence each, which do not depend on the number of ranks either.
+So packing depends only on the sequences, and on a cost model that never changes. The microbatches are then assigned to
+ranks with a cost model that may change, such as a fitted one. For models that cannot keep packed sequences apart, each
+microbatch has one sequence, so it does not depend on the number of ranks either.
 """
 
 import math
@@ -32,15 +32,15 @@ def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[S
 
 
 def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _pack) -> BalanceStrategy:
-    """Return a balance strategy whose microbatches are equal for any number of ranks.
+    """Return a balance strategy whose microbatches are the same for any number of ranks.
 
     Args:
         name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost model for packing. The strategy's own cost model is used for the assignment to ranks only.
-        pack: Function that forms the microbatches from lengths, the token limit and `packing_cost`.
+        packing_cost: Cost model for packing. The strategy's own argument `cost` only affects the assignment to ranks.
+        pack: Function that forms microbatches from lengths, `max_tokens` and `packing_cost`. Not used for "local_sort".
 
     Raises:
-        UserError: The microbatches of the strategy depend on the number of ranks.
+        UserError: `name` is "lb_micro", whose microbatches depend on the number of ranks.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -65,7 +65,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
 
 def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
-    """Return the variant of the balance strategy `name` that forms microbatches of one sequence each."""
+    """Return the variant of the balance strategy `name` with one sequence in each microbatch. `cost` has no effect."""
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
 
 
@@ -75,7 +75,7 @@ def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[Seque
 
 
 def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign equal numbers of microbatches to the ranks, one sequence in each. Some microbatches may be empty."""
+    """Assign the same number of microbatches to all ranks. Each microbatch has one sequence, or is empty."""
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]

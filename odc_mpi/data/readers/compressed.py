@@ -1,4 +1,4 @@
-"""Decompression of gzip and Zstandard files, which are recognized by the suffixes of their names."""
+"""Decompression of files in the formats gzip and Zstandard, which are recognized by the suffixes .gz and .zst."""
 
 import gzip
 import io
@@ -16,12 +16,12 @@ _PACKED_BYTES = 1 << 14
 
 
 def bare_suffix(path: Path) -> str:
-    """Return the suffix of a file name in lower case, without a suffix of compression: ".csv" for "a.csv.gz"."""
+    """Return the lowercase suffix of a file name without .gz or .zst, such as ".csv" for "a.csv.gz"."""
     return (path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).suffix.lower()
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream of a file's decompressed bytes, with `peek`. Raises a UserError if zstandard is missing."""
+    """Return a stream (with `peek`) of a file's decompressed bytes, or raise a `UserError` if zstandard is missing."""
     if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix.lower() == ".zst":
@@ -53,7 +53,7 @@ def _open_zstd(file: BinaryIO, path: Path) -> Any:
 class _ZstdText(io.RawIOBase):
     """Stream of the decompressed bytes of Zstandard frames.
 
-    Reading a truncated file raises an error. The stream of the package zstandard would end silently.
+    If a file is truncated, reading raises an error. The stream of the package zstandard would end silently.
     """
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
@@ -78,7 +78,7 @@ class _ZstdText(io.RawIOBase):
 
 
 def decompression_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the imported libraries raise for damaged data."""
+    """Return the types of the exceptions that the imported libraries raise for damaged data."""
     errors: list[type[Exception]] = [OSError, EOFError, zlib.error]
     for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError"), ("compression.zstd", "ZstdError")):
         if loaded := sys.modules.get(module):

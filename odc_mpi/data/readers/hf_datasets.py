@@ -1,7 +1,7 @@
-"""Reading data sets of the library `datasets`: directories of `save_to_disk`, and data sets of the Hugging Face Hub.
+"""Reading data sets of the library `datasets`: directories written by `save_to_disk`, and data sets on the Hub.
 
-The extra `datasets` installs the library, which is imported only if the user specifies such a source. Code of data sets
-is never run: the library does not support it since version 4.
+The extra `datasets` installs the library, which is imported only if the user specifies such a source. Code in data sets
+is never run: the library has not supported it since version 4.
 """
 
 import re
@@ -19,7 +19,7 @@ _DEFAULT_SPLIT = "train"
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Return True if `path` is a directory that `save_to_disk` wrote."""
+    """Return True if `path` is a directory written by `save_to_disk`."""
     names = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
     return any(all((path / name).is_file() for name in each) for each in names)
 
@@ -30,11 +30,11 @@ def is_hub_name(name: str) -> bool:
 
 
 def load(name: str, split: str | None) -> Any:
-    """Return a `datasets.Dataset` whose rows are read on demand.
+    """Load a `datasets.Dataset`, whose rows are read on demand. A data set on the Hub is downloaded if necessary.
 
     Args:
-        name: Directory of `save_to_disk`, or name on the Hub.
-        split: Split to read, such as "train[:1%]" on the Hub; None for "train", or for the only split of a directory.
+        name: Directory written by `save_to_disk`, or name of a data set on the Hub.
+        split: Split to read, such as "train[:1%]" on the Hub. None for "train", or for the only split in a directory.
 
     Raises:
         UserError: The library is missing, or the data set or its split cannot be loaded.
@@ -66,10 +66,10 @@ def load(name: str, split: str | None) -> Any:
 def read_rows(
     name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
 ) -> Iterator[Block]:
-    """Yield the rows of a data set in blocks, without columns of images, sound and other media.
+    """Yield the rows of a data set in blocks. Columns with images, sound or other media are left out.
 
-    `num_bytes` is the size of the data set's files. `on_bytes_read` receives shares of it in proportion to the rows
-    read. For the other arguments, see `DataSource.read`. Raises a UserError if the rows cannot be read.
+    `num_bytes` is the size of the data set's files. `on_bytes_read` receives a share of this size in proportion to the
+    rows read. For `num_repeats`, see `DataSource.read`. Raises a `UserError` if the rows cannot be read.
     """
     # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, and is to be decoded.
     columns = [

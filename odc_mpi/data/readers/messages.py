@@ -1,6 +1,6 @@
-"""Checks messages and tools of conversations, and converts them to the form that chat templates take.
+"""Checks of the messages and tools of conversations, and their conversion to the form that chat templates expect.
 
-Errors are `InvalidRecordError`s that begin with the location of the record.
+All errors are of the type `InvalidRecordError`, and their messages begin with the location of the record.
 """
 
 import json
@@ -21,9 +21,9 @@ LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, 
 
 
 def parse_tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools, or None without tools. In tables it is JSON text, since its fields differ between rows.
+    """Return the list of tools, or None if there are none. `tools` may be JSON text, as in tables.
 
-    Raises an `InvalidRecordError` if it is not a list of objects.
+    Raises an `InvalidRecordError` if `tools` is not a list of objects.
     """
     if isinstance(tools, str) and tools.strip():
         tools = _from_json(tools, f"{location}: expected 'tools' to be a list or JSON text of one")
@@ -38,10 +38,10 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
-    """Check the messages of the field `name`, and return them in the form that chat templates take.
+    """Check the messages in the field `name`, and return them in the form that chat templates expect.
 
-    The content of each becomes one string, and its role one of chat templates. Null fields are removed, `from` and
-    `value` are renamed, and a `function_call` becomes tool calls.
+    The content becomes one string, and roles become those of templates. Null fields are removed, `from` and `value` are
+    renamed, and "function_call" messages become tool calls. Raises an `InvalidRecordError` for invalid messages.
     """
     if not isinstance(messages, list):
         kind = json_kind(messages) + (" that is not the JSON text of messages" if isinstance(messages, str) else "")
@@ -67,7 +67,7 @@ def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, An
 
 
 def _with_tool_calls(message: dict[str, Any], location: str) -> dict[str, Any]:
-    """Return a message with the tool calls that its content describes as JSON text, as in LLaMA-Factory."""
+    """Return a message with the tool calls that its content contains as JSON text, as in LLaMA-Factory."""
     calls = _from_json(message["content"], f"{location}: expected JSON text in a 'function_call'")
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:

@@ -16,10 +16,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-    """Yield the rows of a file in blocks, in the order of the file, without columns of dates and times.
+    """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are left out.
 
-    For the other arguments, see `DataSource.read`. The number of bytes that `on_bytes_read` receives is approximate.
-    Raises a UserError if the file or a value cannot be read, or pyarrow is missing.
+    The number of bytes that `on_bytes_read` receives is approximate. For the arguments, see also `DataSource.read`.
+    Raises a `UserError` if the file or a value cannot be read, or if pyarrow is missing.
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
@@ -43,14 +43,14 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows. Raises a UserError if the file cannot be read, or pyarrow is missing."""
+    """Return the number of rows. Raises a `UserError` if the file cannot be read, or if pyarrow is missing."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file, and convert read errors in the enclosed code to a UserError that contains the path."""
+    """Open a file. Read errors in the `with` body are converted to a `UserError` that contains the path."""
     pyarrow = _library(str(path))
     try:
         # ParquetFile itself opens only files whose names are UTF-8.

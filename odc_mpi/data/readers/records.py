@@ -1,4 +1,4 @@
-"""Records of a source (lines, elements or rows) in blocks, checks of their fields, and errors that name the file."""
+"""Blocks of records (lines, elements or rows) of a source, checks of their fields, and errors that name the file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class InvalidRecordError(UserError):
-    """Error for a line or row that cannot be used. The message contains the file and the line."""
+    """Error for a record that cannot be used. The message contains the file and the line or row."""
 
 
 class InvalidRecords:
     """Counter of skipped invalid records.
 
     Args:
-        skip: True to skip invalid records; False to raise a UserError for the first one.
+        skip: True to skip and count invalid records; False to raise a `UserError` for the first one.
 
     Attributes:
         num_skipped: Number of records skipped so far.
@@ -40,7 +40,7 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count an invalid record. Raises a UserError unless invalid records are skipped."""
+        """Count an invalid record, or raise a `UserError` if invalid records are not skipped."""
         if not self._skip:
             raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
         self.num_skipped += 1
@@ -49,7 +49,7 @@ class InvalidRecords:
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record. Raises an InvalidRecordError if the line is not a JSON object in UTF-8."""
+    """Decode a line into a record. Raises an `InvalidRecordError` if the line is not a JSON object in UTF-8."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -66,14 +66,14 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def check_object(value: Any, location: str) -> dict[str, Any]:
-    """Return the value if it is a JSON object. Otherwise raise an InvalidRecordError that names `location`."""
+    """Return `value` if it is a JSON object. Otherwise, raise an `InvalidRecordError` that contains `location`."""
     if not isinstance(value, dict):
         raise InvalidRecordError(f"{location}: expected a JSON object, got {json_kind(value)}")
     return value
 
 
 def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return the text of a required field. Raises an InvalidRecordError if the field is missing or not Unicode text."""
+    """Return the text in a required field. Raises an `InvalidRecordError` if it is missing or not Unicode text."""
     if field not in record:
         raise InvalidRecordError(f"{location}: expected the field {field!r}, got {field_names(record)}")
     text = record[field]
@@ -89,7 +89,7 @@ def text_field(record: Mapping[str, Any], field: str, location: str) -> str:
 
 
 def field_names(record: Mapping[str, Any]) -> str:
-    """Return the names of a record's fields, for a message."""
+    """Return the names of a record's fields as text for an error message."""
     return truncate_text(", ".join(map(repr, record)), MAX_CHARS) or "no fields"
 
 
@@ -101,12 +101,12 @@ def json_kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Some records of one file or data set, in order. Blocks are pickled to be sent to worker processes.
+    """Some records of one file or data set, in order. Blocks can be pickled, for worker processes.
 
     Attributes:
         name: Path of the file, or name of the data set.
         unit: Unit that `numbers` count, such as "row".
-        numbers: Number of each record in the file or data set, from 1. Repeated records have equal numbers.
+        numbers: Number of each record in the file or data set, from 1. Copies of a record have the same number.
         values: For each record, the record itself, a line of JSON that is not parsed yet, or an error if it is invalid.
     """
 
@@ -116,9 +116,9 @@ class Block:
     values: list[Any]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield, for each record, its location for error messages and a function that returns the record.
+        """Yield the location of each record, for error messages, and a function that returns the record.
 
-        The function raises an InvalidRecordError if the record cannot be parsed, or is not an object.
+        The function raises an `InvalidRecordError` if the record cannot be parsed, or is not an object.
         """
         for number, value in zip(self.numbers, self.values, strict=True):
             location = f"{self.name}, {self.unit} {number}"
@@ -136,11 +136,11 @@ def _to_record(value: Any, location: str) -> dict[str, Any]:
 def split_into_blocks(
     items: Iterable[tuple[int, T, int]], num_repeats: RepeatFn
 ) -> Iterator[tuple[list[int], list[T]]]:
-    """Yield the numbers and the values of the items of each block, at most 1,024 items.
+    """Yield items in blocks of limited size, each as a list of numbers and a list of values.
 
     Args:
         items: Number, value and number of characters of each item.
-        num_repeats: Function that returns the number of times to use the next item.
+        num_repeats: Function that is called once for each item, and returns how often to use it.
     """
     numbers: list[int] = []
     values: list[T] = []
@@ -158,9 +158,9 @@ def split_into_blocks(
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without its null fields, at any depth.
+    """Return a value from a table without fields that are null, at any depth.
 
-    In a table, a field that only some records have is null in the other records.
+    If only some records have a field, the field is null in the other records of a table.
     """
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}

@@ -1,7 +1,7 @@
 """Functions of the Python standard library, as prompts and completions.
 
-This text is available on every machine without a download. Its sequence lengths have a heavy-tailed distribution, for
-which this project is made.
+This text is available on every machine without a download. The distribution of its sequence lengths has a heavy tail,
+so it shows the effect of load balancing.
 """
 
 import ast
@@ -21,7 +21,7 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 @dataclass(frozen=True)
 class StdlibFunction:
-    """A function in two parts.
+    """A function, split after its docstring.
 
     Attributes:
         prompt: Decorators, signature and docstring, ending in a newline.
@@ -33,14 +33,14 @@ class StdlibFunction:
 
 
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
-    """Yield the functions and methods in a folder that have a docstring, sorted by path and line, without duplicates.
+    """Yield the functions and methods with a docstring in the Python files of a folder, ordered by path and line.
 
-    Duplicates occur in backports and generated code. Files that cannot be parsed are skipped, as are functions whose
-    completion is shorter than `MIN_COMPLETION_CHARS` characters or that are longer than `MAX_CHARS` characters.
+    Duplicates, as in backports and generated code, are left out. So are files that cannot be parsed, functions longer
+    than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters.
 
     Args:
-        root: Folder to search recursively, without its folders of tests and installed packages; None for the standard
-            library of the running interpreter.
+        root: Folder to search recursively, except for tests and installed packages; None for the standard library of
+            the running interpreter.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):
@@ -62,7 +62,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
-    """Yield the functions of a file. Yields none if the file cannot be parsed."""
+    """Yield the functions of a file, or none if the file cannot be parsed."""
     try:
         with tokenize.open(path) as file:  # respects the encoding declaration
             source = file.read()

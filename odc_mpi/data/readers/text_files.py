@@ -1,4 +1,4 @@
-"""Reading JSON lines, JSON arrays, CSV and TSV in blocks. Files may be compressed with gzip or Zstandard."""
+"""Reading JSON lines, JSON arrays, CSV and TSV in blocks of records. Files may be compressed with gzip or Zstandard."""
 
 import codecs
 import csv
@@ -35,7 +35,7 @@ _MAX_VALUE_CHARS = 1 << 27  # of a cell or an array's item: an open quote or bra
 
 
 class _Format(NamedTuple):
-    """Format of a file: the unit of its items, and a function that yields number, value and size of each item."""
+    """Format of a file: the unit of its items, and a function that yields the number, value and size of each item."""
 
     unit: str
     find_items: Callable[[Any], Iterator[tuple[int, Any, int]]]
@@ -44,9 +44,9 @@ class _Format(NamedTuple):
 def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
     """Yield the records of a file in blocks, in the order of the file.
 
-    A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, otherwise JSON
-    lines. It is decompressed if its name ends in .gz or .zst. `DataSource.read` explains the other arguments. Raises a
-    UserError if the file cannot be read or decompressed, or the package zstandard is missing.
+    A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, and JSON lines
+    otherwise. If the name ends in .gz or .zst in addition, the file is decompressed. For the other arguments, see
+    `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
     format_, items = _open(path, on_bytes_read)
     for numbers, values in split_into_blocks(items, num_repeats):
@@ -54,12 +54,12 @@ def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int
 
 
 def count_records(path: Path) -> int:
-    """Return the number of records, including invalid ones. Raises a UserError if the file cannot be read."""
+    """Return the number of records, including invalid ones. Raises a `UserError` if the file cannot be read."""
     return sum(1 for _ in _open(path, lambda _: None)[1])
 
 
 def is_array(path: Path) -> bool:
-    """Return True if the content of a file begins with ``[``. Raises a UserError if the file cannot be read."""
+    """Return True if the content of a file begins with ``[``. Raises a `UserError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             begin: bytes = decompressed(file, path).peek(1)
@@ -138,7 +138,7 @@ def _rows(stream: TextIO, delimiter: str) -> Iterator[tuple[int, Any, int]]:
 
 
 def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
-    """Yield each element of a JSON array, or an error instead of invalid text up to the next element."""
+    """Yield each element of a JSON array. Invalid text up to the next element is replaced by an error."""
     array = _JsonArray(stream)
     for number in itertools.count(1):
         try:
@@ -151,7 +151,7 @@ def _elements(stream: TextIO) -> Iterator[tuple[int, Any, int]]:
 
 
 class _JsonArray:
-    """Array in a stream of JSON text, from which complete elements are decoded."""
+    """JSON array in a text stream. Elements are decoded as soon as they are complete."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
