@@ -24,9 +24,9 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision of a run on context parallelism. `sizes` is None if the run does not split sequences.
+    """Decision whether a run splits sequences. If it does, `sizes` are the sizes of the buffers for keys and values.
 
-    `reason` is why it does not although `data.context_parallel` is auto, for the start-up line; otherwise None.
+    Otherwise, `sizes` is None, and `reason` is the reason to print, or None if `data.context_parallel` is off.
     """
 
     sizes: KVSizes | None = None
@@ -41,7 +41,7 @@ class ContextParallelSetup:
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Return the decision for a run of `size` ranks. Call this before adapters are added to `meta_model`."""
+    """Decide whether a run of `size` ranks splits sequences. `meta_model` must not have adapters yet."""
     if config.data.context_parallel == "off":
         return ContextParallelSetup()
     if size == 1:
@@ -78,7 +78,7 @@ def validate_context_parallel(config: Config) -> None:
 
 
 class ChunkMicrobatches:
-    """Iterates over this rank's chunks of split sequences, one minibatch after another."""
+    """Yields this rank's chunks of the split sequences in each minibatch."""
 
     def __init__(self, windows: KVWindows) -> None:
         self.windows = windows
@@ -88,7 +88,8 @@ class ChunkMicrobatches:
         """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
         The caller must run the forward and backward pass of a chunk before it requests the next chunk. All ranks must
-        call this for the same minibatches in the same order, because they count split sequences to identify them.
+        call this for every minibatch in the same order, because they identify a split sequence by its number in the
+        run.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):

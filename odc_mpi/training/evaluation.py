@@ -123,7 +123,7 @@ def held_out_pass(
 
 
 class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class of evaluators on the held-out sequences or pairs with the given `indices`, int64 [n]."""
+    """Base class of callbacks that evaluate held-out sequences or pairs, given by their `indices`, int64 [n]."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -168,7 +168,7 @@ class PairEvaluator(HeldOutEvaluator):
         self._scorer = scorer
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out pairs, with the names used in training after `eval_`. Collective."""
+        """Return the metrics of the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)

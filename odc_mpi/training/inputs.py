@@ -31,7 +31,7 @@ TrainingData = Dataset | PromptDataset
 
 @dataclass
 class Inputs:
-    """Checked inputs of a run. The model is on the meta device, and includes the adapters of a run with LoRA."""
+    """Checked inputs of a run. The model is on the meta device, and has adapters if the run trains adapters."""
 
     dataset: TrainingData
     model: models.MetaModel
@@ -180,14 +180,14 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use before any times are measured: that of `flops` if `data.cost` is `fitted`."""
+    """Return the cost model to use before any times are measured. For `data.cost: fitted`, it is that of `flops`."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return a cost model in FLOPs for training: 6 per token and trainable parameter, 4 if frozen, plus attention."""
+    """Return a cost model in FLOPs: 6 per token and trainable parameter, 4 per frozen parameter, plus attention."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 

@@ -40,7 +40,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches, which the caller trains on one at a time. One-sided in some subclasses."""
+        """Yield this rank's microbatches. Train on each before requesting the next. One-sided in some subclasses."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
@@ -67,11 +67,11 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
-    The attribute `callbacks` lists `objective`, `update` and `source`, then the callbacks of the argument `callbacks`.
-    The list can be extended before `start`. Hooks are called in this order, except for `on_train_end` (in reverse
-    order).
+    The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
+    can be extended before `start`. Hooks are called in this order, except for `on_train_end`, which has the reverse
+    order.
 
-    `clock` returns a time in seconds, from which the durations of microbatches are computed. It must stand still while
+    `clock` returns a time in seconds, from which the durations of microbatches are computed. It must not advance while
     this rank waits for slower ranks. `completed_steps` is the number of steps completed before the run was resumed.
     """
 
@@ -123,11 +123,11 @@ class Trainer(AbstractContextManager["Trainer"]):
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the merged states of all callbacks, JSON-serializable. Model and optimizer are not included."""
+        """Return the merged, JSON-serializable states of all callbacks. Model and optimizer are not included."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of all callbacks from the result of an earlier `state_dict`."""
+        """Restore the states of all callbacks from a `state_dict`. Raises `UserError` if they do not match this run."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 

@@ -29,7 +29,7 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition on the value of a setting, besides its type. Error messages append `description` to the type."""
+    """Condition on the value of a setting, besides its type. Errors append `description` to the expected type."""
 
     description: str
     is_valid: Callable[[Any], bool]
@@ -160,9 +160,9 @@ def is_objective(
     """Return True if `values`, the settings of the user, choose `objective`. Check the settings that depend on it.
 
     `kind` is the dataclass of `section`, which contains the settings of this objective. `required` maps the name of a
-    setting to a tuple: the only value that this objective supports, and the reason. `source` is for the message. Raises
-    `UserError` if the objective is chosen and a setting in `required` has another value, or if it is not chosen and a
-    setting in `section` differs from its default.
+    setting to a tuple: the only value that this objective supports, and the reason. `source` names the configuration in
+    errors. Raises `UserError` if the objective is chosen and a setting in `required` has another value, or if it is not
+    chosen and a setting in `section` differs from its default.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

@@ -204,7 +204,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
-    """Return the checked configuration for parsed YAML. Raises `UserError`, in which `source` names the file."""
+    """Return the checked configuration for parsed YAML. Raises `UserError` with `source` as the name of the file."""
     return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
 
 
@@ -281,7 +281,7 @@ def default_learning_rate(config: Config) -> float:
     """Return the learning rate that is used if `optim.learning_rate` is auto.
 
     The values are the defaults of TRL, multiplied by five to ten for adapters. A new model also has a larger learning
-    rate, but the user should choose one for the size of the model.
+    rate, but the user should choose it according to the size of the model.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):

@@ -53,7 +53,7 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row. A resumed run continues the count in `metadata`."""
+    """Ends a run after `max_skipped_steps` skipped steps in a row. The count resumes from a checkpoint's `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
@@ -82,9 +82,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer chosen by the settings, with the peak learning rate.
 
-    `named_parameters` are pairs of a name and this rank's shard of the parameter. `shapes` has the unsharded shapes by
-    name: weight decay applies to two or more dimensions. `fused` is True to use PyTorch's fused kernel; default: for
-    AdamW.
+    `named_parameters` are pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than two
+    dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

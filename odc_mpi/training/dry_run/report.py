@@ -23,10 +23,10 @@ _NUM_MINIBATCHES = 50
 
 
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
-    """Report what a run with these settings would need and do, without training. Rank 0 prints it. Collective.
+    """Report what a run with these settings would need and do, without training. Collective.
 
-    The report contains the memory per rank, the number of steps and, except for GRPO, the first microbatch. The run
-    directory is not written, but a model from the Hugging Face Hub is downloaded to the cache.
+    Rank 0 prints the memory per rank, the number of steps and, except for GRPO, the first microbatch. The run directory
+    is not written, but a model from the Hugging Face Hub is downloaded to the cache.
 
     The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. Raises
     `AllRanksUserError` as `train` does.

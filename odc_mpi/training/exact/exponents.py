@@ -15,7 +15,7 @@ class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
     Before `Update` divides the gradients by `loss_normalizer`, they are larger than those of a mean loss by up to this
-    factor. Construction therefore lowers the exponents by the logarithm of `loss_normalizer` to base 2, rounded up.
+    factor. Construction therefore lowers the exponents by the base-2 logarithm of `loss_normalizer`, rounded up.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
@@ -34,7 +34,7 @@ class ExponentCallback(Callback):
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents, if the checkpoint has any. Raises `UserError` if it has another number of them."""
+        """Restore the exponents, if the checkpoint has any. Raises `UserError` if their number does not match."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

@@ -26,9 +26,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Different processors on the ranks only cause a warning. Any other difference between ranks raises
-    `AllRanksUserError`. If `resume_point` continues this run, the fingerprint is also compared with that in the
-    checkpoint: a different `run.threads` raises `AllRanksUserError`, and any other difference only causes a warning.
+    Different processors only cause a warning. Any other difference between ranks raises `AllRanksUserError`. If
+    `resume_point` continues this run, the fingerprint is also compared with that in the checkpoint: a different
+    `run.threads` raises `AllRanksUserError`, and any other difference only causes a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)

@@ -14,7 +14,7 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Set what `run.exact` requires, if it is set. Raises `UserError` if another setting does not support it."""
+    """If `run.exact` is set, add the settings that it requires. Raises `UserError` for unsupported settings."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (
@@ -44,7 +44,7 @@ _REASONS = {
 
 @contextmanager
 def deterministic_algorithms(config: Config) -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms if `run.exact` is set."""
+    """Context manager that makes torch use deterministic algorithms if `run.exact` is set."""
     if not config.run.exact:
         yield
         return

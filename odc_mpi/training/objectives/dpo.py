@@ -59,8 +59,8 @@ class AnswerLogps:
 class PreferenceScorer(PairScorer):
     """Computes the DPO loss of each pair and the rewards of its answers.
 
-    `reference` contains the log-probabilities of all pairs of the data set under the reference model, float64 `[pairs,
-    2]`. The values may be filled in after construction, but before the first call.
+    `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs of the data set under the reference
+    model. The values may be filled in after construction, but before the first call.
     """
 
     statistics = STATISTICS

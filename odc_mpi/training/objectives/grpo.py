@@ -116,6 +116,6 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the number by which `rl.loss_type` divides the loss of a minibatch, summed over tokens; at least 1."""
+    """Return the number, at least 1, by which the summed loss of a minibatch is divided under `rl.loss_type`."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

@@ -55,7 +55,7 @@ class PairLogps:
 
     @property
     def mean_margins(self) -> torch.Tensor:
-        """Margin of the log-ratios per loss token of each answer, float64 `[pairs]`."""
+        """Margin of the mean log-ratios per loss token, float64 `[pairs]`."""
         means = self.ratios / self.lengths
         return means[:, 0] - means[:, 1]
 

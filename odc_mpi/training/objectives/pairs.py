@@ -53,7 +53,7 @@ class PairScorer(ABC):
         """Score the pairs of one microbatch of `minibatch`. Tensors are on the device of the model. One-sided."""
 
     def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return further metrics, computed from `metrics`: the means, minima or maxima of the statistics."""
+        """Return further metrics, computed from `metrics`, the mean or extreme of each statistic by name."""
         return {}
 
 

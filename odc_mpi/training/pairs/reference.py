@@ -41,7 +41,7 @@ class ReferenceLogps(Callback):
 
     Args:
         compute: Function that computes log-probabilities under the current model.
-        passes: For the training data and, if any, the held-out data: forward pass, and function for the needed pairs.
+        passes: Forward pass over the training data and, if any, over the held-out data, each with its `NeededPairs`.
         directories: Run directory, to which the file is written, then other directories to read the file from.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.

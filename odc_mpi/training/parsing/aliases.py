@@ -151,7 +151,7 @@ def answer(name: str) -> str | None:
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert the value of a setting named as in another library. Most values are returned unchanged."""
+    """Convert a value of the setting `name` of another library to the value in odc_mpi. Most are unchanged."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 

@@ -42,8 +42,7 @@ class Reader:
     """Reads values of settings from a parsed YAML file and a command line.
 
     `settings` contains all settings by name. `reasons` maps the name of a setting to a function. If a value has the
-    wrong type, the function is called with the value. The explanation that it returns, possibly "", is appended to the
-    error.
+    wrong type, the explanation that the function returns for the value is appended to the error.
     """
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
@@ -60,9 +59,8 @@ class Reader:
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the given settings as two dictionaries, both keyed by setting: the values, and their sources.
 
-        `document` is the content of the YAML file `source`. `source` is the source of these settings, and appears in
-        errors. `arguments`, the command line, override the file. Raises `UserError` if the file or the command line is
-        invalid.
+        `document` is the content of the YAML file named `source`. `arguments`, the command line, override the file.
+        Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
         section = ""  # with the settings of the objective

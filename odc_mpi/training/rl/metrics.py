@@ -54,7 +54,7 @@ class GroupSums:
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
-        """Return the sum `name` over all groups. Only the exact result is rounded."""
+        """Return the sum `name` over all groups, computed exactly and rounded once."""
         return math.fsum(self.value_of(gathered, name, position) for position in range(self._num_groups))
 
 

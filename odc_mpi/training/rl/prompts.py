@@ -17,7 +17,7 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of `num_prompts` prompts (for all ranks), shuffled by `seed`."""
+    """Endless, resumable iterator over minibatches of `num_prompts` prompts for all ranks, shuffled by `seed`."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
@@ -42,9 +42,10 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    `observed` maps indices of prompts to observed mean lengths. Such a length is the prediction. Other predictions are
-    on the regression line of observed length over prompt length or, if all observed prompts have one length, equal to
-    the prompt length. All ranks predict the same lengths, because the sums of the regression are exact.
+    `observed` maps the index of a prompt to the mean completion length observed for it, which is then the prediction.
+    Other lengths are predicted by linear regression of observed lengths on prompt lengths. If all observed prompts have
+    the same length, the prompt length is predicted. The regression uses exact sums, so all ranks predict the same
+    lengths.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -54,7 +55,7 @@ def predict_lengths(
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Sort prompts by length, longest first, and split them into batches to decode together. Returns indices.
+    """Return batches of indices of prompts to decode together, in order of decreasing length.
 
     `lengths` are the lengths of the prompts, or predicted lengths of their completions, in tokens. A batch has at most
     `max_prompts` prompts, and at most the number of prompts divided by `num_shares`, rounded up.

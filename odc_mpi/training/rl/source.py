@@ -54,9 +54,8 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed, and appended with their rewards to
-    completions.jsonl. `engine` is the function that generates completions. If `packs` is False, each microbatch has one
-    completion.
+    Every `rl.log_completions` steps, some completions are printed and, with their rewards, appended to
+    completions.jsonl. `engine` samples completions. If `packs` is False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -135,7 +134,7 @@ class RolloutSource(MinibatchSource):
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
+        """Add metrics, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
@@ -144,7 +143,7 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def _warn_once(self, step: Step) -> None:
-        """Print each warning once, on rank 0: no reward differs in a group; most completions are truncated."""
+        """Warn once, on rank 0, if all rewards are equal within each group, and if most completions are truncated."""
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
             warnings["equal"] = (

@@ -86,7 +86,7 @@ class CheckpointCallback(Callback):
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return step, number of bytes and checksum of the file this rank has written (see `Saver.report`)."""
+        """Return step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
@@ -94,7 +94,7 @@ class CheckpointCallback(Callback):
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Start to save if a checkpoint is due or a stop was requested. Collective if the previous save is pending."""
+        """Start saving a checkpoint if one is due or a stop was requested. Collective while the previous is pending."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -102,7 +102,7 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start to save a checkpoint of the last complete step, `step`, unless there already is one. Collective."""
+        """Start saving a checkpoint of the last complete step, `step`, unless there already is one. Collective."""
         if step != self._last:
             self._save(step)
 
@@ -181,7 +181,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the metadata that every checkpoint of the run stores. JSON-serializable. Collective."""
+    """Return the JSON-serializable metadata that every checkpoint of the run stores. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {

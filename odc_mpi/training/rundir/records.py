@@ -32,7 +32,7 @@ def open_run_directory(path: Path, config_text: str) -> None:
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
-    """Prepare the directory of a run that resumes from the checkpoint of step `step`, and write config.yaml.
+    """Prepare the directory of a run that resumes from the checkpoint of `step`, and write config.yaml.
 
     The trace, the summary, anomaly.json, and the metrics and completions of later steps are deleted. Checkpoints of
     later steps, which are damaged or were rejected by the user in favor of an older one, are moved to `earlier-N`.

@@ -66,7 +66,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
-        """Return "NAME BEFORE -> NOW" for each changed setting, without `ignored` and settings such as `run.dir`."""
+        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` and minor ones such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
@@ -90,7 +90,7 @@ class DeferredErrorWeights(CheckpointWeights):
     _error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter, or zeros after a `UserError`, which is stored."""
+        """Return elements `[start, stop)` of a flattened parameter. On a `UserError`, store it and return zeros."""
         try:
             return super().read(name, start, stop)
         except UserError as error:

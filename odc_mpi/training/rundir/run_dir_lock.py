@@ -28,9 +28,9 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock of a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    If another run on this host holds the lock, the constructor waits for half of `timeout_s`, the time after which the
-    other ranks give up, but for at most `LOCK_TIMEOUT_S`. It raises `UserError` if the lock is still held then, or if
-    the directory cannot be written.
+    The other ranks give up after `timeout_s`. Therefore, if another run on this host holds the lock, the constructor
+    waits for at most half of this time, and at most `LOCK_TIMEOUT_S`. Then it raises `UserError`, as it does if the
+    directory cannot be written.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -91,7 +91,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock of a directory. A run on another host counts even if it was killed."""
+    """Return True if a run holds the lock of a directory. A run on another host counts, even if it was killed."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
