@@ -47,7 +47,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """If the step was skipped, print a warning or, with `detect_anomaly`, set `step.failure`. Collective if so."""
+        """For a skipped step, print a warning or, with `detect_anomaly`, set `step.failure`. Collective if skipped."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
