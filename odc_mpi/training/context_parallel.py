@@ -1,4 +1,4 @@
-"""Context parallelism, which splits the longest sequences of a minibatch into chunks on several ranks.
+"""Context parallelism: different ranks compute chunks of the longest sequences of a minibatch.
 
 This module decides whether a run splits sequences, computes how much memory this needs, and yields chunks as
 microbatches. See docs/scheduling.md.
@@ -24,16 +24,16 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision on context parallelism: `sizes` of the windows, or None.
+    """Decision whether a run splits sequences. If it does, `sizes` are the sizes of the buffers for keys and values.
 
-    If `sizes` is None, `reason` is the reason to print, or None if the settings disable context parallelism.
+    Otherwise, `sizes` is None, and `reason` is the reason to print, or None if `data.context_parallel` is off.
     """
 
     sizes: KVSizes | None = None
     reason: str | None = None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return the start-up line as name and text. Empty if the settings disable context parallelism."""
+        """Return the start-up line as `{name: text}`, or an empty dictionary if `data.context_parallel` is off."""
         if self.sizes is None:
             return {"cp": f"off: {self.reason}"} if self.reason else {}
         memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"
@@ -41,7 +41,7 @@ class ContextParallelSetup:
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Decide whether a run of `size` ranks splits sequences. Call this before adapters are added to `meta_model`."""
+    """Decide whether a run of `size` ranks splits sequences. `meta_model` must not have adapters yet."""
     if config.data.context_parallel == "off":
         return ContextParallelSetup()
     if size == 1:
@@ -78,17 +78,18 @@ def validate_context_parallel(config: Config) -> None:
 
 
 class ChunkMicrobatches:
-    """Iterates over this rank's chunks of split sequences, one minibatch after another."""
+    """Yields this rank's chunks of the split sequences in each minibatch."""
 
     def __init__(self, windows: KVWindows) -> None:
         self.windows = windows
         self._num_split = 0
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
-        """Yield this rank's chunks as microbatches, each with the number of the chunk in its sequence. One-sided.
+        """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
-        The caller must run the forward and backward of a chunk before it requests the next one. Every rank must iterate
-        over every minibatch, because all ranks number the split sequences of the run in the same way.
+        The caller must run the forward and backward pass of a chunk before it requests the next chunk. All ranks must
+        call this for every minibatch in the same order, because they identify a split sequence by its number in the
+        run.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):
@@ -113,5 +114,5 @@ class _Chunk:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend to all earlier chunks and to this one. Waits for the ranks of earlier chunks. One-sided."""
+        """Attend to this chunk and all earlier chunks. Waits for the ranks of the earlier chunks. One-sided."""
         return context_parallel_attention(query, key, value, scaling, layer, self.exchange)

@@ -1,8 +1,8 @@
-"""Damage in a data set that is found during training. The run ends on all ranks and saves its last complete step.
+"""Handling of damaged sequences found during training. All ranks end the run and save its last complete step.
 
-A rank that cannot read a sequence must not stop at once, since other ranks may wait for its microbatches, or for the
-keys and values of a chunk. Instead, it continues with placeholder tokens. When the ranks gather their values at the end
-of the minibatch, they all learn of the damage, discard the gradients, and raise the same error.
+A rank that cannot read a sequence must not stop at once, because other ranks may wait for its microbatches, or for the
+keys and values of a chunk. Instead, it continues with placeholder tokens. At the end of the minibatch, the ranks gather
+their values, so all ranks learn of the damage, discard the gradients, and raise the same error.
 """
 
 from dataclasses import replace
@@ -19,14 +19,14 @@ from odc_mpi.runtime.world import World
 
 
 class DamageFoundError(AllRanksUserError):
-    """Raised by every rank if any rank could not read a sequence. The message is that of the lowest such rank."""
+    """Raised by every rank if any rank could not read a sequence. The message is from the lowest of these ranks."""
 
 
 class PlaceholderDataset:
-    """View of a data set that yields placeholders for sequences that cannot be read.
+    """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has the same length and number of loss tokens as the sequence, but all tokens are 0. `damage` is the
-    first error on this rank, or None. The caller must call `raise_damage` before it uses any result.
+    A placeholder has the length and the number of loss tokens of its sequence, but all tokens are 0. `damage` is the
+    first read error on this rank, or None. The caller must call `raise_damage` before it uses any result.
     """
 
     def __init__(self, dataset: Dataset) -> None:

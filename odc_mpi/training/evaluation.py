@@ -1,10 +1,10 @@
 """Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics of held-out pairs.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
-microbatch after another and fetches parameters on demand. Ranks synchronize only at the end, to gather their sums.
+microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results.
 
 All loss tokens have the same weight. (The `Trainer` of transformers weights the mean loss of each batch by its number
-of sequences, so its result differs if sequences differ in length.)
+of sequences, so its result differs if the sequences have different lengths.)
 """
 
 import itertools
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Base class of callbacks that evaluate the model when `run.eval_every` and `run.eval_on_start` require it."""
+    """Base class of callbacks that evaluate the model at the steps set by `run.eval_every` and `run.eval_on_start`."""
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
@@ -53,7 +53,7 @@ class PeriodicEvaluator(Callback, ABC):
             self._evaluate_into(metrics)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the metrics of an evaluation to those of the step, if one is due after this step. Collective."""
+        """If an evaluation is due after this step, run it and add its metrics to those of the step. Collective."""
         every, number = self._run.eval_every, step.number
         if number == self._run.steps or (every and number % every == 0):
             try:
@@ -85,7 +85,7 @@ class ForwardPass:
         self._tickets = Tickets(world)
 
     def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
-        """Return a minibatch of the sequences with these indices, int64 [n]. Does not communicate."""
+        """Return a minibatch of the sequences with these indices, int64 [n], for `run`. Does not communicate."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
         minibatch = Minibatch.from_indices(self.dataset, indices, plan, world.rank, data_epoch=0, position=0)
@@ -94,8 +94,8 @@ class ForwardPass:
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
         """Call `score` on each microbatch, and return the results of all ranks, in no fixed order. Collective.
 
-        The model is in evaluation mode, without gradients. Ranks wait only at the end. Raises `DamageFoundError` on
-        every rank if any rank could not read a sequence.
+        The model is in evaluation mode, and no gradients are computed. Ranks wait for each other only at the end.
+        Raises `DamageFoundError` on every rank if any rank could not read a sequence.
         """
         results, training = [], self._model.module.training
         self._model.eval()
@@ -114,7 +114,7 @@ class ForwardPass:
 def held_out_pass(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
-    """Return a list of the forward pass over held-out data and the indices to evaluate; empty if none. Collective."""
+    """Return `[(forward_pass, indices)]` for the held-out data to evaluate, or [] if there is none. Collective."""
     dataset = inputs.evaluation
     if not isinstance(dataset, Dataset):
         return []
@@ -123,7 +123,7 @@ def held_out_pass(
 
 
 class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class of evaluators on held-out sequences or pairs, given by `indices`. `close` closes the data set."""
+    """Base class of callbacks that evaluate held-out sequences or pairs, given by their `indices`, int64 [n]."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -145,10 +145,10 @@ class HeldOutEvaluator(PeriodicEvaluator):
 
 
 class PairEvaluator(HeldOutEvaluator):
-    """Base class of evaluators that compute the metrics of a scorer on held-out pairs."""
+    """Base class of evaluators that report the metrics of a `PairScorer` on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
-        """Add the metric named `accuracy`, the fraction of correctly ordered pairs, to progress line and summary."""
+        """Show the metric `accuracy`, the fraction of correctly ranked pairs, in the progress line and the summary."""
         cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,
@@ -168,7 +168,7 @@ class PairEvaluator(HeldOutEvaluator):
         self._scorer = scorer
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the pairs. The names are those of training with the prefix `eval_`. Collective."""
+        """Return the metrics of the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)
@@ -180,14 +180,14 @@ class PairEvaluator(HeldOutEvaluator):
         return {f"eval_{name}": value for name, value in {**metrics, **self._scorer.derived_metrics(metrics)}.items()}
 
     def _score(self, microbatch: Microbatch) -> list[list[float]]:
-        """Return index, loss and statistics of each pair."""
+        """Return the index, the loss and the statistics of each pair."""
         scores = self._scorer(self._minibatch, microbatch)
         values = torch.cat([scores.losses[:, None], scores.statistics], 1).tolist()
         return [[index, *row] for index, row in zip(microbatch.indices.tolist(), values, strict=True)]
 
 
 class LossEvaluator(HeldOutEvaluator):
-    """Computes the loss, the perplexity and the token accuracy on held-out sequences."""
+    """Computes the loss, the perplexity and the token accuracy of the model on held-out sequences."""
 
     summary: ClassVar = {**HeldOutEvaluator.summary, "eval_perplexity": SummaryField("eval_perplexity", "last")}
 

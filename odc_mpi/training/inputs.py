@@ -1,4 +1,4 @@
-"""Inputs of a run: data sets, model and loader. Opens them and checks that they match, without communication."""
+"""Inputs of a run: data sets, model and loader. They are opened and checked without communication."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ TrainingData = Dataset | PromptDataset
 
 @dataclass
 class Inputs:
-    """Checked inputs of a run: data sets, loader, and the model on the meta device, with adapters if it has any."""
+    """Checked inputs of a run. The model is on the meta device, and has adapters if the run trains adapters."""
 
     dataset: TrainingData
     model: models.MetaModel
@@ -41,13 +41,13 @@ class Inputs:
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
-        """Data sets by the names of the settings that contain their paths."""
+        """Data sets, keyed by the setting that contains the path: `data.path` and, if it is set, `data.eval_path`."""
         datasets = {"data.path": self.dataset}
         return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
 
     @property
     def sequence_loader(self) -> Loader:
-        """Loader of sequences. Raises `UserError` if the objective is GRPO, whose loader yields prompts."""
+        """Loader of sequences. Raises `UserError` if the objective is GRPO, whose loader yields prompts instead."""
         if isinstance(self.loader, Loader):
             return self.loader
         raise UserError("run.objective: expected sft, got grpo: set it to sft")
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data sets, build the loader of `rank` and the model without its weights, and check that they match.
+    """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
     Raises `UserError` if settings, data and model do not match, or a file cannot be used.
     """
@@ -97,7 +97,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that the model can be trained on them and that they fit into a microbatch."""
+    """Open the prompts, and check that they match the model and that completions fit into a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -142,7 +142,7 @@ def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
 
 
 def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
-    """Return the padding or end-of-sequence token of the tokenizer, as TRL does, or else the model's padding token."""
+    """Return the padding token: the tokenizer's, or else its end-of-sequence token, as in TRL, or else the model's."""
     files = tokenizer_files(Path(dataset.path))
     tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
     candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
@@ -180,14 +180,14 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use before times are measured. If `data.cost` is fitted, it is the model for flops."""
+    """Return the cost model to use before any times are measured. For `data.cost: fitted`, it is that of `flops`."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return the FLOPs of forward and backward: 6 per token for a trainable parameter, and 4 for a frozen one."""
+    """Return a cost model in FLOPs: 6 per token and trainable parameter, 4 per frozen parameter, plus attention."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 
@@ -229,7 +229,7 @@ def _load_tokenizer(path: Path, setting: str) -> Any:
 
 
 def _find_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a model in a directory or a checkpoint, or None if it is unknown."""
+    """Return the tokenizer of the model in a directory or checkpoint, or None if it has none."""
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
@@ -266,7 +266,7 @@ def build_model(
 ) -> models.MetaModel:
     """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
 
-    For an adapter checkpoint, the result is the base model. Each of the `size` ranks verifies a part of its weights.
+    For an adapter checkpoint, build the base model. Each of the `size` ranks verifies a part of the base weights.
     """
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)

@@ -1,9 +1,9 @@
 """The training loop, independent of the algorithm.
 
-    MinibatchSource   yields minibatches, and this rank's microbatches of each
+    MinibatchSource   yields minibatches, and this rank's microbatches of each minibatch
     Objective         computes the loss of a microbatch
     Update            clips gradients, runs the optimizer and publishes the new parameters
-    Callback          anything else with hooks in the loop; the three above are callbacks, too
+    Callback          anything else with hooks in the loop; the three classes above are callbacks, too
 
 A step runs the microbatches (one-sided), completes the gradients (collective), computes the gradient norm if gradients
 are clipped (collective), runs the optimizer, and publishes the parameters (collective). See docs/ordering.md.
@@ -26,7 +26,7 @@ from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Base class of sources of minibatches. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
+    """Base class of minibatch sources. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -40,7 +40,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches. The caller trains on each before it requests the next. May be one-sided."""
+        """Yield this rank's microbatches. Train on each before requesting the next. One-sided in some subclasses."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
@@ -52,7 +52,7 @@ class Objective(Callback, ABC):
 
     Attributes:
         loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
-            subclass can set it in `on_gathered`. Before the first step it must have its largest possible value.
+            subclass can set it in `on_gathered`. Before the first step, it must be an upper bound of all later values.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
@@ -67,12 +67,12 @@ class Objective(Callback, ABC):
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
-    The arguments `objective`, `update` and `source` are callbacks, too. The attribute `callbacks` is a list of these
-    three, followed by the callbacks in the argument of that name. The caller can add callbacks to the list before
-    `start`. Hooks are called in the order of the list, except for `on_train_end`, which is called in reverse order.
+    The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
+    can be extended before `start`. Hooks are called in this order, except for `on_train_end`, which has the reverse
+    order.
 
-    `clock` returns a time in seconds, with which the duration of microbatches is measured. The time must not advance
-    while this rank waits for slower ranks. `completed_steps` includes the steps before the run was resumed.
+    `clock` returns a time in seconds, from which the durations of microbatches are computed. It must not advance while
+    this rank waits for slower ranks. `completed_steps` is the number of steps completed before the run was resumed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if callbacks share a gathered name."""
+        """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if their `gathered_names` overlap."""
         callback_by_name: dict[str, Callback] = {}
         metrics: dict[str, Any] = {"step": self.completed_steps}
         for callback in self.callbacks:
@@ -119,15 +119,15 @@ class Trainer(AbstractContextManager["Trainer"]):
             callback.on_train_begin(self.completed_steps, metrics)
 
     def finish(self) -> dict[str, Any]:
-        """Call `on_train_end` of all callbacks, the last one first, and return their summary entries. Collective."""
+        """Call `on_train_end` of all callbacks in reverse order, and return their summary entries. Collective."""
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the merged states of all callbacks, without model and optimizer. JSON-serializable."""
+        """Return the merged, JSON-serializable states of all callbacks. Model and optimizer are not included."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of all callbacks from the result of `state_dict`."""
+        """Restore the states of all callbacks from a `state_dict`. Raises `UserError` if they do not match this run."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 

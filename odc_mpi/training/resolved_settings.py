@@ -1,6 +1,6 @@
-"""Replacement of settings that depend on the machine or on another run: names of models, runs to continue, and auto.
+"""Resolution of settings whose values depend on the machine or another run: Hub models, earlier runs, and auto.
 
-The settings are replaced once, at the start of a run. So config.yaml and checkpoints contain directories and dtypes.
+Settings are resolved once, at the start. Thus config.yaml and checkpoints contain the directories and dtypes in use.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from odc_mpi.training.settings import Config, LoraConfig, default_learning_rate
 def resolve_settings(
     config: Config, world: World, check_stop: Callable[[], None] = lambda: None
 ) -> tuple[Config, dict[str, str]]:
-    """Replace the settings that depend on the machine or on another run. Collective.
+    """Resolve the settings that depend on the machine or on another run, and download missing models. Collective.
 
-    While a model is downloaded, all ranks call `check_stop` every half second; it may be collective and raise an error.
-    Returns the configuration, and remarks to print at start-up, by setting. The configuration is equal on all ranks,
-    except for directories if nodes have different caches. Raises `AllRanksUserError` if a model is not found, or if the
-    adapter settings differ from those of the run to continue.
+    All ranks call `check_stop`, which may be collective and raise an error, for each model and every half second during
+    a download. Returns the configuration, and remarks to print at start-up, keyed by setting. The configuration is
+    equal on all ranks, except for directories if nodes have different caches. Raises `AllRanksUserError` if a model is
+    not found, or if settings contradict the checkpoint in `model.path`.
     """
     notes = {}
     given = config.model.path
@@ -70,7 +70,7 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def with_device(config: Config, device: str) -> Config:
     """Return the configuration with auto replaced in learning rate, device, dtype and gradient checkpointing.
 
-    `device` is the value of `run.device` if that is auto. The dtype and gradient checkpointing depend on the device.
+    `device` replaces `run.device: auto`. The dtype and gradient checkpointing depend on the device.
     """
     if config.optim.learning_rate == "auto":
         config = replace(config, optim=replace(config.optim, learning_rate=default_learning_rate(config)))
@@ -121,7 +121,7 @@ def _newest_checkpoint(path: str) -> str | None:
 
 
 def _continue_run(config: Config) -> Config:
-    """Return the configuration with the adapter settings of the checkpoint in `model.path`. Refuse different ones."""
+    """Return the configuration with the adapter settings of the checkpoint in `model.path`, if it has adapters."""
     path = cast(str, config.model.path)
     with Checkpoint(Path(path)) as checkpoint:
         metadata: Mapping[str, Any] = checkpoint.manifest.metadata

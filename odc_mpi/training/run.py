@@ -6,16 +6,16 @@
 
 The hooks of the training loop are called on the callbacks in this order:
 
-    StartReport                                         reports how long the phases of the start took
-    Objective, Update, MinibatchSource                  of the training loop
-    StepTimeMetrics, TrafficReport                      report times and bytes
-    those of the objective, FitCostModel                evaluate pairs or rewards, for example; fits costs of sequences
-    ExponentCallback                                    only with fixed-point gradients
-    LossEvaluator                                       adds the evaluation to the metrics of the step
-    ThroughputMetrics                                   adds time, epoch, speed per rank and peak memory
-    TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
-    NonFiniteReport, NonFiniteStepLimit                 can end the run after the step is logged
-    StopRequest, CheckpointCallback                     save checkpoints, also before the run stops on request
+    StartReport                                 reports how long the phases of the start took
+    Objective, Update, MinibatchSource          see `training.loop`
+    StepTimeMetrics, TrafficReport              report times and bytes
+    callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the cost model of the loader
+    ExponentCallback                            only with fixed-point gradients
+    LossEvaluator                               adds the evaluation to the metrics of the step
+    ThroughputMetrics                           adds time, epoch, speed per rank and peak memory
+    TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
+    NonFiniteReport, NonFiniteStepLimit         can end the run after the step is logged
+    StopRequest, CheckpointCallback             save checkpoints, also before the run stops on request
 """
 
 import math
@@ -81,17 +81,17 @@ def train(
 ) -> dict[str, Any]:
     """Train from the first step, or from a checkpoint, to the last step. Collective.
 
-    `stop` is a handler of stop requests that is already active; by default, a new one is active during this call.
-    `start_times` has the phases of the start before this call, for the summary. Returns the content of summary.json,
-    equal on all ranks except for times. If the run was already complete, only `steps` is returned.
+    `stop` is an active handler of stop requests; by default, a handler is active during this call. `start_times` has
+    the durations of earlier phases of the start, for the summary. Returns the content of summary.json, equal on all
+    ranks except for times. If the run is already complete, the only entry is `steps`.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not match, or differ between ranks. No file was written, unless
-            stored reference log-probabilities are incomplete (DPO).
+        AllRanksUserError: Settings, data and model do not match or differ between ranks, or files cannot be used.
+        UserError: A reward function failed on this rank.
         DamageFoundError: A sequence could not be read. The last complete step, if any, is saved.
         TrainingError: Gradients were not finite in too many consecutive steps, or in one step with
             `run.detect_anomaly`; or the last checkpoint could not be written.
-        StoppedError: The run was stopped on request. If it had begun to train, it has saved a checkpoint.
+        StoppedError: The run was stopped on request. If training had begun, a checkpoint was saved.
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -156,7 +156,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World) -> Decision:
-    """Choose how a run communicates, by calling `api.decide_for` with the settings of the run. Collective."""
+    """Choose how the ranks of a run communicate: call `api.decide_for` with the settings of the run. Collective."""
     comm = config.comm
     has_islands = config.islands.by != "off"
     return decide_for(
@@ -178,9 +178,9 @@ def build_trainer(
     resume_point: ResumePoint | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Build the trainer of a run. If there is a `resume_point`, restore the checkpoint and close it. Collective.
+    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective.
 
-    `check_stop` is called between parts of a long preparation for training, and may raise an error on all ranks.
+    `check_stop`, which may raise an error on all ranks, is called at intervals during the preparation of a DPO run.
     """
     model = _shard(config, world, inputs, decision, resume_point)
     # Other implementations in torch split elements among threads at positions that depend on the size of the shard.

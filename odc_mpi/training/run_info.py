@@ -1,4 +1,4 @@
-"""Descriptions of a run: the lines printed at start-up, and the fields of summary.json about machine and model."""
+"""Descriptions of a run: the lines printed at start-up, and fields of summary.json about ranks, transport and model."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,13 +14,13 @@ from odc_mpi.training.settings import Config, default_learning_rate
 
 
 def samples_per_step(config: Config) -> int:
-    """Return the number of sequences or pairs per step on all ranks. With GRPO, return the number of prompts."""
+    """Return the number of samples per step on all ranks: sequences, pairs or, with GRPO, prompts."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
 def steps_per_epoch(config: Config, num_samples: int) -> int:
-    """Return the number of steps in one pass over the data. The last step may have fewer samples than the others."""
+    """Return the number of steps in one pass over `num_samples` samples. The last step may have fewer samples."""
     return -(-num_samples // samples_per_step(config))
 
 
@@ -33,7 +33,7 @@ def startup_lines(
     resume_point: ResumePoint | None,
     notes: Mapping[str, str],
 ) -> str:
-    """Return the lines to print before the first step. `notes` are the remarks of `resolve_settings`, by setting."""
+    """Return the text to print before the first step. `notes` are the remarks of `resolve_settings`, by setting."""
     data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective in ("dpo", "reward"):
@@ -120,7 +120,7 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 
 
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return the number of elements of all parameters, or only of trainable (True) or frozen (False) ones."""
+    """Return the number of elements of all parameters, or of only the trainable (True) or frozen (False) ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 

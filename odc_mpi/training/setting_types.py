@@ -1,4 +1,4 @@
-"""Types of settings, further checks of their values, and the text that describes types and values in errors."""
+"""Types of settings, checks of their values, and descriptions of types and values for error messages."""
 
 import json
 import sys
@@ -29,14 +29,14 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition that a value must meet in addition to its type. `description` follows "expected" in errors."""
+    """Condition on the value of a setting, besides its type. Errors append `description` to the expected type."""
 
     description: str
     is_valid: Callable[[Any], bool]
 
 
 class Setting(NamedTuple):
-    """A setting: type, help text, further checks and default value of a field of a section."""
+    """A setting, which is a field of a section: its type, help text, checks and default value."""
 
     type: Any
     help: str
@@ -56,8 +56,8 @@ def validate_value(
 ) -> Any:
     """Check a value from YAML, and return it converted to the type `hint` of its setting.
 
-    `name` is the source and name of the setting, for errors. The conditions `checks` do not apply to None. Raises
-    `UserError` if a condition is not met or the type is wrong. `explain` returns the end of the message about a type.
+    `name` is the source and name of the setting, for errors. `checks` do not apply to None. Raises `UserError` if the
+    type is wrong or a check fails. If the type is wrong, the text that `explain` returns for the value is appended.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
@@ -81,7 +81,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Return True if the text of an argument is itself a value of type `hint`, and False if it must be read as YAML."""
+    """Return True if a setting of type `hint` takes the command-line `text` verbatim, and False if it is YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -109,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Return the description of a type that follows "expected" in errors."""
+    """Return the description of a type for error messages, such as "an integer or null"."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -117,7 +117,7 @@ def type_name(hint: Any) -> str:
 
 
 def type_signature(hint: Any) -> str:
-    """Return a type in the notation of Python signatures, with null for None."""
+    """Return a type in the notation of Python annotations, such as "int | null"."""
     return " | ".join(
         " | ".join(get_args(kind)) if get_origin(kind) is Literal else _SHORT_NAMES.get(kind) or _python_name(kind)
         for kind in union_members(hint)
@@ -129,12 +129,12 @@ def _python_name(kind: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as the text that follows "got" in errors."""
+    """Return a value as JSON text of at most 80 characters, for error messages."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of evaluation that the user gave in `source` contradict each other."""
+    """Raise `UserError` if the settings of evaluation in `values` contradict each other. The error names `source`."""
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
             if values.get(key):
@@ -157,12 +157,12 @@ def is_objective(
     values: Mapping[str, Any],
     source: str,
 ) -> bool:
-    """Return True if the user's settings `values` choose `objective`, and check the settings that depend on it.
+    """Return True if `values`, the settings of the user, choose `objective`. Check the settings that depend on it.
 
-    `kind` is the dataclass of `section`, which has the settings of this objective. `required` maps settings to the only
-    value that this objective supports, and the reason. `source` names the configuration in errors. Raises `UserError`
-    if another objective is chosen but a setting in `section` differs from its default, or if this objective is chosen
-    but a setting in `required` has another value.
+    `kind` is the dataclass of `section`, which contains the settings of this objective. `required` maps the name of a
+    setting to a tuple: the only value that this objective supports, and the reason. `source` names the configuration in
+    errors. Raises `UserError` if the objective is chosen and a setting in `required` has another value, or if it is not
+    chosen and a setting in `section` differs from its default.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

@@ -1,9 +1,8 @@
 """Settings of a training run: dataclasses with a help text for each field, and functions that read and write them.
 
 `load` reads a YAML file and ``--section.key value`` arguments into a checked `Config`, and `dump` writes it as YAML.
-Neither communicates. Every rank reads the same file, so all get the same `Config` or the same error. YAML is read by
-`odc_mpi.yaml_dialect`, a layer over the safe loader of PyYAML, because each error must be one line with source, setting
-and remedy.
+Neither communicates. Every rank reads the same file, so all get the same `Config` or the same error. Errors have one
+line with source, setting and remedy, so YAML is read by `odc_mpi.yaml_dialect`, which wraps the safe loader of PyYAML.
 """
 
 import functools
@@ -207,12 +206,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
-    """Check a configuration given as parsed YAML. Errors are those of `load`, with `source` as the name of the file."""
+    """Return the checked configuration for parsed YAML. Raises `UserError` with `source` as the name of the file."""
     return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
 
 
 def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values that are set and their sources, each by name of the setting. Combinations are not checked."""
+    """Return the given values and their sources: two dictionaries keyed by setting. Combinations are not checked."""
     document = dialect.read_file(path) if path else None
     return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
 
@@ -223,17 +222,17 @@ def _build(values: dict[str, Any], source: str) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML with all settings. `load` reads an equal configuration from it."""
+    """Return a configuration as YAML text with all settings, from which `load` reads an equal configuration."""
     return dialect.write(asdict(config))
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default values by name of the setting. Settings without a default are omitted."""
+    """Return the default values, keyed by name of the setting. Settings without a default are omitted."""
     return {key: setting.default for key, setting in all_settings().items() if setting.default is not MISSING}
 
 
 def help_text(section: str = "") -> str:
-    """Return the help for ``odc-mpi train --help``, with at most 100 columns: all settings, or those of a section.
+    """Return the text for ``odc-mpi train --help``, at most 100 columns wide, on all settings or on one section.
 
     The section `names` lists the accepted names of other libraries. Raises `UserError` if there is no such section.
     """
@@ -266,7 +265,7 @@ def _columns(title: str, rows: Mapping[str, str]) -> str:
 
 
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return a line for each setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
+    """Return one line per setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
     values, sources = read_values(path, overrides)
     config = _build(values, str(path))
     rows = []
@@ -281,10 +280,10 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for the value auto of `optim.learning_rate`.
+    """Return the learning rate that is used if `optim.learning_rate` is auto.
 
     The values are the defaults of TRL, multiplied by five to ten for adapters. A new model also has a larger learning
-    rate, but the user should choose one for the size of the model.
+    rate, but the user should choose it according to the size of the model.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
@@ -300,7 +299,7 @@ def _sections() -> dict[str, Any]:
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    """Return all settings by name, in the order of the help."""
+    """Return all settings, keyed by name such as `run.steps`, in the order of the help."""
     settings = {}
     for section_name, section in _sections().items():
         hints = get_type_hints(section, include_extras=True)

@@ -1,4 +1,4 @@
-"""Source of minibatches of a prepared data set, and the callback that fits the cost model to measured times."""
+"""Source of minibatches from a prepared data set, and the callback that fits the cost model to measured times."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,10 +22,10 @@ from odc_mpi.training.loop import MinibatchSource
 class DatasetSource(MinibatchSource):
     """Source of the minibatches of a loader over a prepared data set. `close` closes the data set.
 
-    The plan of a minibatch assigns microbatches to ranks, except for a pool, from which ranks claim them one at a time
-    by `tickets`. Plans that split sequences require `chunks`. `seed` is for random numbers of the model, as in dropout.
+    The plan of a minibatch assigns microbatches to ranks or leaves them in a pool, from which idle ranks claim
+    microbatches one at a time with `tickets`. Plans that split sequences require `chunks`. Dropout depends on `seed`.
 
-    If a rank cannot read a sequence, `on_gathered` restores the position of the loader before the minibatch, and raises
+    If a rank cannot read a sequence, `on_gathered` moves the loader back to the start of the minibatch and raises
     `DamageFoundError` on every rank.
     """
 
@@ -72,11 +72,11 @@ class DatasetSource(MinibatchSource):
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_chunks
 
     def local_values(self) -> tuple[float]:
-        """Return 1 if this rank could not read a sequence, else 0."""
+        """Return a tuple of one number: 1 if this rank could not read a sequence, else 0."""
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets. One-sided. Raise an error if a rank could not read a sequence. Collective in this case."""
+        """Reset the tickets. One-sided. Raises `DamageFoundError` if any rank had a read error (collective)."""
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):
@@ -84,14 +84,14 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add tokens, tokens per second and, with chunks, the number of split sequences to the metrics."""
+        """Add to the metrics: number of tokens, tokens per second and, with `chunks`, number of split sequences."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader in the data."""
+        """Return the position of the loader in the data as the entry `loader`."""
         return {"loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class FitCostModel(Callback):
         self._fitted = FittedCostModel(loader.cost)
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Record how long this rank was busy with a microbatch or chunk."""
+        """Record how long this rank was busy with a microbatch or a chunk."""
         if result.microbatch.is_chunk:
             begin = int(result.microbatch.inputs["position_ids"][0, 0])
             self._fitted.observe_chunk(begin, begin + result.microbatch.num_input_tokens, result.busy_s)
@@ -121,17 +121,17 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return sums over the times that this rank has recorded since the last fit."""
+        """Return sums over the microbatches that this rank has recorded since the last call, as input of the fit."""
         row: list[float] = self._fitted.report().tolist()
         return row
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Fit the cost model to the recorded times of all ranks."""
+        """Fit the cost model to the times of all ranks, and use the result in the loader."""
         self._fitted.update(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
         self._loader.cost = self._fitted.cost
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fitted cost model."""
+        """Return the fitted cost model as the entry `cost`."""
         return {"cost": self._fitted.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -29,9 +29,9 @@ REPEAT_S = 1.0
 class StopRequest(Callback):
     """Context manager that handles `SIGNALS`. The first signal sets `requested`. A later signal ends this process.
 
-    Signals in the first `REPEAT_S` seconds after the first one are ignored. If the context is entered outside the main
-    thread, where Python allows no signal handlers, no signals are handled. As a callback, the object passes a request
-    on one rank to all ranks: `requested_on_any_rank` becomes True on all when the gradients of a step are complete.
+    Signals within `REPEAT_S` seconds of the first one are ignored. Outside the main thread, Python does not allow
+    signal handlers, so no signals are handled. As a callback, the object informs all ranks: if `requested` is True on
+    any rank, `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
     """
 
     gathered_names = ("stop",)
@@ -59,16 +59,16 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Set `requested` if the file $ODC_MPI_STOP_FILE exists, which a batch script creates on a stop signal."""
+        """Set `requested` if the file $ODC_MPI_STOP_FILE exists. Batch scripts create it when they receive a signal."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 
     def local_values(self) -> tuple[float]:
-        """Return 1 if this rank has received a request, else 0."""
+        """Return a tuple of one number: 1 if this rank has received a request, else 0."""
         return (float(self.requested),)
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Set `requested_on_any_rank` from the values of all ranks."""
+        """Set `requested_on_any_rank` to True if `requested` was True on any rank."""
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

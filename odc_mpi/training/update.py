@@ -27,7 +27,7 @@ class Update(Callback):
         self._model, self.optimizer, self._config = model, optimizer, config
 
     def on_step_begin(self, step: Step) -> None:
-        """Set and report the learning rate of this step."""
+        """Set the learning rate of this step, and add it to the metrics."""
         optim, steps = self._config.optim, self._config.run.steps
         kind, warmup_steps = optim.lr_scheduler_type, optim.warmup_steps or math.ceil(optim.warmup_ratio * steps)
         factor = schedule_factor(kind, step.number - 1, warmup_steps, steps, optim.min_lr_ratio, optim.decay_ratio)
@@ -39,7 +39,7 @@ class Update(Callback):
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide gradients by `loss_normalizer`, clip them, run the optimizer and publish the parameters. Collective.
 
-        The optimizer is skipped if a gradient on any rank is not finite (`finite` is False) or the norm is not finite.
+        The optimizer is skipped if a gradient on any rank (`finite` is False) or the gradient norm is not finite.
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
@@ -53,14 +53,14 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` consecutive skipped steps. Checkpoint `metadata` has the initial count."""
+    """Ends a run after `max_skipped_steps` skipped steps in a row. The count resumes from a checkpoint's `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of consecutive skipped steps up to now."""
+        """Return the current number of consecutive skipped steps, as the entry `skipped_in_a_row`."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
@@ -80,10 +80,10 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the settings select, with the peak learning rate.
+    """Build the optimizer chosen by the settings, with the peak learning rate.
 
-    `named_parameters` are pairs of a name and a parameter or this rank's shard of it. `shapes` are the unsharded shapes
-    by name. `fused` is True to use the fused kernel of PyTorch; by default, only AdamW uses it.
+    `named_parameters` are pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than two
+    dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

@@ -1,8 +1,8 @@
-"""Report of a skipped step: rank, sequence and unit of the first value that is not finite.
+"""Report about a skipped step: rank, sequence and unit of the first value that is not finite.
 
 A skipped step does not change the parameters. After the step, a rank whose loss was not finite can therefore repeat the
-forward of the microbatch, and check the output of each unit. The other ranks wait for the report. If all losses were
-finite, the gradients that each rank pushed show the unit.
+forward pass of the microbatch, and check the output of each unit. The other ranks wait for the report. If all losses
+were finite, the unit is found from the gradients that each rank pushed.
 """
 
 import json
@@ -25,10 +25,10 @@ from odc_mpi.training.rundir.records import ANOMALY
 
 
 class NonFiniteReport(Callback):
-    """Reports the origin of a gradient that is not finite after each skipped step: rank, sequences and unit, if known.
+    """Reports where a non-finite gradient came from, after each skipped step: rank, sequences and unit, if known.
 
-    With `detect_anomaly`, the report also ends the run. The origin and the inputs of the model are then written to
-    anomaly.json in `run_dir`.
+    With `detect_anomaly`, the report also ends the run. The origin and the inputs of the microbatches in question are
+    then written to anomaly.json in `run_dir`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class NonFiniteReport(Callback):
         self._results: list[MicrobatchResult] = []
 
     def on_step_begin(self, step: Step) -> None:
-        """Discard the microbatches of the previous step."""
+        """Discard the results of the previous step."""
         self._results = []
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
@@ -47,7 +47,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """Report a skipped step, as a warning or as `step.failure`. Collective if the step was skipped."""
+        """For a skipped step, print a warning or, with `detect_anomaly`, set `step.failure`. Collective if skipped."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
@@ -62,7 +62,7 @@ class NonFiniteReport(Callback):
             step.failure = TrainingError(f"{text} (run.detect_anomaly; see {self._run_dir / ANOMALY})")
 
     def _locate(self, step: Step) -> dict[str, Any] | None:
-        """Return the first value on this rank that is not finite, and its data, or None. One-sided."""
+        """Return the origin of the first non-finite value on this rank, with its inputs, or None. One-sided."""
         for result in self._results:
             if not math.isfinite(result.loss):
                 return self._describe(step, result.microbatch)
@@ -100,17 +100,17 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return the text that names one or more sequences by their numbers in the data set."""
+    """Return a text that names the sequences by their indices in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
 
 @contextmanager
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
-    """Find the first unit in the enclosed forward whose output is not finite. Yields a dictionary for the result.
+    """Context manager that finds the first unit whose output is not finite in a forward pass. Yields a dictionary.
 
-    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
-    root unit, which has the embeddings) if the input of a unit was already not finite. `token` is the index of the
+    If all values are finite, the dictionary stays empty. Otherwise, its entry `unit` is the name of the unit, or ""
+    (the root unit, which has the embeddings) if the input of a unit was already not finite. `token` is the index of the
     first non-finite token in the first row of the output, or None if the output does not have three dimensions.
     """
     found: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""`odc-mpi train --dry-run`: what a run would need and do, without training and without writing files."""
+"""`odc-mpi train --dry-run`: reports what a run would need and do, without training."""

@@ -1,8 +1,8 @@
-"""Estimate of the memory of one rank, by part. Nothing is allocated, so the model may be larger than this machine.
+"""Estimate of the memory of one rank by purpose. Nothing is allocated, so the model may be larger than this machine.
 
-The shards are those of a real run. Activations are counted: the model computes the forward of a few tokens on the meta
-device, and the sizes of the tensors that autograd saves are added up. The estimate assumes attention kernels that do
-not store scores. A formula is used only for models that cannot compute on the meta device.
+The shards are those of a real run. The bytes of activations are measured: the model runs the forward pass of a few
+tokens on the meta device, and the sizes of the tensors that autograd saves are summed. If the model cannot run on the
+meta device, a formula is used. Attention scores are counted only for eager attention and soft caps.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _LOGITS_COPIES = 2
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A part of the memory of a rank: its name, its size in bytes, and whether it is on the GPU."""
+    """Memory of a rank for one purpose: its name, its size in bytes, and True if it is on the GPU."""
 
     name: str
     num_bytes: int
@@ -50,13 +50,12 @@ def estimate_memory(
     *,
     accumulates: bool = True,
 ) -> list[MemoryPart]:
-    """Estimate the peak memory of the rank that needs the most memory. Parts of 0 bytes are omitted.
+    """Estimate the peak memory of the rank that needs the most. Returns its parts, without parts of 0 bytes.
 
     Args:
-        config: Configuration in which the device and the dtype are already resolved.
+        config: Configuration in which the device and the dtype are resolved (not auto).
         lengths: Number of tokens of each sequence in the largest microbatch.
-        accumulates: True if a rank may have several microbatches per step. The rank then caches the sum of their
-            gradients.
+        accumulates: True if a rank may have several microbatches per step, and so caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
@@ -98,7 +97,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes in bytes of full units, of a rank's shards, and of the optimizer's data for these shards."""
+    """Sizes in bytes of unsharded units, of a rank's shards, and of the optimizer's data for these shards."""
 
     units: list[int]
     gradients: list[int]  # of each unit, in the type of the sums
@@ -145,7 +144,7 @@ def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int
 
 
 def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:
-    """Return the sizes of the caches. The size of a GPU is not known here, so its caches are 0 unless they are set."""
+    """Return the sizes of the caches. A GPU's memory size is unknown here, so its caches are 0 if they are auto."""
     available = 0 if config.run.device == "cuda" else available_bytes() - ranks_per_node * state_bytes
     parameters, gradients = config.comm.parameter_cache_bytes, config.comm.gradient_cache_bytes
     return auto_cache_bytes(
@@ -158,7 +157,7 @@ def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes:
 
 
 def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, lengths: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that autograd saves in the forward of a microbatch, and the bytes of its logits."""
+    """Return the bytes that autograd saves in the forward pass of a microbatch, and the bytes of its logits."""
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
     narrow = dtype.itemsize < 4
     logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))
@@ -180,7 +179,7 @@ def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, leng
 
 
 def _saved_bytes_per_token(model: MetaModel, dtype: torch.dtype) -> float | None:
-    """Return the bytes per token that autograd saves in a forward; None if the model cannot run on the meta device."""
+    """Return the bytes per token that autograd saves, or None if the model cannot run on the meta device."""
     module = model.module.train()
     if not model.adapter:  # otherwise, the parameters have their types already
         for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""The report of a dry run: memory per rank, steps and tokens, and the first microbatch as text."""
+"""Report of a dry run: memory per rank, steps and tokens, and the first microbatch as text."""
 
 import itertools
 
@@ -23,13 +23,13 @@ _NUM_MINIBATCHES = 50
 
 
 def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
-    """Print on rank 0 what a run with these settings would need and do, without training. Collective.
+    """Report what a run with these settings would need and do, without training. Collective.
 
-    The output contains the memory per rank, the number of steps and, except for GRPO, the first microbatch. The run
-    directory is not written. A model on the Hugging Face Hub is downloaded to the cache.
+    Rank 0 prints the memory per rank, the number of steps and, except for GRPO, the first microbatch. The run directory
+    is not written, but a model from the Hugging Face Hub is downloaded to the cache.
 
-    If `num_ranks` is given, the output is for a run with this number of ranks on one node. By default, it is for a run
-    with the ranks and nodes of this job. Raises `AllRanksUserError` as `train` does.
+    The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. Raises
+    `AllRanksUserError` as `train` does.
     """
     config = resolve_settings(config, world)[0]
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)

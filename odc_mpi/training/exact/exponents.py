@@ -14,8 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Gradients are later divided by at most `loss_normalizer`. Until then, they can be larger than the gradients of a
-    mean loss by this factor. Construction therefore subtracts log2 of it, rounded up, from the exponents.
+    Before `Update` divides the gradients by `loss_normalizer`, they are larger than those of a mean loss by up to this
+    factor. Construction therefore lowers the exponents by the base-2 logarithm of `loss_normalizer`, rounded up.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
@@ -26,15 +26,15 @@ class ExponentCallback(Callback):
         gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the relative rounding error of the gradients to the metrics of the step."""
+        """Add the rounding error of the gradients, relative to their magnitude, to the metrics of the step."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents of all arrays for the next minibatch."""
+        """Return the exponents of all gradient arrays for the next minibatch, as the entry `fixed64_exponents`."""
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents if the checkpoint has any. Raises `UserError` if their number differs."""
+        """Restore the exponents, if the checkpoint has any. Raises `UserError` if their number does not match."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

@@ -1,7 +1,7 @@
-"""Numerics fingerprint: processor, torch, threads and environment variables that affect the last bits of a result.
+"""Numerics fingerprint: processor, torch, threads and environment variables that affect the last bits of results.
 
-An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If the fingerprints
-of ranks differed, the last bits would depend on the rank that runs a microbatch. If a run resumes with a different
+An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If ranks have
+different fingerprints, the last bits depend on the rank that runs a microbatch. If a run resumes with a different
 fingerprint, the last bits may differ from that step on.
 """
 
@@ -26,10 +26,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Different processors on the ranks only cause a warning. Any other difference between ranks raises
-    `AllRanksUserError`. If the run was resumed, the fingerprint is also compared with the one in the checkpoint. In
-    this comparison, a different `run.threads` raises `AllRanksUserError`, and any other difference only causes a
-    warning.
+    Different processors only cause a warning. Any other difference between ranks raises `AllRanksUserError`. If
+    `resume_point` continues this run, the fingerprint is also compared with that in the checkpoint: a different
+    `run.threads` raises `AllRanksUserError`, and any other difference only causes a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -53,7 +52,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return the numerics fingerprint for a device (cpu or cuda): the name and value of each entry as text."""
+    """Return the numerics fingerprint for a device (cpu or cuda) as a dictionary of names and values."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -66,7 +65,7 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Describe changes since the fingerprint of `checkpoint`. Raises `UserError` if `run.threads` differs."""
+    """Return "NAME OLD -> NEW" for each change since the checkpoint. Raises `UserError` if `run.threads` changed."""
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]
@@ -78,7 +77,7 @@ def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str]
 
 
 def _processor() -> str:
-    """Return name and model numbers of the processor from /proc/cpuinfo. Empty if they are not available."""
+    """Return the name and the model numbers of the processor in /proc/cpuinfo, or "" if they are unknown."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -14,7 +14,7 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Apply the settings that `run.exact` requires, if it is set. Raises `UserError` for an unsupported setting."""
+    """If `run.exact` is set, add the settings that it requires. Raises `UserError` for unsupported settings."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (
@@ -44,7 +44,7 @@ _REASONS = {
 
 @contextmanager
 def deterministic_algorithms(config: Config) -> Iterator[None]:
-    """Make torch use deterministic algorithms in the context, if `run.exact` is set."""
+    """Context manager that makes torch use deterministic algorithms if `run.exact` is set."""
     if not config.run.exact:
         yield
         return

@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses of pairs of answers."""
+"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses on pairs of answers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, cast
@@ -21,10 +21,10 @@ class AnswerScores(NamedTuple):
     Column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
-        logps: Sum of the log-probabilities of each answer, float64 `[pairs, 2]`, with gradients.
+        logps: Sum of the log-probabilities of each answer's tokens, float64 `[pairs, 2]`, with gradients.
         lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
-        entropy: Sum of the entropies of all loss tokens in nats, a scalar.
-        router_loss: Auxiliary loss of routers, as in `TokenScores`.
+        entropy: Sum of the entropies at all loss tokens in nats, a scalar without gradients.
+        router_loss: Auxiliary loss of routers, or None, as in `TokenScores`.
     """
 
     logps: torch.Tensor
@@ -36,15 +36,15 @@ class AnswerScores(NamedTuple):
 class AnswerLogps:
     """Computes the log-probabilities of both answers of each pair under a model.
 
-    `packs` is True if the model trains on packed sequences. If it is False, each answer is computed in a separate row
-    (see `data.pairs.microbatch.as_padded_rows`).
+    `packs` is True if the model supports packed sequences. If it is False, a microbatch has one pair, and its answers
+    are computed in separate rows (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
         self._token_logps, self._packs = TokenLogps(module), packs
 
     def __call__(self, microbatch: Microbatch) -> AnswerScores:
-        """Run the model on a microbatch of pairs, whose tensors are on its device. One-sided."""
+        """Run the model on a microbatch of pairs, whose tensors are on the model's device. One-sided."""
         pairs = cast(PairMicrobatch, microbatch)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         scores = self._token_logps(pairs.inputs, pairs.logit_positions, pairs.targets)
@@ -57,10 +57,10 @@ class AnswerLogps:
 
 
 class PreferenceScorer(PairScorer):
-    """Scores pairs by a loss of DPO and the rewards of their answers.
+    """Computes the DPO loss of each pair and the rewards of its answers.
 
-    `reference` contains the log-probabilities under the reference model by index of the pair in its data set, float64
-    `[pairs, 2]`. The caller may set the values later, before the first call.
+    `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs of the data set under the reference
+    model. The values may be filled in after construction, but before the first call.
     """
 
     statistics = STATISTICS
@@ -86,4 +86,4 @@ class PreferenceScorer(PairScorer):
 
 
 class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
-    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch."""
+    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch, plus the auxiliary loss of routers, if any."""

@@ -1,15 +1,15 @@
-"""Strictly on-policy GRPO (arXiv 2402.03300), whose advantages compare the completions of a prompt with each other.
+"""Strictly on-policy GRPO (arXiv 2402.03300): advantages compare the completions of a prompt with each other.
 
 The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout. The probability ratio is then 1 and
 clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
 reference policy. Losses are summed over the minibatch. The normalizer is known only when all groups are generated, so
-each rank divides the gradients of its shards after they are summed. The normalizers of `loss_type` are:
+each rank divides the gradients of its shards after they are summed. The normalizer depends on `rl.loss_type`:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
-    grpo       number of completions; the loss of each is the mean over its tokens
-    dr_grpo    number of completions, times rl.max_completion_length        arXiv 2503.20783
+    grpo       number of completions; the loss of a completion is the mean over its tokens
+    dr_grpo    number of completions times rl.max_completion_length         arXiv 2503.20783
 
-If beta is 0, a group whose rewards are all equal has no gradient. It is not trained, but it counts in the normalizer.
+If beta is 0, a group whose rewards are all equal has no gradient. It is not trained, but counts in the normalizer.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Loss of GRPO. Its normalizer uses the numbers of tokens and completions that `RolloutSource` gathers.
+    """Loss of GRPO. The normalizer depends on the numbers of tokens and completions that `RolloutSource` gathers.
 
-    `module` is the module of the sharded model. A minibatch has at most `num_groups` prompt groups. `reference_logps`
-    is required unless `rl.beta` is 0.
+    `module` is the module of the sharded model. `num_groups` is the maximum number of prompt groups in a minibatch.
+    `reference_logps` is required unless `rl.beta` is 0.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GRPOObjective(Objective):
         )
 
     def on_step_begin(self, step: Step) -> None:
-        """Set all sums of the step to 0."""
+        """Set all sums to 0 for this step."""
         self._sums.reset()
         self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
         self._largest_difference, self._num_tokens = 0.0, 0
@@ -79,7 +79,7 @@ class GRPOObjective(Objective):
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss of a microbatch to the sum of the step."""
+        """Add the loss of a microbatch to the sum for this step."""
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
@@ -87,7 +87,7 @@ class GRPOObjective(Objective):
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Compute `loss_normalizer` from the counts of all ranks, and report the metrics."""
+        """Compute `loss_normalizer` from the counts of all ranks, and add the loss and further metrics to the step."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
@@ -100,22 +100,22 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a value of a microbatch to the sum of its first prompt, which is the only one in an exact run."""
+        """Add a value of a microbatch to the sum of its first prompt. In an exact run, it has only one prompt."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token, [K]: the value -advantage with the gradient of -advantage * log-probability."""
+    """Return the loss of each token, `[K]`: -exp(logp - detached logp) * advantage. `advantages` is `[K]`."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the estimator k3 (http://joschu.net/blog/kl-approx.html) of the KL divergence for each token, [K]."""
+    """Return the estimate k3 (http://joschu.net/blog/kl-approx.html) of the KL divergence at each token, `[K]`."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the number, at least 1, by which to divide the loss that is summed over a minibatch."""
+    """Return the number, at least 1, by which the summed loss of a minibatch is divided under `rl.loss_type`."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

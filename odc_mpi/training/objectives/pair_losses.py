@@ -32,10 +32,10 @@ class PairLogps:
     """Log-probabilities of pairs. Column 0 of each tensor is the chosen answer, column 1 the rejected one.
 
     Attributes:
-        policy: Sum of the log-probabilities of each answer under the model, float64 `[pairs, 2]`.
-        reference: Sum of the log-probabilities of each answer under the reference model, float64 `[pairs, 2]`.
+        policy: Sum of the log-probabilities of each answer's tokens under the model, float64 `[pairs, 2]`.
+        reference: The same sums under the reference model, float64 `[pairs, 2]`.
         lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
-        mean_chosen_length: Mean number of loss tokens of the chosen answers of the minibatch, which normalizes `sft`.
+        mean_chosen_length: Mean number of loss tokens of the minibatch's chosen answers, by which `sft` is divided.
     """
 
     policy: torch.Tensor
@@ -45,17 +45,17 @@ class PairLogps:
 
     @property
     def ratios(self) -> torch.Tensor:
-        """Log-ratio of each answer, float64 `[pairs, 2]`."""
+        """Log-ratio of each answer (log-probability minus that under the reference model), float64 `[pairs, 2]`."""
         return self.policy - self.reference
 
     @property
     def margins(self) -> torch.Tensor:
-        """Log-ratio of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
+        """Margin: log-ratio of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
         return self.ratios[:, 0] - self.ratios[:, 1]
 
     @property
     def mean_margins(self) -> torch.Tensor:
-        """Mean log-ratio per loss token of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
+        """Margin of the mean log-ratios per loss token, float64 `[pairs]`."""
         means = self.ratios / self.lengths
         return means[:, 0] - means[:, 1]
 
@@ -67,7 +67,7 @@ def pair_loss(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
 
 
 def pair_statistics(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
-    """Return the values in `STATISTICS` for each pair, float64 `[pairs, 5]`, without gradients.
+    """Return the statistics of each pair, float64 `[pairs, 5]`, without gradients. `STATISTICS` names the columns.
 
     The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
     0.5 if the rewards are equal (0 in TRL), and otherwise 0.

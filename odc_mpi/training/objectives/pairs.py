@@ -1,4 +1,4 @@
-"""Base classes of objectives that average a loss over pairs of answers, and of scorers, which compute the losses."""
+"""Base classes of objectives that average a loss over pairs of answers, and of the scorers that compute the losses."""
 
 import math
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ class PairScores(NamedTuple):
     Attributes:
         losses: Loss of each pair, float64 `[pairs]`, with gradients.
         statistics: Statistics of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
-        token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`, without gradients, or None.
-        router_loss: Auxiliary loss of routers, as in `TokenScores`.
+        token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`; None if the scorer has none.
+        router_loss: Auxiliary loss of routers, or None, as in `TokenScores`.
     """
 
     losses: torch.Tensor
@@ -38,10 +38,10 @@ class PairScores(NamedTuple):
 
 
 class PairScorer(ABC):
-    """Base class of functions that score pairs under a model.
+    """Base class of callables that compute the losses of pairs under a model.
 
     Attributes:
-        statistics: Names of the statistics of a pair.
+        statistics: Names of the statistics of each pair.
         token_sums: Names of sums over loss tokens. Training reports them divided by the number of loss tokens.
     """
 
@@ -50,21 +50,21 @@ class PairScorer(ABC):
 
     @abstractmethod
     def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
-        """Score a microbatch of the minibatch. Its tensors are on the device of the model. One-sided."""
+        """Score the pairs of one microbatch of `minibatch`. Tensors are on the device of the model. One-sided."""
 
     def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics that are computed from `metrics`, the statistics reduced over all pairs."""
+        """Return further metrics, computed from `metrics`, the mean or extreme of each statistic by name."""
         return {}
 
 
 class PairObjective(Objective):
     """Mean of the losses of a scorer over all pairs of a minibatch, plus the auxiliary loss of routers, if any.
 
-    The metrics do not depend on the order of the microbatches, nor on their distribution over ranks.
+    The metrics do not depend on the order of the microbatches, or on their distribution over ranks.
     """
 
     def __init_subclass__(cls, margin: str, accuracy: str) -> None:
-        """Add the metrics `margin` and `accuracy` to the progress line."""
+        """Show the metrics named `margin` and `accuracy` in the progress line."""
         cls.columns = (
             *Objective.columns,
             ProgressColumn("margin", 8, f"{{{margin}:.4f}}"),
@@ -76,7 +76,7 @@ class PairObjective(Objective):
         self.gathered_names = ("loss", *scorer.token_sums, *scorer.statistics)
 
     def on_step_begin(self, step: Step) -> None:
-        """Reset all values of the step."""
+        """Reset all sums, minima and maxima for this step."""
         self._values = {name: EXTREMES[name][1] if name in EXTREMES else 0.0 for name in self.gathered_names}
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
@@ -95,7 +95,7 @@ class PairObjective(Objective):
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss and the statistics of a microbatch to those of the step."""
+        """Include the loss and the statistics of a microbatch in the sums, minima and maxima of the step."""
         for name, value in zip(self.gathered_names, (result.loss, *self._last_values.tolist()), strict=True):
             if name in EXTREMES:
                 self._values[name] = EXTREMES[name][0](self._values[name], value)
@@ -103,11 +103,11 @@ class PairObjective(Objective):
                 self._values[name] += round_for_exact_sum(value, _MAX_SUMMAND)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return the values of this rank's microbatches in the order of `gathered_names`."""
+        """Return the sums, minima and maxima of this rank, in the order of `gathered_names`."""
         return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the metrics over the pairs of all ranks to those of the step, under the names that TRL uses."""
+        """Add metrics over the pairs of all ranks to those of the step. The names are those of TRL."""
         metrics = {
             name: EXTREMES[name][0](gathered.per_rank(name).tolist()) if name in EXTREMES else gathered.sum(name)
             for name in self.gathered_names

@@ -1,4 +1,4 @@
-"""Reward models (arXiv 2203.02155), which learn to score the chosen answer of a pair higher than the rejected one."""
+"""Reward models (arXiv 2203.02155), trained to score the chosen answer of a pair higher than the rejected one."""
 
 from typing import cast
 
@@ -18,7 +18,7 @@ STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
 
 class AnswerRewards:
-    """Computes the rewards of both answers of each pair under a model, which are the scores of their last tokens.
+    """Computes the reward of each answer of a pair: the model's score at the answer's last token that is not padding.
 
     Args:
         module: Reward model, or the `module` of a sharded one.
@@ -37,7 +37,7 @@ class AnswerRewards:
 
 
 class RewardScorer(PairScorer):
-    """Scores pairs by the rewards of their answers."""
+    """Computes the loss and the statistics of each pair from the rewards of its answers."""
 
     statistics = STATISTICS
 
@@ -65,7 +65,7 @@ def reward_loss(reward: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def reward_statistics(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the values in `STATISTICS` for each pair, float64 `[pairs, 5]`, without gradients."""
+    """Return accuracy (1 or 0), margin, and mean, minimum and maximum reward of each pair, float64 `[pairs, 5]`."""
     rewards = rewards.detach()
     margins = rewards[:, 0] - rewards[:, 1]
     return torch.stack([(margins > 0).double(), margins, rewards.mean(1), rewards.amin(1), rewards.amax(1)], 1)

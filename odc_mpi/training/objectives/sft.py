@@ -1,4 +1,4 @@
-"""Supervised fine-tuning objective: the mean next-token cross entropy over all loss tokens of a minibatch."""
+"""Supervised fine-tuning objective: mean next-token cross entropy over all loss tokens of a minibatch."""
 
 import torch
 
@@ -22,7 +22,7 @@ class SFTObjective(Objective):
         self._token_logps = TokenLogps(module)
 
     def on_step_begin(self, step: Step) -> None:
-        """Set all sums of the step to 0."""
+        """Set all sums to 0 for this step."""
         self._loss, self._num_correct, self._entropy = 0.0, 0, 0.0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
@@ -36,7 +36,7 @@ class SFTObjective(Objective):
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss, correct predictions and entropy of a microbatch to the sums of the step."""
+        """Add the loss, the number of correct predictions and the entropy of a microbatch to the sums."""
         num_correct, entropy = (value.item() for value in self._last_scores)
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
         self._num_correct += int(num_correct)

@@ -47,8 +47,8 @@ def build_dpo(
     of the reference model.
 
     Args:
-        weights_digest: Function that returns a digest of the parameters. Collective.
-        check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
+        weights_digest: Collective function that returns a digest of the parameters.
+        check_stop: Collective function that raises an error on all ranks if a stop was requested.
     """
     assert isinstance(inputs.dataset, Dataset)
     model.eval()
@@ -88,9 +88,9 @@ def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective of a reward model run, and the evaluator, if there is held-out data. Collective.
+    """Build the objective of a reward model run and, if there is held-out data, the evaluator. Collective.
 
-    Sets the model to evaluation mode, so that there is no dropout, as in TRL.
+    The model is set to evaluation mode, which disables dropout, as in TRL.
     """
     model.eval()
     scorer = RewardScorer(AnswerRewards(model.module, inputs.model.packing.packs), config.reward)

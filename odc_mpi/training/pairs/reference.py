@@ -1,9 +1,9 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference model is the model before the first step: new adapters have no effect yet. The log-probabilities of all
+The reference model is the model before the first step; new adapters have no effect yet. The log-probabilities of all
 pairs that the run needs are computed before the first update, so no second model is in memory. Ranks claim microbatches
 one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run directory, with
-digests of the data and of the model. A run that is started again continues there, with any number of ranks.
+digests of the data and of the model. If the run is started again, on any number of ranks, it computes only the rest.
 """
 
 import time
@@ -37,14 +37,14 @@ NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 class ReferenceLogps(Callback):
     """Computes the log-probabilities of answers under the reference model, or loads them from a file.
 
-    This callback must precede the evaluation in the callbacks of a run.
+    This callback must precede the evaluators in the callbacks of a run.
 
     Args:
         compute: Function that computes log-probabilities under the current model.
-        passes: Forward pass and function that returns the needed pairs, for each data set, training data first.
-        directories: Run directory, to which the file is written, and other directories from which it may be read.
-        compute_digest: Function that returns a digest of the current model. Collective.
-        check_stop: Function that raises an error on all ranks if the run is to stop. Collective.
+        passes: Forward pass over the training data and, if any, over the held-out data, each with its `NeededPairs`.
+        directories: Run directory, to which the file is written, then other directories to read the file from.
+        compute_digest: Collective function that returns a digest of the current model.
+        check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
         model_digest: Digest of the reference model. If none was restored, it is None until `on_train_begin`.
@@ -68,18 +68,18 @@ class ReferenceLogps(Callback):
 
     @property
     def training(self) -> torch.Tensor:
-        """Log-probabilities by index of the pair in the training data, float64 `[pairs, 2]`. Missing ones are NaN."""
+        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`. NaN where not computed."""
         return self._values[0]
 
     @property
     def evaluation(self) -> torch.Tensor:
-        """Log-probabilities by index of the pair in the held-out data, if there is such data, float64 `[pairs, 2]`."""
+        """Log-probabilities of all pairs in the held-out data, which must exist, float64 `[pairs, 2]`."""
         return self._values[1]
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
         """Load the stored log-probabilities. Before the first step, compute and store the missing ones. Collective.
 
-        Raises `AllRanksUserError` if any are missing and `completed_steps` is not 0.
+        Raises `AllRanksUserError` if needed log-probabilities are missing and `completed_steps` is not 0.
         """
         if self.model_digest is None:
             self.model_digest = self._compute_digest()
@@ -105,11 +105,11 @@ class ReferenceLogps(Callback):
             print(f"reference log-probabilities of {num_missing:,} pairs computed in {elapsed_s:.1f} s", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dictionary with the digest of the reference model."""
+        """Return the digest of the reference model as the entry `reference`."""
         return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digest of the reference model, whose log-probabilities `on_train_begin` then loads."""
+        """Restore the digest of the reference model, by which `on_train_begin` finds the stored log-probabilities."""
         self.model_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:
@@ -124,14 +124,14 @@ class ReferenceLogps(Callback):
         return torch.from_numpy(microbatch.indices), self._compute(microbatch).cpu()
 
     def _by_digest(self) -> dict[str, torch.Tensor]:
-        """Return the log-probabilities of each data set by the digests of the model and of the data set."""
+        """Return the log-probabilities of each data set, keyed by the digests of the model and of the data set."""
         return {
             f"{self.model_digest}_{forward_pass.dataset.digest()}": values
             for (forward_pass, _), values in zip(self._passes, self._values, strict=True)
         }
 
     def _load(self) -> None:
-        """Set the log-probabilities that rank 0 finds in a file for the same model and data. Collective."""
+        """Read stored log-probabilities of this model and data on rank 0, and broadcast them. Collective."""
         if self._world.rank == 0:
             for directory in self._directories:
                 self._read(directory / FILE)

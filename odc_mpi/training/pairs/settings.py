@@ -29,7 +29,7 @@ class DPOConfig:
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:
-        """Names and weights of the losses."""
+        """Names of the losses in `loss_type`, each with its weight."""
         names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
 
@@ -44,7 +44,7 @@ class RewardConfig:
 
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of DPO that the user gave in `source` contradict each other."""
+    """Raise `UserError` if the settings of DPO in `values` contradict each other. The message names `source`."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
@@ -67,5 +67,5 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_reward(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of reward models that the user gave in `source` contradict each other."""
+    """Raise `UserError` if the settings of reward models in `values` contradict others. The message names `source`."""
     is_objective("reward", "reward", RewardConfig, PAIR_REQUIREMENTS, values, source)

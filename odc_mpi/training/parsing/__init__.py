@@ -1,1 +1,1 @@
-"""Reading of settings from YAML files and command lines, also under their names in other libraries."""
+"""Parsing of settings in YAML files and on command lines, which can also use the names of other libraries."""

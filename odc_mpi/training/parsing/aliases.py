@@ -1,4 +1,4 @@
-"""Names of settings in other libraries: those that are accepted here, and what to set instead of the others.
+"""Names of settings in other libraries: the names that odc_mpi accepts, and advice for other names.
 
 The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
 and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
@@ -146,16 +146,16 @@ _ANSWERS = [
 
 
 def answer(name: str) -> str | None:
-    """Return advice on what to set instead of a name of another library, or None if no pattern matches the name."""
+    """Return advice on which setting to use instead of a name from another library, or None for an unknown name."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert a value of a setting in another library to the value here. Most values are returned unchanged."""
+    """Convert a value of the setting `name` of another library to the value in odc_mpi. Most are unchanged."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 
 
 def is_flag(name: str) -> bool:
-    """Return True if ``--name`` without a value means true, although the setting here is not a boolean."""
+    """Return True if ``--name`` without a value means True, although the setting of odc_mpi is not a boolean."""
     return True in VALUES.get(name, {})

@@ -1,7 +1,7 @@
-"""Reader of the values of settings in a YAML file and on a command line.
+"""Reader for the values of settings in a YAML file and on a command line.
 
-Names may be those of other libraries (`aliases`), may omit their section, and may contain hyphens. All wrong names are
-reported in one error.
+Names may be those of other libraries (`aliases`), may omit their section, and may contain hyphens. One error reports
+all wrong names.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _SECTIONS = {"dpo": "dpo", "grpo": "rl"}
 
 
 class _Given(NamedTuple):
-    """A setting as it was given: a value of YAML, or the words after a name on the command line."""
+    """A setting as given by the user: a value in YAML, or the words after a name on the command line."""
 
     source: str
     name: str
@@ -41,9 +41,8 @@ class _Given(NamedTuple):
 class Reader:
     """Reads values of settings from a parsed YAML file and a command line.
 
-    `reasons` contains functions, keyed by the name of a setting. If the type of a setting does not allow a value, its
-    function is called with the value. The function returns a text that explains the problem, or "". This text is
-    appended to the error.
+    `settings` contains all settings by name. `reasons` maps the name of a setting to a function. If a value has the
+    wrong type, the explanation that the function returns for the value is appended to the error.
     """
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
@@ -58,10 +57,9 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Read settings from a parsed YAML file and a command line.
+        """Return the given settings as two dictionaries, both keyed by setting: the values, and their sources.
 
-        `source` is the name of the file. It is used in errors, and as the source of the settings in the file. Returns
-        two dictionaries with the names of settings as keys: one contains the values, the other contains the sources.
+        `document` is the content of the YAML file named `source`. `arguments`, the command line, override the file.
         Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
@@ -104,9 +102,9 @@ class Reader:
         return names
 
     def _resolve(self, given: str, own_section: str) -> str:
-        """Return the name of the setting that a given name refers to, or raise `UserError` with a suggestion.
+        """Return the name of the setting that the user means by `given`. Raises `UserError` with a suggestion.
 
-        If several sections have a setting of this name, a name without section refers to the setting in `own_section`.
+        A name without a section refers to the setting in `own_section` if several sections have a setting of this name.
         """
         name = given.replace("-", "_")
         mapping = self._mapping_of(name)
@@ -135,7 +133,7 @@ class Reader:
         )
 
     def _similar(self, section: str, leaf: str) -> str | None:
-        """Return the setting whose name is most similar, or None if none is similar enough."""
+        """Return the name of the most similar setting, or None if none is similar enough."""
         candidates = {name.partition(".")[2]: name for name in self._settings if name.startswith(f"{section}.")}
         candidates = candidates or {name.replace(".", ""): name for name in self._settings} | self._by_leaf
         near = difflib.get_close_matches(leaf, candidates, n=1, cutoff=_SIMILAR)
@@ -173,7 +171,7 @@ class Reader:
 
 
 def split_arguments(arguments: Sequence[str]) -> Iterator[_Given]:
-    """Split ``--name value``, ``--name=value``, ``--name value value`` and ``--name`` into names and words."""
+    """Split command-line arguments such as ``--name value value`` or ``--name=value`` into names and words."""
     name, words = "", list[str]()
     for argument in (*arguments, None):
         if argument is None or argument.startswith("--"):

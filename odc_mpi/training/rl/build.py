@@ -1,4 +1,4 @@
-"""Functions that build the minibatch source, objective, callbacks and reference policy of a GRPO run."""
+"""Functions that build the parts of a GRPO run: minibatch source, objective, callbacks and reference policy."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,9 +27,9 @@ from odc_mpi.training.settings import Config
 def build_grpo(
     config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
-    """Build the minibatch source, the objective and further callbacks of a GRPO run. Collective.
+    """Build the minibatch source, the objective and the other callbacks of a GRPO run. Collective.
 
-    Sets the model to evaluation mode: with dropout, the trained policy would differ from the one that generates.
+    The model is set to evaluation mode: with dropout, the trained policy would differ from the policy that generates.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
@@ -54,8 +54,8 @@ def build_grpo(
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
     """Return a function that computes log-probabilities under the reference policy. Collective.
 
-    The returned function is one-sided. If the model has adapters, the reference policy is the model without them.
-    Otherwise it is a frozen copy of the initial model, which needs the memory of a second model.
+    The returned function is one-sided. If the model has adapters, the reference policy is the model without adapters.
+    Otherwise, it is a frozen copy of the initial model, which takes as much memory as the parameters of the model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
@@ -90,7 +90,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Disable the adapters of a model in the context. Unlike peft, leave `requires_grad` unchanged."""
+    """Context manager that disables the adapters of a model. Unlike peft, it does not change `requires_grad`."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

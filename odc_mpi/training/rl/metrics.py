@@ -26,10 +26,10 @@ _PER_RANK = (
 
 
 class GroupSums:
-    """Named sums of a step, gathered separately for each of at most `num_groups` prompt groups of a minibatch.
+    """Named sums over at most `num_groups` prompt groups. The ranks gather the summand of each group separately.
 
-    A floating-point sum depends on the order of its terms. Therefore all ranks add the values in the order of the
-    prompts, no matter which rank generated or trained a group. The value of a group is 0 on all ranks but one.
+    A floating-point sum depends on the order of its terms. Therefore all ranks add the summands in the order of the
+    prompts, no matter which rank generated or trained a group. A group's summand is 0 on all ranks but one.
     """
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
@@ -38,23 +38,23 @@ class GroupSums:
         self.reset()
 
     def reset(self) -> None:
-        """Set all values to 0."""
+        """Set all summands to 0."""
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add `value` to the value of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Add `value` to the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
-        """Return the values of this rank in the order of `gathered_names`."""
+        """Return this rank's summands in the order of `gathered_names`."""
         return list(self._values.values())
 
     def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the gathered value of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Return the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
-        """Return the sum `name` over all groups and ranks. It is computed exactly and rounded once."""
+        """Return the sum `name` over all groups, computed exactly and rounded once."""
         return math.fsum(self.value_of(gathered, name, position) for position in range(self._num_groups))
 
 
@@ -63,7 +63,7 @@ def _name(name: str, position: int) -> str:
 
 
 class RolloutMetrics:
-    """Metrics of rollouts, computed from counts and sums of a step with at most `num_groups` prompt groups."""
+    """Metrics of the rollouts of a step, with at most `num_groups` prompt groups."""
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
         self._reward_names = reward_names
@@ -80,7 +80,7 @@ class RolloutMetrics:
         self._sums.reset()
 
     def add(self, name: str, value: float = 1.0) -> None:
-        """Add `value` to a count of this rank."""
+        """Add `value` to the count (or number of seconds) `name` of this rank."""
         self._values[name] += value
 
     def add_group(
@@ -92,8 +92,8 @@ class RolloutMetrics:
     ) -> None:
         """Add a prompt group that this rank generated.
 
-        `position` is the index of the group in the minibatch. `excluded`, bool [completions], is True for completions
-        that are excluded from the loss.
+        `position` is the index of the group in the minibatch. `excluded`, bool `[completions]`, is True for each
+        completion that is excluded from the loss.
         """
         lengths = np.array([len(tokens) for tokens in completions.tokens])
         rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
@@ -130,7 +130,7 @@ class RolloutMetrics:
         return [*self._values.values(), *self._sums.local_values()]
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean length in tokens of the completions of the prompt with index `position` in the minibatch."""
+        """Return the mean completion length, in tokens, of the prompt with index `position` in the minibatch."""
         return self._sums.value_of(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """Endless, resumable iterator over minibatches of `num_prompts` prompts on all ranks, shuffled by `seed`."""
+    """Endless, resumable iterator over minibatches of `num_prompts` prompts for all ranks, shuffled by `seed`."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
         self._rank = rank
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch. It assigns no prompts to ranks, since ranks claim prompts at run time."""
+        """Return the next minibatch, whose plan is empty, because ranks claim prompts at run time."""
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
@@ -40,11 +40,12 @@ class PromptLoader(ShuffledSampler):
 def predict_lengths(
     indices: Sequence[int], prompt_lengths: npt.NDArray[np.int64], observed: Mapping[int, float]
 ) -> list[float]:
-    """Predict the mean length in tokens of the completions of each prompt in `indices`.
+    """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    If a prompt has an `observed` mean length, which is keyed by its index, that is the prediction. Otherwise, the
-    prediction is the value of the regression line of completion length over prompt length, or the prompt length if
-    there is no such line. All ranks predict the same lengths, because the sums of the regression are exact.
+    `observed` maps the index of a prompt to the mean completion length observed for it, which is then the prediction.
+    Other lengths are predicted by linear regression of observed lengths on prompt lengths. If all observed prompts have
+    the same length, the prompt length is predicted. The regression uses exact sums, so all ranks predict the same
+    lengths.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -54,10 +55,10 @@ def predict_lengths(
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Sort prompts by length, longest first, and split them into batches of indices to decode together.
+    """Return batches of indices of prompts to decode together, in order of decreasing length.
 
-    `lengths` are lengths of prompts, or predicted lengths of their completions, in tokens. A batch has at most
-    `max_prompts` prompts, and at most an even share of the prompts among `num_shares` ranks, rounded up.
+    `lengths` are the lengths of the prompts, or predicted lengths of their completions, in tokens. A batch has at most
+    `max_prompts` prompts, and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -82,7 +83,7 @@ class PromptCodec:
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return the tokens of prompt `index` with the stop tokens that end its completions."""
+        """Return the tokens of the prompt with this index, together with the tokens that stop its completions."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:
@@ -91,7 +92,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the arguments of reward functions for a prompt and its completions.
+        """Return the keyword arguments of reward functions: lists with one entry for each completion of a prompt.
 
         Token lists are copied, so reward functions cannot change the tokens that are used in training.
         """

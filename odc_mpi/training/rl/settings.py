@@ -61,7 +61,7 @@ _REQUIRED = {
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of GRPO that the user gave in `source` are incomplete or contradictory."""
+    """Raise `UserError` if the GRPO settings in `values` are incomplete or contradictory. The error names `source`."""
     if not is_objective("grpo", "rl", GRPOConfig, _REQUIRED, values, source):
         return
     functions, weights = values.get("rl.reward_funcs"), values.get("rl.reward_weights")

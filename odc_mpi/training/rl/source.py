@@ -1,16 +1,16 @@
-"""Source of microbatches for GRPO. Each rank generates completions, and then trains on groups of any rank.
+"""Source of microbatches for GRPO. Each rank generates completions, and then trains on groups from any rank.
 
 A group is a prompt with its completions. A minibatch has these phases:
 
     claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
     generate             after the last completion of a prompt, compute rewards and advantages and
                          publish the group. If the memory for groups is full, train on it instead     one-sided
-    no prompts left      claim published groups of any rank, the largest first, and train on them     one-sided
+    no prompts left      claim published groups from any rank, the largest first, and train on them   one-sided
     no groups published  sleep until a group is published or all groups are done                      one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
 
-In an exact run (`training.exact`), each group is decoded and trained in a batch of its own. Which groups would share a
-batch depends on ranks and their speeds, and this would change the last bits of logits and gradients.
+In an exact run (`training.exact`), each group is decoded separately and shares no microbatch with other groups. Shared
+batches would depend on the speeds of the ranks, and change the last bits of logits and gradients.
 """
 
 import itertools
@@ -54,8 +54,8 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
-    rewards. The function `engine` generates completions. If `packs` is False, each microbatch has one completion.
+    Every `rl.log_completions` steps, some completions are printed and, with their rewards, appended to
+    completions.jsonl. `engine` samples completions. If `packs` is False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -116,7 +116,7 @@ class RolloutSource(MinibatchSource):
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Generate completions, and yield microbatches of completions from any rank (see the module). One-sided."""
+        """Generate completions, and yield microbatches of groups from any rank (see the module). One-sided."""
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
@@ -134,7 +134,7 @@ class RolloutSource(MinibatchSource):
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the metrics of all groups, record completion lengths, and reset tickets and work queue. One-sided."""
+        """Add metrics, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
@@ -143,7 +143,7 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def _warn_once(self, step: Step) -> None:
-        """Warn on rank 0 if the model learns nothing from this step, or cannot finish its completions."""
+        """Warn once, on rank 0, if all rewards are equal within each group, and if most completions are truncated."""
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
             warnings["equal"] = (
@@ -216,7 +216,7 @@ class RolloutSource(MinibatchSource):
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
     ) -> PromptGroup | None:
-        """Compute the rewards of a group and return it. If it has no gradient, mark it done and return None."""
+        """Compute the rewards of a group and return it. If it has no gradient, mark it done and return None instead."""
         group_rewards = self._compute_rewards(index, record, completions)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
@@ -241,7 +241,7 @@ class RolloutSource(MinibatchSource):
         group_rewards: GroupRewards,
         advantages: np.ndarray,
     ) -> None:
-        """Keep up to 4 completions of the first prompt if completions are logged in this step."""
+        """Keep up to 4 completions of the first prompt for the log if completions are logged in this step."""
         if position or not self._is_logged_step():
             return
         for i, tokens in enumerate(completions.tokens[:4]):
@@ -283,7 +283,7 @@ class RolloutSource(MinibatchSource):
             )
 
     def _claim(self, state: QueueState) -> list[PromptGroup]:
-        """Claim groups until a microbatch is full, but at most this rank's share of the published groups."""
+        """Claim groups until a microbatch is full, but at most an even share of the published groups."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[PromptGroup] = []
         num_tokens = 0

@@ -1,10 +1,10 @@
 """Checkpoints of a run: when they are saved, and how ranks agree that a checkpoint is complete.
 
-local_values   report which checkpoint this rank's thread has written. The all-gather that completes the gradients
-               transmits the report, so no collective is added
-on_gathered    if all ranks have written a checkpoint, rank 0 publishes it
-on_step_end    if a checkpoint is due, copy this rank's shards and pass the copy to the thread. If the previous
-               checkpoint may be incomplete, first wait for it, which is collective
+local_values   report which checkpoint file a background thread of this rank has written. The report is part of the
+               all-gather that completes the gradients, so no collective is added
+on_gathered    if all ranks have written their files, rank 0 publishes the checkpoint
+on_step_end    if a checkpoint is due, copy this rank's shards and start a thread that writes them. If ranks may still
+               be writing the previous checkpoint, first wait for it, which is collective
 on_train_end   wait for the last checkpoint, for at most comm.timeout_s, which is collective
 """
 
@@ -49,7 +49,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
-    `trainer.callbacks`. If another run takes over the `directory_lock` (on rank 0), no more checkpoints are saved.
+    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes the lock, saving stops.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -86,7 +86,7 @@ class CheckpointCallback(Callback):
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return the saver's report on this rank's checkpoint file: step, number of bytes and checksum."""
+        """Return step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
@@ -94,7 +94,7 @@ class CheckpointCallback(Callback):
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Save a checkpoint if one is due or a stop was requested. Collective if the previous one may be incomplete."""
+        """Start saving a checkpoint if one is due or a stop was requested. Collective while the previous is pending."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -102,16 +102,16 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Save a checkpoint of the last complete step, `step`, unless it is already saved. Collective."""
+        """Start saving a checkpoint of the last complete step, `step`, unless there already is one. Collective."""
         if step != self._last:
             self._save(step)
 
     def parameters_digest(self) -> str:
-        """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this step. Collective."""
+        """Return the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective."""
         return state_digest(self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and evaluation loss of the best checkpoint so far, as the entry `best`."""
+        """Return the entry `best`: step and evaluation loss of the best checkpoint so far, or None if there is none."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class CheckpointCallback(Callback):
             )
 
     def _wait_for_pending(self) -> None:
-        """Wait until the last checkpoint is published or has failed. Collective if its files may be incomplete."""
+        """Wait until the last checkpoint is published or has failed. Collective if ranks may still be writing it."""
         if self._saver.pending:
             with (
                 self._trainer.model.spans.span("save"),
@@ -157,7 +157,7 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Record the step as the best if its evaluation loss is lower than that of all earlier checkpoints."""
+        """Record the step as the best if its evaluation loss is below that of the best checkpoint so far."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}
@@ -181,7 +181,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the JSON-serializable metadata of a run that its checkpoints store. Collective."""
+    """Return the JSON-serializable metadata that every checkpoint of the run stores. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {
@@ -202,7 +202,7 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
 def _adapter_metadata(
     config: Config, world: World, model: MetaModel, resume_point: ResumePoint | None
 ) -> dict[str, Any]:
-    """Return the metadata about adapters and digests of their base, of which each rank hashes a part. Collective."""
+    """Return the metadata of the adapters, with digests of their base. Each rank hashes a part of it. Collective."""
     base = model.base
     if base is None:
         return {}
@@ -218,7 +218,7 @@ def _adapter_metadata(
 
 
 def state_digest(world: World, state: TrainingState) -> str:
-    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective.
+    """Return the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective.
 
     Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
     """
@@ -230,7 +230,7 @@ def state_digest(world: World, state: TrainingState) -> str:
 def _send_blocks(
     world: World, parts: Mapping[str, tuple[int, npt.NDArray]], name: str, record: TensorRecord
 ) -> Iterator[npt.NDArray]:
-    """Yield blocks of a tensor. Rank 0 yields all blocks; the other ranks send their own to it and yield those."""
+    """Yield all blocks of a tensor on rank 0. The other ranks yield their own blocks and send them to rank 0."""
     description = "sending parameters to rank 0 for their digest"
     for rank, first, last in record.ranges:
         for start, stop in blocks(first, last):

@@ -32,10 +32,10 @@ def open_run_directory(path: Path, config_text: str) -> None:
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
-    """Prepare the directory of a run that resumes from the checkpoint of a step.
+    """Prepare the directory of a run that resumes from the checkpoint of `step`, and write config.yaml.
 
-    The trace, the summary, anomaly.json, and metrics and completions of later steps are deleted. Checkpoints of later
-    steps, which are damaged or which the user has rejected by choosing an older one, are moved to `earlier-N`.
+    The trace, the summary, anomaly.json, and the metrics and completions of later steps are deleted. Checkpoints of
+    later steps, which are damaged or were rejected by the user in favor of an older one, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)
@@ -56,7 +56,7 @@ def has_records(path: Path) -> bool:
 
 
 def _parse_step(line: str) -> float:
-    """Return the step of a JSON line, or infinity if a killed run left the line incomplete."""
+    """Return the step of a JSON line, or infinity if the line is incomplete because the run was killed."""
     try:
         return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -64,7 +64,7 @@ def _parse_step(line: str) -> float:
 
 
 def next_earlier(path: Path) -> Path:
-    """Return the directory `earlier-N` to which the files of an earlier run would be moved. It does not exist yet."""
+    """Return the first directory `earlier-N` that does not exist, to which files of an earlier run can be moved."""
     return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
 
 

@@ -48,8 +48,8 @@ class ResumePoint:
     """Checkpoint from which a run starts.
 
     Attributes:
-        continues_this_run: True if the checkpoint is in `run.dir` and its run is continued; False if a new run begins.
-        path: Checkpoint from which the run originally started, before any resumption; None if it started from scratch.
+        continues_this_run: True if the checkpoint is in `run.dir` and its run continues, False if a new run begins.
+        path: Path in `run.resume` from which the run first started, made absolute; None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -67,7 +67,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
-        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` ones and some such as `run.dir`."""
+        """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` and minor ones such as `run.dir`."""
         # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
@@ -77,7 +77,7 @@ class ResumePoint:
         ]
 
     def one_line(self, config: Config) -> str:
-        """Return a description of the checkpoint and of the settings that changed, to print after "resuming"."""
+        """Return step, directory and ranks of the checkpoint and the changed settings, to print after "resuming"."""
         changed = self.changed_settings(config)
         size = self.checkpoint.manifest.size
         ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -91,7 +91,7 @@ class DeferredErrorWeights(CheckpointWeights):
     _error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter. If the file is damaged, return zeros."""
+        """Return elements `[start, stop)` of a flattened parameter. On a `UserError`, store it and return zeros."""
         try:
             return super().read(name, start, stop)
         except UserError as error:
@@ -105,10 +105,10 @@ class DeferredErrorWeights(CheckpointWeights):
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Open the checkpoint from which a run starts. Return None if it starts from scratch. Collective.
+    """Open the checkpoint from which the run starts, or return None if it starts from scratch. Collective.
 
-    The checkpoint is checked to match the inputs, and the buffers of the model are restored. Raises `AllRanksUserError`
-    if the checkpoint does not match, or if checkpoints exist but none is complete.
+    The checkpoint is compared with the inputs, and the buffers of the model are restored. Raises `AllRanksUserError` if
+    the checkpoint does not match, or if checkpoints exist but none is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -135,7 +135,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
     """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`.
 
-    The line is empty if there is neither, unless the user may expect a checkpoint in the directory.
+    Without either, the line is empty, unless `run.resume` is auto and `run.checkpoint_every` is not 0.
     """
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
@@ -153,9 +153,9 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Close the checkpoint and return the summary of a complete run. Rank 0 prints that nothing is left to do.
+    """Close the checkpoint and return the summary of a complete run: only `steps`. Rank 0 prints a notice.
 
-    Raises `AllRanksUserError` if a setting has changed whose new value would have no effect, such as the learning rate.
+    Raises `AllRanksUserError` if a setting was changed that can no longer have an effect, such as the learning rate.
     """
     resume_point.checkpoint.close()
     if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):
@@ -190,7 +190,7 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
 
 
 def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Open the requested checkpoint, or the newest in `run.dir` if its run started from it. Collective."""
+    """Open the requested checkpoint, or the newest in `run.dir` if its run started from that one. Collective."""
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:

@@ -1,9 +1,9 @@
-"""Lock of a run directory, which only rank 0 holds.
+"""Lock of a run directory, held by rank 0.
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start:
 a run binds an abstract socket named after the directory, which the kernel releases when the process ends in any way. No
-file is locked, since that can hang on network file systems. Runs on different hosts are not excluded. The later run
-warns and writes its token into owner.json. The earlier run reads the token before each checkpoint, and stops saving.
+file is locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later run
+warns and writes its token to owner.json; the earlier run reads this token before each checkpoint, and stops saving.
 """
 
 import errno
@@ -26,10 +26,10 @@ LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """Lock on a run directory, which rank 0 holds. The constructor acquires it; as a context manager, exit releases it.
+    """Lock of a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    The other ranks give up after `timeout_s`, so the constructor waits for another holder for at most half of this
-    time, and at most `LOCK_TIMEOUT_S`. It raises `UserError` if another run on this host holds the lock, or the
+    The other ranks give up after `timeout_s`. Therefore, if another run on this host holds the lock, the constructor
+    waits for at most half of this time, and at most `LOCK_TIMEOUT_S`. Then it raises `UserError`, as it does if the
     directory cannot be written.
     """
 
@@ -60,7 +60,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._path.unlink()
 
     def _acquire(self, timeout_s: float) -> socket.socket:
-        """Bind the abstract socket of the directory (unix(7)), which only one process of a host can do."""
+        """Bind the abstract socket of the directory (unix(7)), which only one process on a host can do."""
         name, ends = f"\0{_socket_name(self._path.parent)}", time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
@@ -91,7 +91,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock of a directory. A lock from another host is known from its file only."""
+    """Return True if a run holds the lock of a directory. A run on another host counts, even if it was killed."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
@@ -101,7 +101,7 @@ def is_held(run_dir: Path) -> bool:
 
 @contextmanager
 def convert_write_errors(run_dir: Path) -> Iterator[None]:
-    """Convert an `OSError` raised in the context to a `UserError` about the setting `run.dir`."""
+    """Context manager that converts an `OSError` to a `UserError` about the setting `run.dir`."""
     try:
         yield
     except OSError as error:
