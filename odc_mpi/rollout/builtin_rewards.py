@@ -24,8 +24,7 @@ def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[fl
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    In both texts, numbers before the last ``####`` are ignored, as in GSM8K. Without a number in `answer`, the reward
-    is None.
+    Numbers before the last ``####`` in a text are ignored, as in GSM8K. If `answer` has no number, the reward is None.
     """
 
     def compare(text: str, answer: Any) -> float | None:
