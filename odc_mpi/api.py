@@ -59,9 +59,8 @@ def shard_model(
         module: Module to shard. It is modified in place: placeholders replace its parameters. If the initial values
             differ between ranks, those of rank 0 are used.
         units: Classes, class names or instances of submodules, such as transformer blocks. The parameters of each
-            matching submodule form a unit and are fetched together. By default, the classes in
-            `module._no_split_modules`. All other parameters form the root unit, which stays unsharded during the
-            minibatch.
+            matching submodule form a unit and are fetched together. By default, those in `module._no_split_modules`.
+            All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
             keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
             than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
@@ -76,7 +75,7 @@ def shard_model(
             the parameters of `module` may be on the meta device.
         decision: Choices of how ranks communicate, by default the result of `decide_for(world, device=device)`. With
             the result of `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison:
-            every rank must run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
+            every rank must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
         mailbox_bytes: Size of this rank's mailbox, a buffer for received gradients, in bytes, if mailboxes are used.
         parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
             the minibatch. May differ between ranks. "auto" uses a share of the free memory (docs/caching.md).

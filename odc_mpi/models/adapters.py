@@ -54,8 +54,8 @@ class AdaptedParameter(NamedTuple):
     Attributes:
         layer: Dotted name of the peft layer that holds the matrices A and B.
         scale: alpha / r of this layer.
-        is_transposed: True if the shape of the base parameter is `[experts, in, out]`. False if it is `[experts, out,
-            in]` or, in a layer without experts, `[out, in]`.
+        is_transposed: True if the base parameter has the shape `[experts, in, out]`. False if its shape is `[experts,
+            out, in]` or, in layers without experts, `[out, in]`.
     """
 
     layer: str
@@ -63,7 +63,7 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `weight + scale * B @ A` for each expert, like `get_delta_weight` of peft, in the dtype of `weight`.
+        """Return `weight + scale * B @ A` in the dtype of `weight`. For fused experts, compute it for each expert.
 
         Args:
             weight: Base parameter, with two dimensions or, for fused experts, with three (see `is_transposed`).
@@ -167,9 +167,9 @@ def _describe(name: str, layer: Any) -> AdaptedParameter:
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
-    """Return the names of weights without an adapter, without their layer (such as ``model.layers.0.``) and duplicates.
+    """Return the names of weights that have no adapter, without layer prefixes (``model.layers.0.``) and duplicates.
 
-    Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are omitted.
+    Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are not listed.
     """
     head = module.get_output_embeddings()
     trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}

@@ -49,7 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Compute causal attention to this and all earlier chunks, shaped like `query`. One-sided; waits for them."""
+        """Return the causal attention, shaped like `query`, to this and earlier chunks. One-sided; waits for them."""
 
 
 def packed_attention(
@@ -315,7 +315,7 @@ class AttentionCall(NamedTuple):
 
 @contextmanager
 def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """Context manager that yields a list, and appends the calls of packed attention in the `with` block to it."""
+    """Context manager that yields a list to which all calls of packed attention in the `with` block are appended."""
     calls: list[AttentionCall] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
 

@@ -1,4 +1,4 @@
-"""Transformers configurations: changes by the setting `model.config`, and comparison of a model with a checkpoint."""
+"""Transformers configurations: changes through `model.config`, and comparison of a model with a checkpoint."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Check of whether a model supports context parallelism. The check also measures the size of keys and values.
+"""Check that a model supports context parallelism, and measurement of its keys and values.
 
 The results for a chunk must be the same as in the unsplit sequence. Therefore, every layer must attend causally to the
 full sequence through `packed_attention`, and no other operation may depend on other tokens or on the sequence length.

@@ -96,6 +96,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context manager that unshards the model if its parameter cache is large enough. One-sided on entry."""
+    """Return a context manager that unshards a model unless its parameter cache is too small. One-sided on entry."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

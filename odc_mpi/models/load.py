@@ -36,14 +36,12 @@ def load_model(
     Args:
         path: Hugging Face directory, peft directory, checkpoint, or run directory (its newest complete checkpoint).
         rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
-        attn_implementation: Attention within packed sequences, "sdpa" or "eager"; by default that of the run, or
-            "sdpa".
+        attn_implementation: Attention in packed sequences, "sdpa" or "eager". Default: that of the run, or "sdpa".
         base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:
-        Model. Adapters are float32. Other parameters have the `model.param_dtype` of the run for a checkpoint, the
-            `stored_dtype` for a peft directory, and otherwise float32. A checkpoint is open until `weights` is
-            garbage-collected.
+        The model. Adapters are float32. Other parameters have the `model.param_dtype` of the run (checkpoint), the
+        `stored_dtype` (peft directory), or float32. A checkpoint is open until `weights` is garbage-collected.
 
     Raises:
         UserError: `path` has no model, a file is damaged, or the base is missing, wrong, or given without adapters.
@@ -68,8 +66,8 @@ def load_checkpoint(
 ) -> build.MetaModel:
     """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` are transformers settings that replace settings of a full model. `task` is by default the task in the
-    checkpoint. If it differs from that task, the model gets a new head, initialized randomly with `seed`.
+    `overrides` are transformers settings that replace settings of a full model. `task` defaults to the task of the
+    checkpoint. If another task is given, the model gets a new head, initialized randomly with `seed`.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -98,7 +96,7 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint under `path`. Return None for a model directory or without checkpoints.
+    """Open the newest complete checkpoint under `path`. Return None if there is none, or for a model directory.
 
     Raises `UserError` if all checkpoints are incomplete, or the newest complete one is damaged.
     """

@@ -2,8 +2,7 @@
 
 Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers of a completion
 depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
-the batch. The rounding of logits depends on the batch, so only identical decode batches are certain to yield identical
-completions.
+the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
 
 Each token is sampled with one uniform random number. The log-probability of the token under the policy at the sampling
 temperature is stored. Logits are not stored, so memory does not grow with vocabulary size times length.

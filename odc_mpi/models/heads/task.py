@@ -1,6 +1,6 @@
 """Tasks of models: prediction of the next token or of a reward. Transformers has a class per task and model family.
 
-A reward model is a sequence classifier of transformers: a causal model with a linear layer `score` in place of the
+A reward model is a transformers sequence classifier: a causal model with a linear layer `score` in place of the
 language model head. The output of a sequence classifier is the score of the last token that is not padding.
 """
 
@@ -76,9 +76,8 @@ def task_of(class_name: str) -> Task:
 def set_padding(config: Any, padding: int) -> None:
     """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model.
 
-    A transformers sequence classifier scores the last token that is not the padding token. `ENDS_WITH_TURN` records
-    that the model is trained on answers that end with the end-of-turn token, without the white space that templates
-    append.
+    A transformers sequence classifier scores the last token that is not padding. `ENDS_WITH_TURN` records that the
+    model is trained on answers that end with the end-of-turn token, without the white space that templates append.
     """
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)

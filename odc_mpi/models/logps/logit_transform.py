@@ -45,7 +45,7 @@ class LogitTransform:
     def of(cls, module: Any) -> "LogitTransform | None":
         """Return the transform of a transformers model, or None if the model computes its logits in another way.
 
-        The function is probed by a forward pass with stubs for decoder and head, which reads no parameters.
+        The transform is found by a forward pass with stubs for decoder and head, which reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
@@ -72,7 +72,7 @@ class LogitTransform:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces `forward` of modules in the `with` block. `forwards` maps modules to functions."""
+    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to a function."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward

@@ -57,7 +57,7 @@ class TokenLogps:
         """Run the model and return its predictions for the tokens `targets`. One-sided if the model is sharded.
 
         Args:
-            inputs: Keyword arguments of the model's forward. Labels are ignored.
+            inputs: Keyword arguments of the model. Labels are ignored.
             positions: Positions in the flattened batch whose logits predict `targets`, int64 `[K]`.
             targets: Token ids, int64 `[K]`.
             temperature: Sampling temperature, by which the logits are divided.
@@ -101,7 +101,7 @@ class ChunkedLogps(torch.autograd.Function):
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
         `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
-        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`.
+        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`. `transform` follows the head.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []

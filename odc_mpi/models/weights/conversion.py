@@ -25,7 +25,7 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 def loaded_tensors(
     module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
 ) -> dict[str, PlacedTensor]:
-    """Return a placed tensor for each wanted tensor of a module, which reads its elements from stored tensors.
+    """Return a `PlacedTensor` for each wanted tensor of a module. It locates the elements in stored tensors.
 
     The result is keyed by the names in the module. Tensors that the files do not contain are omitted.
 
@@ -59,7 +59,7 @@ def loaded_tensors(
 def published_tensors(
     module: transformers.PreTrainedModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, PlacedTensor]:
-    """Return the tensors that `save_pretrained` writes, keyed by name, as placed tensors over the module's tensors.
+    """Return the tensors that `save_pretrained` writes, keyed by name, as `PlacedTensor` views of a module's tensors.
 
     `shapes` contains the shapes of the module's parameters and persistent buffers. Tied parameters occur once.
     """

@@ -32,7 +32,7 @@ _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of the parameters of a module in safetensors files, under the names of the module or published names.
+    """Source of the parameters of a module in safetensors files, under the module's names or under published names.
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
