@@ -129,7 +129,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to the disk, so that it is not lost in a crash of the node."""
+    """Flush the content of a file to disk, so that it is not lost in a crash of the node."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -138,7 +138,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory to the disk, if the file system supports it."""
+    """Flush the entries of a directory to disk, if the file system supports it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,7 +150,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, and flush their entries to the disk."""
+    """Create a directory and its missing parents, and flush their entries to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -16,7 +16,7 @@ _PROMPT = "> "
 
 
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
-    """Read questions from standard input, one per line, and print each answer while it is generated.
+    """Read questions from standard input, one per line, and print each answer while `engine` generates it.
 
     The conversation consists of the message `system`, if given, and all questions and answers so far. If generation
     fails, for example because the conversation is too long, an error is printed and a new conversation begins.

@@ -41,7 +41,7 @@ class Request(NamedTuple):
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Generate completions of all prompts, write or print them, and return them in prompt order. Collective.
+    """Complete all prompts with `engine`, write or print the completions, and return them in prompt order. Collective.
 
     Raises:
         AllRanksUserError: The model, a prompt or the output file cannot be used.
@@ -132,7 +132,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the JSON object for a completion in the output file. Its text is decoded without special tokens."""
+    """Return the JSON object for a completion in the output file. The text is decoded without special tokens."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}

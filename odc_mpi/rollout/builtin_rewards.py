@@ -1,6 +1,6 @@
 """Built-in reward functions, which are selected by name in `rl.reward_funcs`.
 
-If a prompt lacks the column that a function needs, the function returns None for each completion.
+If the prompt lacks the column that a function needs, such as `answer`, the function returns None for each completion.
 """
 
 import re
@@ -17,14 +17,14 @@ def completion_text(completion: Any) -> str:
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals the column `answer`, otherwise 0. Surrounding white space is ignored."""
+    """Return 1 for each completion that equals `answer` apart from outer white space, else 0; None without `answer`."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    Numbers before the last ``####`` in a text are ignored, as in GSM8K. If `answer` has no number, the reward is None.
+    Numbers before the last ``####`` in a text are ignored, as in GSM8K. None if `answer` is missing or has no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -35,7 +35,7 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion with a match of the regular expression in the column `pattern`, and 0 otherwise."""
+    """Return 1 for each completion with a match of the regular expression `pattern`, else 0; None without `pattern`."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 

@@ -66,7 +66,7 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the rewards without NaN, with Bessel's correction; 0 for fewer than two rewards."""
+        """Standard deviation of the rewards, ignoring NaN, with Bessel's correction; 0 for fewer than two rewards."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
