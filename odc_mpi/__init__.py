@@ -1,4 +1,4 @@
-"""Post-training of language models over MPI. Ranks fetch parameters and push gradients by one-sided operations.
+"""Post-training of language models over MPI. Ranks fetch parameters and push gradients with one-sided operations.
 
 A function does not communicate unless its docstring says Collective or One-sided.
 """

@@ -1,4 +1,4 @@
-"""Functions that shard a module over the ranks of a world, and that choose the transport and the device."""
+"""Functions that shard a module across MPI ranks, and that choose the device and how the ranks communicate."""
 
 import functools
 from collections import Counter
@@ -55,32 +55,32 @@ def shard_model(
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
-    """Shard the parameters of a module across the ranks of a world, one shard on each rank. Collective.
+    """Shard the parameters of a module across the ranks of `world`. Collective.
 
     Args:
-        module: Module to shard. It is modified in place: placeholders replace its parameters. If the values of the
-            parameters differ between ranks, those of rank 0 are used.
+        module: Module to shard. It is modified in place: placeholders replace its parameters. If the initial values
+            differ between ranks, those of rank 0 are used.
         units: Classes, class names or instances of submodules, such as transformer blocks. The parameters of each
-            matching submodule form a unit and are fetched together. By default, the classes in `_no_split_modules` of
-            the module. All other parameters form the root unit, which stays unsharded for the whole minibatch.
+            matching submodule form a unit and are fetched together. By default, those in `module._no_split_modules`.
+            All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
-            keeps its dtype, for example fp32 adapters on a frozen bf16 base. If the dtype is narrower than fp32, each
-            rank keeps an fp32 master copy of its trainable slices for the optimizer.
-        reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. By default, the widest of float32
-            and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers, whose
-            sums do not depend on the order of the additions (docs/exact.md).
-        activation_checkpointing: True to save only the inputs of each unit and recompute its forward in the backward.
-        prefetch: Number of units to fetch ahead of their use, and number of pushes in flight (at least 1). Each
-            increment beyond 1 needs memory for one more unit. If `prefetch` is positive and MPI grants
-            MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
-        weights: Source of the initial parameters; by default, the module. With a source, the module may be on the meta
-            device.
-        decision: Choices of how ranks communicate. By default, `decide_for` chooses among the window transports. With
-            `decide_for(world, transport="collective")` the model communicates like FSDP, for comparison: every rank
-            must run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
-        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
+            keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
+            than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
+        reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
+            float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
+            whose sums do not depend on the order of the additions (docs/exact.md).
+        activation_checkpointing: True to save only the inputs of units and repeat forward passes in the backward pass.
+        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
+            is 0). Each increment beyond 1 needs memory for one more unit and its gradients. If `prefetch` is positive
+            and MPI grants MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
+        weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
+            the parameters of `module` may be on the meta device.
+        decision: Choices of how ranks communicate, by default the result of `decide_for(world, device=device)`. With
+            the result of `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison:
+            every rank must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
+        mailbox_bytes: Size of this rank's mailbox, a buffer for received gradients, in bytes, if mailboxes are used.
         parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
-            the minibatch. May differ between ranks. "auto": a share of the free memory (docs/caching.md).
+            the minibatch. May differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
             pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
         node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
@@ -93,14 +93,14 @@ def shard_model(
         optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
 
     Returns:
-        The sharded model. It sums the gradients of all microbatches of all ranks.
+        The sharded model, which sums the gradients of all microbatches of all ranks.
 
     Raises:
-        ValueError: `units` matches no module or one without a forward, a dtype is not supported, a trainable parameter
-            is not real floating-point, an embedding has `max_norm`, `prefetch` is negative, the module was sharded
-            before, or a parameter is on the meta device and `weights` is not given.
-        UserError: Memory for windows is insufficient, the device is not available, CuPy is missing for windows on a
-            GPU, `decision` selects collectives although `device` is cuda, or a cache setting is invalid.
+        ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not
+            supported, a trainable parameter is not real floating-point, an embedding has `max_norm`, `prefetch` is
+            negative, the module is already sharded, or a parameter is on the meta device although `weights` is None.
+        UserError: There is too little memory for windows, the device is not available, CuPy is missing for windows on a
+            GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes, node_cache))
@@ -153,26 +153,27 @@ def decide_for(
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
-    """Probe this MPI stack and decide how ranks communicate. Collective. Takes up to two seconds.
+    """Probe the MPI library and decide how ranks communicate. Collective. Takes up to two seconds.
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
-    `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs on the same stack. Windows on GPUs are not probed
-    here, because a trial may crash the job. Their results are read from the last run of `odc-mpi doctor` with the same
-    layout of ranks and GPUs.
+    `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
+    Windows on GPUs are not probed, because a trial may crash the job. Results of the last `odc-mpi doctor` with the
+    same layout of ranks and GPUs are used instead.
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline of benchmarks. "collective" needs no probe, and the other settings must have their defaults.
-        zero_copy: "auto" to read parameters of other ranks on the node from shared memory if possible, or "off" to copy
-            them.
-        reduction: Operation that adds gradients to the shards of other ranks: "auto", "accumulate" or "mailbox".
-        progress: "auto", "off", or "thread" for a thread that makes MPI progress for other ranks during computation.
-        window_device: Memory of the windows if the model computes on GPUs: "auto", "cuda" or "cpu".
+            baseline of benchmarks. "collective" needs no probe and requires the defaults for the next five settings.
+        zero_copy: "auto" to read parameters of other ranks on the node directly in shared memory if possible, or "off"
+            to copy them.
+        reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
+            MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
+        progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
+        window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
         device: Device that computes: "cpu" or "cuda".
-        tickets: True if ranks claim microbatches with `Tickets`. Wrong results of Fetch_and_op are then an error.
+        tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
 
     Raises:
-        UserError: A setting is invalid or not supported by this MPI library, or an operation that would be used
+        UserError: A setting is invalid or not supported by the MPI library, or an operation that would be used
             delivered wrong data in the probe.
     """
     if transport not in ("window", "collective"):
@@ -195,10 +196,10 @@ def decide_for(
 
 
 def choose_device(world: World) -> tuple[str, str]:
-    """Choose the device if `run.device` is auto: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
+    """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
     Returns:
-        The device and the reason for the choice, the same on all ranks.
+        The device ("cuda" or "cpu") and the reason for the choice as text, both the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))
@@ -340,9 +341,9 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the most common dtype, counted in elements, and the dtypes of the parameters that differ from it by name.
+    """Return the most common parameter dtype, by number of elements, and all other dtypes, keyed by parameter name.
 
-    Only floating-point parameters are included. Without any, the most common dtype is float32.
+    Only floating-point parameters are considered. If there are none, the most common dtype is float32.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()

@@ -26,7 +26,7 @@ class StoppedError(RuntimeError):
 def file_error(error: OSError) -> UserError:
     """Convert an `OSError` about a file, such as a missing permission, to a `UserError`, and return it.
 
-    An error that names no file is raised again unchanged, because it was not caused by a setting of the user.
+    An error that names no file is raised again unchanged, because no setting can correct it.
     """
     if error.filename is None:
         raise error
@@ -40,5 +40,5 @@ def one_line_message(error: BaseException) -> str:
 
 
 def warn(line: str) -> None:
-    """Print a warning to stderr."""
+    """Print a warning to stderr, with the prefix `odc_mpi:`."""
     print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
     """Replace the content of a file atomically.
 
     The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged.
-    Several processes may write the same path concurrently. The path then has the content of the last write.
+    Several processes may write the same path concurrently. The last write then determines the content.
 
     Args:
         private: True if only this user may access the file, False for the default permissions of new files.
@@ -68,9 +68,9 @@ def set_default_mode(path: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path and, on exit, renames the file written there to `path`.
 
-    The temporary path is in a hidden directory next to `path`. Missing parents of `path` are created. After an
-    exception, `path` is unchanged and the created directories are removed. At the start, hidden directories for the
-    same `path` are removed if the processes that created them were killed.
+    The temporary path is in a hidden directory next to `path`. Hidden directories that killed processes left behind for
+    the same `path` are removed first. Missing parents of `path` are created. If the `with` block raises an exception,
+    `path` is unchanged and the created directories are removed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -108,7 +108,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Write a file of a run like `write_text_durable`, but print a warning instead of raising `OSError`."""
+    """Write a file in a run directory with `write_text_durable`, but print a warning instead of raising `OSError`."""
     try:
         write_text_durable(path, text)
     except OSError as error:
@@ -116,12 +116,12 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 def warn_write_failed(path: Path, error: OSError) -> None:
-    """Print a warning that a file of a run could not be written and that training continues."""
+    """Print a warning that a file in a run directory could not be written and that training continues."""
     warn(f"WARNING: cannot write {path}: {error.strerror}. The file is incomplete or missing; training continues")
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON in UTF-8. Raises `ValueError` for all invalid content, including content nested too deeply."""
+    """Parse JSON. Raises `ValueError` for all invalid content, including content that is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -129,7 +129,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to the disk, so that it is not lost in a crash of the node."""
+    """Flush the content of a file to disk, so that it is not lost in a crash of the node."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -138,7 +138,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory to the disk, if the file system supports it."""
+    """Flush the entries of a directory to disk, if the file system supports it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,7 +150,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, and flush their entries to the disk."""
+    """Create a directory and its missing parents, and flush their entries to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

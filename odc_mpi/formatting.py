@@ -8,7 +8,7 @@ SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a size in bytes, such as "64K", with the largest suffix that gives an integer."""
+    """Format a number of bytes with the largest suffix (K, M or G) that leaves an integer: 65536 becomes 64K."""
     for suffix, scale in reversed(SUFFIXES.items()):
         if num_bytes % scale == 0:
             return f"{num_bytes // scale}{suffix}"
@@ -16,7 +16,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size in bytes, such as "65536", "64K" or "2G". Return None if the text is not a size."""
+    """Convert a size such as "65536", "64K" or "2G" to bytes, where 1K is 1024. Return None for any other text."""
     scale = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if scale == 1 else text[:-1]
     return int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else None
@@ -30,14 +30,14 @@ def format_seconds(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds ("1:02:03"), or from 48 hours on as days and hours ("2d 03h")."""
+    """Format a duration as "1:02:03" (hours, minutes, seconds), or as "2d 03h" if it is 48 hours or longer."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours < 48 else f"{hours // 24}d {hours % 24:02}h"
 
 
 def printable_text(text: str) -> str:
-    """Return a text that UTF-8 can encode. Lone surrogates, as in undecodable file names, are replaced by escapes."""
+    """Escape the lone surrogates in a text, as in undecodable file names, so that UTF-8 can encode the text."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -47,9 +47,9 @@ def truncate_text(text: str, max_chars: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = " ({})") -> str:
-    """Suggest the known name that is most similar to a word: " (did you mean NAME?)", or "" if none is similar.
+    """Return a suggestion such as " (did you mean NAME?)" with the known name most similar to `word`.
 
-    `form` is the format string around "did you mean NAME?".
+    Return "" if no known name is similar. `form` is a format string, into which "did you mean NAME?" is inserted.
     """
     near = difflib.get_close_matches(word, list(known), n=1)
     return form.format(f"did you mean {near[0]}?") if near else ""

@@ -15,10 +15,10 @@ import h5py
 
 @contextmanager
 def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
-    """Context manager that creates an HDF5 file, which must not exist, and closes it on exit.
+    """Context manager that creates a new HDF5 file and closes it on exit. Raises `FileExistsError` if `path` exists.
 
-    If a write failed, for example because the disk is full, the first `OSError` is raised on exit and the file is
-    incomplete. `options` are further arguments of `h5py.File`.
+    If a write failed, for example because the disk is full, `OSError` is raised on exit and the file is incomplete.
+    `options` are passed to `h5py.File`.
     """
     with Path(path).open("xb+", buffering=0) as raw:
         stream = _Stream(raw)

@@ -1,8 +1,8 @@
 """Lookup of Hugging Face Hub models in the local cache, and downloads of missing models into the cache.
 
 The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which is killed if the
-network does not answer. It fetches safetensors, JSON, tokenizer and template files. Pickled weights and code are
-neither downloaded nor used. This module does not use MPI; ranks communicate only through the argument `gather`.
+network does not answer. Pickled weights and code are neither downloaded nor used. This module does not use MPI.
+`resolve_model_path` communicates only through its argument `gather`.
 """
 
 import json
@@ -46,10 +46,10 @@ except Exception as error:
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:
-    """Return the name and the revision of the Hub model that `path` denotes, or None for other paths.
+    """Return the name and the revision of the Hub model that `path` denotes, or None if it denotes no Hub model.
 
-    `path` denotes a Hub model if it is the directory of a snapshot in a cache, or if it has the form NAME[@REVISION],
-    does not exist, and does not end with the suffix of an HDF5 file. Without REVISION, the revision is None.
+    A Hub model is denoted by the directory of its snapshot in a cache, or by NAME[@REVISION] if no such file or
+    directory exists and the text does not end with the suffix of an HDF5 file. Without REVISION, the revision is None.
     """
     if match := _SNAPSHOT.fullmatch(path):
         return match[1].replace("--", "/"), match[2]
@@ -60,16 +60,16 @@ def parse_name(path: str) -> tuple[str, str | None] | None:
 
 
 def download_hint(path: str) -> str:
-    """Return the end of an error message about a missing model, which says how to download the model.
+    """Return the end of an error message about a missing model: the command that downloads the Hub model `path`.
 
-    Return "" if `path` is not a Hub model (see `parse_name`).
+    Return "" if `path` does not denote a Hub model (see `parse_name`).
     """
     name, revision = parse_name(path) or ("", None)
     return (f", or run hf download {name}" + (f" --revision {revision}" if revision else "")) if name else ""
 
 
 def cached_model_path(path: str) -> str:
-    """Return the directory of the Hub model `path` in the cache, or `path` itself if it exists or is not cached."""
+    """Return the directory of the Hub model `path` in the cache, or `path` if it exists or is not completely cached."""
     return _find(path, weights=True) or path
 
 
@@ -82,17 +82,17 @@ def resolve_model_path(
     downloads: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Return the directory of a model. A Hub model that is not in the cache is downloaded first.
+    """Return the directory of a model. Download it first if it is a Hub model that is not in the cache.
 
-    Collective if `gather` is. A path that exists, or does not denote a Hub model, is returned unchanged.
+    Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged.
 
     Args:
         path: Directory of a model, or a Hub model (see `parse_name`).
-        setting: Name of the setting or option, for the error.
+        setting: Name of the setting or option that specifies `path`, for the error message.
         weights: False if only the tokenizer is needed.
-        gather: Function that returns the values of all ranks. By default, there is only one rank.
-        downloads: True on the rank of each node that downloads the model for all ranks of the node.
-        report: Function that is called with each line about the progress of the download.
+        gather: Function that returns the values that all ranks pass to it. The default is for a single rank.
+        downloads: True on one rank of each node, which downloads the model for all ranks of the node.
+        report: Function that is called with lines of text about the progress of the download.
 
     Raises:
         AllRanksUserError: The model is not in the cache and cannot be downloaded.

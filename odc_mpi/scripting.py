@@ -31,12 +31,12 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of `train`, the same on all ranks except for times.
+    """Result of `train`. It is the same on all ranks, except for times in `summary`.
 
     Attributes:
-        run_dir: Directory with the files of the run, for `odc-mpi export` or as the `model` of another training.
+        run_dir: Directory of the run, for `odc-mpi export` or as the `model` from which another run starts.
         losses: Training loss of each step.
-        summary: Content of summary.json, or only `steps` if the run was already complete.
+        summary: Content of summary.json, or only the entry `steps` if the run was already complete.
     """
 
     run_dir: Path
@@ -51,23 +51,23 @@ def train(
     world: "World | None" = None,
     **settings: Any,
 ) -> TrainResult:
-    """Train a model, as `odc-mpi train` does with the same settings in a YAML file. Collective.
+    """Train a model with the settings that `odc-mpi train` would read from a YAML file. Collective.
 
         odc_mpi.train(model="MODEL_DIR", data="chats.h5", run={"steps": 10}, optim={"learning_rate": 1e-5})
 
     Args:
-        model: Directory of a Hugging Face model or of a run, or the name of a Hub model. A mapping contains all
-            settings of the section `model`.
-        data: Data set written by `prepare`, or prompts for GRPO. A mapping contains all settings of the section `data`.
-        world: World of the ranks that train, which stays open. By default, a world of all ranks of the job, which is
-            closed at the end.
+        model: Directory of a Hugging Face model or of a run, the name of a Hub model, or a mapping with all settings of
+            the section `model`.
+        data: Data set written by `prepare`, file of prompts for GRPO, or a mapping with the settings of the section
+            `data`.
+        world: Ranks that train. It stays open. By default, a world of all ranks of the job, which is closed at the end.
         settings: Other top-level entries of the YAML file, such as the section `run={"steps": 10}`.
 
     Raises:
-        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. Files were
-            written only in the last case, including a checkpoint of the last complete step.
+        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. In the last
+            case, a checkpoint of the last complete step, if any, was saved.
         TrainingError: Training cannot continue, for example because of non-finite gradients.
-        StoppedError: A signal requested a stop. If training had begun, a checkpoint was saved.
+        StoppedError: A stop was requested, for example by a signal. If training had begun, a checkpoint was saved.
     """
     paths = {"model": model, "data": data}
     sections = {name: value if isinstance(value, Mapping) else {"path": value} for name, value in paths.items()}
@@ -92,17 +92,17 @@ def prepare(
         odc_mpi.prepare("chats.jsonl", "chats.h5", tokenizer="MODEL_DIR", eval_fraction=0.02)
 
     Args:
-        sources: Files, folders or data sets of Hugging Face, each optionally followed by a colon and a weight.
-        out: Data set to write, on a file system that all nodes can access.
-        world: World of the ranks that call this function. By default, all ranks of the job.
+        sources: Files, folders or Hugging Face data sets, each optionally followed by a colon and a weight.
+        out: Path of the data set, on a file system that all nodes can access.
+        world: Ranks that call this function. By default, all ranks of the job.
         options: Fields of `PrepareOptions`, such as `tokenizer`, `max_length` and `eval_fraction`. `num_proc` is 1 by
-            default: with more processes, Python requires that the script begins with `if __name__ == "__main__":`.
+            default. With more processes, the script must call this function under `if __name__ == "__main__":`.
 
     Returns:
-        Counts of the data set, the same on all ranks. Its method `describe` returns them as text.
+        Counts of sequences and tokens, the same on all ranks. The method `describe` formats them as text.
 
     Raises:
-        UserError: An option or a source is invalid. No file was written.
+        UserError: An option or a source is invalid, or a file cannot be read or written. The data set is unchanged.
     """
     unknown = options.keys() - {item.name for item in fields(PrepareOptions)}
     if unknown:

@@ -1,7 +1,7 @@
 """The YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
 
-Duplicate keys are an error. Files and values have limits that no configuration reaches. A file of another kind, or a
-file whose aliases expand without end, is therefore rejected within a second.
+Duplicate keys are an error. The sizes of files and values are limited, far above those of any configuration. A file of
+another kind, or one whose aliases expand without end, is therefore rejected within a second.
 """
 
 import os
@@ -20,7 +20,7 @@ MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
 
 
 def read_file(path: Path) -> Any:
-    """Read a YAML document from a regular file or from a pipe of the shell, as in ``--config <(...)``.
+    """Read a YAML document from a regular file, or from a pipe that the shell creates for ``--config <(...)``.
 
     Returns None if the document is empty.
 
@@ -56,7 +56,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_value(text: str) -> Any:
-    """Parse a command line argument as YAML. Text that is blank, not valid or beyond a limit is returned unchanged."""
+    """Parse a command-line argument as YAML. Text that is blank, invalid or beyond a limit is returned unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -65,12 +65,12 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return False if the text contains NUL or a lone surrogate, which stands for a byte that is not UTF-8."""
+    """Return True unless a text contains NUL or a lone surrogate, which stands for a byte that is not valid UTF-8."""
     return not _NOT_UTF8.search(text)
 
 
 def write(document: Any) -> str:
-    """Format a document as YAML that `read_file` converts back to an equal document."""
+    """Format a document as YAML from which `read_file` restores an equal document."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 

@@ -1,1 +1,1 @@
-"""Commands `odc-mpi generate` and `odc-mpi chat`: completions of prompts by a model on disk, on one or more ranks."""
+"""The commands `odc-mpi generate`, on one or more ranks, and `odc-mpi chat`, in one process."""

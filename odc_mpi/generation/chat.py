@@ -16,10 +16,10 @@ _PROMPT = "> "
 
 
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
-    """Read questions from standard input, one per line, and print the answers as they are generated.
+    """Read questions from standard input, one per line, and print each answer while `engine` generates it.
 
-    The conversation consists of the message `system`, if given, and all questions and answers so far. If it cannot
-    continue, for example because it is too long for the model, an error is printed and a new conversation begins.
+    The conversation consists of the message `system`, if given, and all questions and answers so far. If generation
+    fails, for example because the conversation is too long, an error is printed and a new conversation begins.
 
     Raises:
         AllRanksUserError: There are several ranks, the model cannot be used, or its tokenizer has no chat template.

@@ -19,7 +19,7 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings. Construction raises `UserError` for a value out of range.
+    """Sampling settings. The constructor raises `UserError` if a value is out of range.
 
     Completions may be shorter than `max_new_tokens` if the model has too few positions. Temperature 0 selects the most
     likely token. `top_p`, in (0, 1], is the threshold of nucleus sampling; 1 disables it.
@@ -42,7 +42,7 @@ class SamplingParams:
 
 
 class CompletionOutput(NamedTuple):
-    """Completion of the prompt `number`. `tokens` includes the stop token at the end, if any.
+    """Completion of the prompt with index `number`. `tokens` includes the stop token at the end, if any.
 
     `finish_reason` is "stop" if the completion ended with a stop token, and "length" if it reached the maximum length.
     """
@@ -61,8 +61,8 @@ def generate(
 ) -> CompletionOutput:
     """Generate a completion of a prompt. One-sided if the model is sharded.
 
-    `streamer` is a streamer of transformers, which receives each token when the token is generated. For errors, see
-    `max_new_tokens_for`.
+    `streamer` is a transformers streamer, which receives each token as soon as the token is generated. The errors are
+    those of `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -82,9 +82,9 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return the number of tokens that a model can generate after a prompt, or 2**30 if the model has no limit.
+    """Return the maximum number of tokens that a model can generate after a prompt, or 2**30 if it has no limit.
 
-    Raises `UserError` if the prompt is empty, is too long, or contains a token outside the model's vocabulary.
+    Raises `UserError` if the prompt is empty or too long, or contains a token outside the model's vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

@@ -34,14 +34,14 @@ from odc_mpi.shard.model import ShardedModel
 
 
 class Request(NamedTuple):
-    """Prompt, as an example (`Conversation`, or `PromptCompletion` with an empty completion) and as tokens."""
+    """Prompt as an example (a `Conversation`, or a `PromptCompletion` with an empty completion), and as tokens."""
 
     example: Example
     prompt: Prompt
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Generate, write or print, and return the completions of all prompts, in the order of the prompts. Collective.
+    """Complete all prompts with `engine`, write or print the completions, and return them in prompt order. Collective.
 
     Raises:
         AllRanksUserError: The model, a prompt or the output file cannot be used.
@@ -77,14 +77,14 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
 
 
 def load_on_all_ranks(arguments: GenerateArguments, world: World) -> GenerationModel:
-    """Load the model `arguments.source` on all ranks. `resolve_paths` must have resolved the paths. Collective."""
+    """Load the model `arguments.source` on all ranks. Call `resolve_paths` first. Collective."""
     source = world.run_on_all(lambda: load_generation_model(arguments, world.rank, world.size))
     world.require_same(Path(source.name).name, "SOURCE")
     return source
 
 
 def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
-    """Freeze the parameters of a loaded model and shard them over the ranks. Collective."""
+    """Freeze the parameters of a loaded model, and shard the model across the ranks of `world`. Collective."""
     source.meta_model.module.requires_grad_(False)
     return shard_model(
         source.meta_model.module,
@@ -97,10 +97,10 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
 
 
 def read_examples(text: str | None, questions: Sequence[str] | None, path: Path | None) -> list[Example]:
-    """Return the prompt `text`, a conversation for each of `questions`, or the prompts in the file `path`.
+    """Return the prompt `text`, a conversation for each of the `questions`, or the prompts in the file `path`.
 
-    Raises `UserError` if not exactly one argument is given, a text is empty, or the file cannot be read, has no prompts
-    or has an invalid line.
+    Exactly one argument must be given. Raises `UserError` otherwise, and if a text is empty, or the file cannot be
+    read, has no prompts or has an invalid line.
     """
     options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
     given = [option for option, value in options.items() if value is not None]
@@ -117,10 +117,10 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenize prompts like training data. A conversation is formatted with the chat template and a generation prompt.
+    """Tokenize prompts like training data. Conversations are formatted with the chat template and a generation prompt.
 
     The stop tokens of a prompt are `stop` and, for a conversation, the end-of-turn token. Raises `UserError` if a
-    prompt cannot be encoded; see `encode_prompts`.
+    prompt cannot be encoded (see `encode_prompts`).
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)
@@ -132,7 +132,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the record of a completion for the output file. The text is decoded without special tokens."""
+    """Return the JSON object for a completion in the output file. The text is decoded without special tokens."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}
@@ -151,7 +151,7 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
 
 
 def resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
-    """Replace the names of Hub models by the directories of their local copies on this node. Collective."""
+    """Replace the names of Hub models by their directories on this node. Missing models are downloaded. Collective."""
     report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
     paths: dict[str, Any] = {}
     for field, option in (("source", "SOURCE"), ("tokenizer", "--tokenizer"), ("base", "--base")):

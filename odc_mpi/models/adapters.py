@@ -1,10 +1,10 @@
 """LoRA adapters: small trainable matrices that peft adds to the weights of a frozen base model.
 
-peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the model of
-transformers with the parameter names of peft:
+peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the
+transformers model with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
-    ...q_proj.lora_A.default.weight           adapter, initialized Kaiming-uniform with `seed` and this name as seed
+    ...q_proj.lora_A.default.weight           adapter, Kaiming-uniform; the seed is derived from `seed` and this name
     ...q_proj.lora_B.default.weight           adapter, initialized to zero
     ...experts.base_layer.gate_up_proj        fused experts, frozen; one `base_layer` per adapted parameter
     ...experts.lora_A.default.weight          adapters of all fused experts, concatenated in the order of the experts
@@ -54,8 +54,8 @@ class AdaptedParameter(NamedTuple):
     Attributes:
         layer: Dotted name of the peft layer that holds the matrices A and B.
         scale: alpha / r of this layer.
-        is_transposed: True if the layout of the base parameter is `[experts, in, out]`. False if the layout is
-            `[experts, out, in]` or, in layers without experts, `[out, in]`.
+        is_transposed: True if the base parameter has the shape `[experts, in, out]`. False if its shape is `[experts,
+            out, in]` or, in layers without experts, `[out, in]`.
     """
 
     layer: str
@@ -63,12 +63,12 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `weight + scale * B @ A` for each expert, like `get_delta_weight` of peft, in the dtype of `weight`.
+        """Return `weight + scale * B @ A` in the dtype of `weight`. For fused experts, compute it for each expert.
 
         Args:
             weight: Base parameter, with two dimensions or, for fused experts, with three (see `is_transposed`).
             a: Matrix A, `[experts * r, in]`. The r rows of an expert are consecutive.
-            b: Matrix B, `[out, r * experts]`. The columns of all experts for the same rank component are consecutive.
+            b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column i of the matrix B of expert e.
         """
         num_experts = weight.shape[0] if weight.ndim == 3 else 1
         down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
@@ -79,7 +79,7 @@ class AdaptedParameter(NamedTuple):
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
-    """Add LoRA adapters to a model on the meta device.
+    """Add LoRA adapters to a model on the meta device. Return the model, with a source of all weights.
 
     Only the adapters and the copies of `modules_to_save` are trainable. The new head of a reward model is added to
     `modules_to_save`.
@@ -129,10 +129,10 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 def add_in_forward(module: nn.Module) -> None:
-    """Replace the forwards of peft layers for `target_parameters` with forwards that use no parametrization.
+    """Replace the `forward` methods of peft layers for `target_parameters`, so that they support sharded models.
 
-    In each forward, peft parametrizes an adapted parameter. This is not possible for a parameter of a sharded model,
-    which is fetched on access. The new forwards add the adapter to the weight. Call this before `shard_model`.
+    The methods of peft parametrize the adapted parameter. This is not possible in a sharded model, whose parameters are
+    fetched on access. The new methods add the adapter to the weight. Call this function before `shard_model`.
     """
     for layer in module.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "parameter_name"):
@@ -167,9 +167,9 @@ def _describe(name: str, layer: Any) -> AdaptedParameter:
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
-    """Return the names of weights without an adapter. Names in a layer are relative to the layer, and listed once.
+    """Return the names of weights that have no adapter, without layer prefixes (``model.layers.0.``) and duplicates.
 
-    Embeddings, the head, biases, parameters with one dimension and modules that are trained in full are omitted.
+    Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are not listed.
     """
     head = module.get_output_embeddings()
     trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
@@ -184,7 +184,7 @@ def left_out(module: transformers.PreTrainedModel) -> list[str]:
 
 
 class AdapterWeights(WeightSource):
-    """Source of the initial weights of a model with adapters. `base` is the source of the weights of the base model.
+    """Source of the initial weights of a model with adapters. `base` is the source of the base model's weights.
 
     The values of an adapter matrix depend only on `seed` and on the name of the matrix, not on the number of ranks.
     """
@@ -207,12 +207,12 @@ class AdapterWeights(WeightSource):
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if the dotted name of a parameter is that of an adapter matrix."""
+    """Return True if `name` is the dotted name of an adapter matrix."""
     return ".lora_" in name
 
 
 def is_trained(name: str) -> bool:
-    """Return True if a dotted name is that of an adapter matrix, or of a parameter in a trainable copy of a module."""
+    """Return True if `name` is the dotted name of an adapter matrix or of a parameter in a trainable module copy."""
     return is_adapter(name) or ".modules_to_save." in name
 
 

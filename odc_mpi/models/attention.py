@@ -38,7 +38,7 @@ class ContextParallelUnsupportedError(ValueError):
 
 
 class SequenceChunk(Protocol):
-    """Chunk of a sequence that is split over several ranks. For the arguments of `attend`, see `packed_attention`.
+    """Chunk of a sequence that is split across ranks. For the arguments of `attend`, see `packed_attention`.
 
     Attributes:
         num_tokens: Number of tokens of the unsplit sequence.
@@ -49,7 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Compute causal attention of this chunk to itself and earlier chunks. One-sided; waits for earlier chunks."""
+        """Return the causal attention, shaped like `query`, to this and earlier chunks. One-sided; waits for them."""
 
 
 def packed_attention(
@@ -70,26 +70,27 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each packed sequence. Has the signature of attention functions of transformers.
+    """Compute causal attention within each packed sequence. Has the signature of a transformers attention function.
 
     Args:
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
-        attention_mask: Window size and chunk size from `_local_pattern`, int64 `[2]`, or None. Inputs have no padding.
+        attention_mask: Window size and chunk size of local attention, int64 `[2]`, one of which is 0 (unlimited); None
+            for global attention.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
         sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
-        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. None means
-            that the boundaries are computed from `position_ids`.
+        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. If None, they
+            are computed from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
-            than tokens shares a prompt. It also attends to the first n tokens of the nearest earlier sequence whose
-            numbers of keys and tokens are equal. None means no additional keys. Ignored without `cu_seq_lens_q`.
+            than tokens shares a prompt: it also attends to the first n tokens of the nearest earlier sequence that has
+            as many keys as tokens. None means that no prompts are shared. Ignored without `cu_seq_lens_q`.
         position_ids: Positions of the tokens in their sequences, `[1, tokens]`, for models that do not pass
             `cu_seq_lens_q` to all layers (StableLM, Nemotron); otherwise ignored. A sequence begins where a position is
-            not the previous one plus 1. If its first position is n > 0, it shares a prompt of n tokens.
-        softcap: Limit on the scores, applied by a tanh.
+            not the previous position plus 1. If it begins at position n > 0, it shares a prompt of n tokens.
+        softcap: Limit on the absolute values of the scores, applied with tanh. None means no limit.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
-        chunk: Chunk of a split sequence to which the tokens belong. They also attend to earlier chunks. None: no chunk.
+        chunk: Chunk of a split sequence that the tokens form. If given, the tokens also attend to earlier chunks.
 
     Returns:
         Output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
@@ -298,7 +299,7 @@ def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink
 
 
 def register() -> None:
-    """Register the attention functions of this module with transformers. Idempotent."""
+    """Register the packed attention functions with transformers. Idempotent."""
     for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
         if IMPLEMENTATIONS[name] not in AttentionInterface():  # `compile_layers` may have replaced the function
             AttentionInterface.register(IMPLEMENTATIONS[name], attend)
@@ -306,7 +307,7 @@ def register() -> None:
 
 
 class AttentionCall(NamedTuple):
-    """Recorded call of packed attention. `soft_cap` is True if the scores of the layer have a soft cap."""
+    """Recorded call of packed attention by the module `layer`. `soft_cap` is True if the scores have a soft cap."""
 
     layer: torch.nn.Module
     soft_cap: bool
@@ -314,7 +315,7 @@ class AttentionCall(NamedTuple):
 
 @contextmanager
 def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """Record the calls of packed attention in the enclosed code. The context yields the list of calls."""
+    """Context manager that yields a list to which all calls of packed attention in the `with` block are appended."""
     calls: list[AttentionCall] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
 

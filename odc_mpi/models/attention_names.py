@@ -15,6 +15,6 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason why an attention implementation is not supported, for a message, or "" if none is known."""
+    """Return the reason why an attention implementation is not supported, in parentheses, or "" if none is known."""
     reasons = (reason for known, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(known))
     return next((f" ({reason})" for reason in reasons), "")

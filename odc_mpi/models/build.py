@@ -45,13 +45,13 @@ class MetaModel:
         module: Model. Its buffers are in host memory.
         weights: Source of the parameter values.
         vocab_size: Number of rows of the embedding.
-        num_matmul_params: Number of parameters, excluding an embedding that is not tied to the output layer.
+        num_matmul_params: Number of parameters. The embedding is excluded unless it is tied to the output layer.
         num_layers: Number of hidden layers.
         attention_dim: Number of attention heads times `head_dim`.
         adapter: Content of adapter_config.json, or None for a model without adapters.
         base: Source of the weights of the base model, or None for a model without adapters.
-        checkpoint: Checkpoint with adapters from which training starts, or None.
-        packing: Decision whether the model trains on packed sequences.
+        checkpoint: Adapter checkpoint from which training starts, or None.
+        packing: Decision on whether the model trains on packed sequences.
     """
 
     module: transformers.PreTrainedModel
@@ -69,11 +69,11 @@ class MetaModel:
 def from_config(
     settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa", task: Task = CAUSAL_LM
 ) -> MetaModel:
-    """Build a model with random weights, which depend on `seed` but not on the number of ranks.
+    """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
     Raises:
-        UserError: `settings`, the value of `model.config`, has no `model_type` or an unknown one, transformers does not
-            accept a setting, the model is multimodal, or the model cannot be trained.
+        UserError: `settings`, the value of `model.config`, has no `model_type`, an unknown one, or a setting that
+            transformers does not accept, or the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
@@ -87,10 +87,10 @@ def from_saved_config(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build a model with random weights from `content`, the `full_configuration` in a checkpoint.
+    """Build a model with random weights from the configuration in a checkpoint.
 
-    The caller replaces the random weights with those of the checkpoint. For `overrides`, see `from_directory`. Raises
-    `UserError` if the installed version of transformers cannot use the configuration.
+    `content` is the saved `full_configuration`. The caller must replace the random weights. For `overrides`, see
+    `from_directory`. Raises `UserError` if the installed transformers cannot use the configuration.
     """
     settings = {
         key: decode_floats(value) for key, value in content.items() if not key.startswith("_") and key != "model_type"
@@ -102,7 +102,7 @@ def from_saved_config(
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return True if a path is a Hugging Face model directory: it contains config.json."""
+    """Return True if `path` contains config.json, as Hugging Face model directories do."""
     return (path / _CONFIG).is_file()
 
 
@@ -113,10 +113,10 @@ def from_directory(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build the model in a Hugging Face directory. If the model is multimodal, build its text model.
+    """Build the model in a Hugging Face directory, or the text model if the model is multimodal.
 
     The weights are read from the safetensors files. If these lack the head of `task`, the head is initialized randomly.
-    `overrides`, the value of `model.config`, are settings of transformers that replace those of config.json.
+    `overrides`, the value of `model.config`, contains transformers settings that replace those in config.json.
 
     Raises:
         UserError: A file or a parameter is missing or cannot be used, a shape differs from the configuration, or the

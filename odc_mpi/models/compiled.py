@@ -1,8 +1,8 @@
-"""Compilation of layers by torch.compile. All layers of a class share graphs, which have the parameters as inputs.
+"""Compilation of layers with torch.compile. All layers of a class share graphs, which have the parameters as inputs.
 
 A layer of a sharded model fetches its parameters on access, which Dynamo cannot trace. Therefore, each layer has a
-twin: copies of its modules that share everything with the originals except the parameters. Before each forward, the
-parameters are fetched outside of the graph and stored in the twin. Parameters and hidden states are inputs of the
+twin: copies of its modules that share everything with the originals except the parameters. Before each forward pass,
+the parameters are fetched outside of the graph and stored in the twin. Parameters and hidden states are inputs of the
 graph. The number of tokens is dynamic.
 
 Packed attention reads the boundaries of sequences from a tensor, which a graph cannot do. The attention function is
@@ -31,11 +31,11 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the forwards of the layers of a transformers model: modules whose class is in its `_no_split_modules`.
+    """Compile the layers of a transformers model: all modules whose class is listed in `module._no_split_modules`.
 
-    Call this before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward
-    take a minute or more. Raises `UserError` if the model has no such layers or has adapters of fused experts, or if
-    the C++ compiler or the Python headers are not installed.
+    Call this before `shard_model`. A forward pass with a key/value cache is not compiled. The first forward and
+    backward passes take a minute or more. Raises `UserError` if the model has no such layers or has adapters of fused
+    experts, or if the C++ compiler or the Python headers are not installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
@@ -54,7 +54,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """Compiled forward of a layer. The layer's parameters may be replaced later, for example by `shard_model`."""
+    """Compiled `forward` of a layer. Its parameters may be replaced later, for example by `shard_model`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
@@ -68,7 +68,7 @@ class CompiledForward:
         self._compiled = torch.compile(type(layer).forward, backend=BACKEND)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the layer on `[batch, tokens, hidden_size]`. One-sided if the model is sharded."""
+        """Run the forward pass of the layer on `[batch, tokens, hidden_size]`. One-sided if the model is sharded."""
         # A key/value cache grows with every token and differs by layer, so each call would be compiled again.
         if any(isinstance(value, Cache) for value in kwargs.values()):
             return self._plain(hidden_states, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Configurations of transformers: changes by the setting `model.config`, and comparison of a model and a checkpoint."""
+"""Transformers configurations: changes through `model.config`, and comparison of a model with a checkpoint."""
 
 import copy
 import json
@@ -18,9 +18,9 @@ _INCIDENTAL = {
 
 
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return a new transformers configuration with some settings changed.
+    """Return a new transformers configuration in which some settings are replaced.
 
-    Settings that the configuration class derives from changed settings are derived again.
+    Settings that the configuration class derives from replaced settings are derived again.
 
     Args:
         config: Configuration that transformers created from `content`, the content of config.json.
@@ -77,16 +77,16 @@ def _update(before: Any, value: Any) -> Any:
 
 
 def full_configuration(module: Any) -> dict[str, Any]:
-    """Return all settings of a transformers model, including defaults, as a JSON object."""
+    """Return all settings of a transformers model, including defaults, as a JSON-serializable dictionary."""
     content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
     return content
 
 
 def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Find the first significant setting in which a model differs from the model of a checkpoint.
+    """Find the first significant setting in which a model differs from the model in a checkpoint.
 
-    `metadata` is that of the checkpoint's manifest, and `config` the `full_configuration` of the model. Return the
-    dotted name of the setting, its value in the checkpoint and its value in `config`, or None without a difference.
+    `metadata` is from the checkpoint's manifest, and `config` is the model's `full_configuration`. Returns the dotted
+    name of the setting and its values in the checkpoint and in `config`, or None if there is no difference.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()
@@ -97,7 +97,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def decode_floats(content: Any) -> Any:
-    """Replace non-finite numbers in a JSON value, which transformers writes as ``{"__float__": "Infinity"}``."""
+    """Replace objects like ``{"__float__": "Infinity"}``, which transformers writes for infinity or NaN, by floats."""
     if isinstance(content, dict):
         if content.keys() == {"__float__"}:
             return float(content["__float__"])
@@ -106,7 +106,7 @@ def decode_floats(content: Any) -> Any:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to a mapping keyed by dotted names. `prefix` is prepended to each name."""
+    """Flatten nested settings to a dictionary keyed by dotted names, each of which begins with `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

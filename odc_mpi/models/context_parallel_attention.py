@@ -28,19 +28,19 @@ KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """Interface to transfers of keys, values and their gradients between a chunk and the other chunks of a sequence."""
+    """Interface for transferring keys, values and their gradients between the chunks of a sequence."""
 
     def publish_kv(self, layer: int, kv: KeyValue) -> None:
-        """Publish this chunk's keys and values in a layer for later chunks. One-sided. Idempotent for each layer."""
+        """Publish this chunk's keys and values in `layer` for later chunks. One-sided. Repeated calls do nothing."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of each earlier chunk in a layer, in order. One-sided; waits until published."""
+        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
-        """Send one item of `grads` to each earlier chunk, in order. One-sided; may wait for free memory."""
+        """Send the i-th item of `grads` to the i-th earlier chunk. One-sided; may wait for free memory."""
 
     def accumulate_kv_grads(self, layer: int, grads: KeyValue) -> KeyValue:
-        """Return the sum of `grads` and the gradients from all later chunks. One-sided; waits for later chunks."""
+        """Return the sum of `grads` and the gradients from all later chunks. One-sided; waits for the later chunks."""
 
 
 class ContextParallelAttention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Check whether a model supports context parallelism. The check also measures the size of keys and values.
+"""Check that a model supports context parallelism, and measurement of its keys and values.
 
 The results for a chunk must be the same as in the unsplit sequence. Therefore, every layer must attend causally to the
 full sequence through `packed_attention`, and no other operation may depend on other tokens or on the sequence length.
@@ -22,7 +22,7 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Size of the attention in a model that supports context parallelism.
+    """Number of attention layers and size of their keys and values, in a model that supports context parallelism.
 
     Attributes:
         num_layers: Number of attention layers.
@@ -36,8 +36,8 @@ class AttentionShape:
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
     """Check that a model supports context parallelism, and return the shape of its attention.
 
-    The check runs the forward of `module`, which must be on the meta device and have no adapters. `num_tokens` is the
-    length of the longest sequence. Raises `ContextParallelUnsupportedError` if the model is not supported.
+    The check runs a forward pass of `module`, which must be on the meta device and have no adapters. `num_tokens` is
+    the length of the longest sequence. Raises `ContextParallelUnsupportedError` if the model is not supported.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):

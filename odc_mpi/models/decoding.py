@@ -1,4 +1,4 @@
-"""Decoding with a model that may be in training. The training state of the model is restored after decoding."""
+"""Generation with a model that may be in training. The training state of the model is restored afterwards."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
     Attributes:
         number: Index of the prompt. The seed for sampling its completions depends on this index.
         tokens: Tokens of the prompt, at least one.
-        stop: Stop tokens. Each of them ends a completion.
+        stop: Stop tokens. A completion ends with the first of them that is generated.
     """
 
     number: int
@@ -33,16 +33,16 @@ class Prompt(NamedTuple):
 
 @contextmanager
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
-    """Put a model into evaluation mode with a key/value cache. Restore the model and the random state at the end.
+    """Context manager that puts a model into evaluation mode with a key/value cache.
 
-    In the `with` block, attention is that of transformers, since `packed_attention` does not support a cache.
+    In the `with` block, attention is that of transformers. The model and the random state are restored on exit.
 
     Args:
-        module: Causal language model of transformers, or the `module` of a sharded model.
-        seed: Seed of the PyTorch random number generators in the `with` block. None starts from their current state.
+        module: Transformers causal language model, or the `module` of a sharded model.
+        seed: Seed of the PyTorch random number generators in the `with` block. None keeps their current state.
 
     Yields:
-        Function that calls `generate` of the model. The function is one-sided if the model is sharded.
+        Function that calls `generate` of the model (see `DecodeFn`). It is one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -96,6 +96,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context manager that unshards the model if the parameter cache is large enough. One-sided."""
+    """Return a context manager that unshards a model unless its parameter cache is too small. One-sided on entry."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

@@ -32,8 +32,8 @@ class AdapterExporter(Exporter):
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model, for the exported adapter_config.json. None means the directory in the
-            checkpoint, which need not exist.
+        base: Directory of the base model, which the exported adapter_config.json names. None means the directory
+            recorded in the checkpoint, which need not exist.
 
     Raises:
         UserError: `base` has no model, its model is not the base of the adapters, or the base is multimodal.
@@ -71,7 +71,7 @@ class AdapterExporter(Exporter):
 
 
 class PublishedExporter(Exporter, WeightSource):
-    """Exporter of a full model. It writes published tensors, with the names and shapes that `save_pretrained` writes.
+    """Exporter of a full model with the tensor names and shapes that `save_pretrained` writes (published tensors).
 
     A published tensor may be a part of a tensor of the module, such as one expert of fused experts. Therefore,
     subclasses implement `read` for ranges of the module's tensors.
@@ -114,7 +114,7 @@ class PublishedExporter(Exporter, WeightSource):
 class FullModelExporter(PublishedExporter):
     """Exporter of a checkpoint that contains a full transformers model.
 
-    Raises `UserError` if the checkpoint contains only adapters, or a model that is not from transformers.
+    Raises `UserError` if the checkpoint contains only adapters, or a model that is not a transformers model.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -137,13 +137,13 @@ class FullModelExporter(PublishedExporter):
 
 
 class MergedExporter(PublishedExporter):
-    """Exporter of the base model, or of the text model of a multimodal base, with the adapters merged into the weights.
+    """Exporter of a base model, or of its text model if it is multimodal, with the adapters merged into the weights.
 
     An adapted weight is `W + alpha / r * B @ A`, in float32. Modules trained in full replace those of the base model.
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model. None means the directory in the checkpoint.
+        base: Directory of the base model. None means the directory recorded in the checkpoint.
 
     Raises:
         UserError: The base model is missing, or is not the base of the adapters.

@@ -1,10 +1,10 @@
-"""Decision how a model family trains: on packed sequences, on one sequence per microbatch, or not at all.
+"""Decision on how a model family trains: on packed sequences, on one sequence per microbatch, or not at all.
 
-A model trains packed if only its attention mixes tokens, all of its layers call `packed_attention`, and its forward
-accepts the positions of tokens. This is checked by the layer types, the modules, and a trial run on the meta device.
-All other causal models train on one sequence per microbatch, with their own attention. `UserError` is raised for a
-model that is not causal, whose loss is not the causal language modeling loss of transformers (for example, because it
-does not shift the labels), or whose forward changes the weights. docs/models.md lists the families.
+A model trains on packed sequences if only its attention mixes tokens, all of its layers call `packed_attention`, and
+its `forward` accepts the positions of tokens. The layer types, the modules and a trial run on the meta device decide
+this. All other causal models train on one sequence per microbatch, with their own attention. `UserError` is raised for
+a model that is not causal, whose loss is not the causal language modeling loss of transformers (for example, because it
+does not shift the labels), or whose `forward` changes the weights. docs/models.md lists the families.
 """
 
 import inspect
@@ -31,10 +31,10 @@ _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 @dataclass(frozen=True)
 class Packing:
-    """Decision whether a model trains on packed sequences.
+    """Decision on whether a model trains on packed sequences.
 
     Attributes:
-        unpacked_reason: Reason why the model trains on one sequence per microbatch, or None if it trains packed.
+        unpacked_reason: Reason for training on one sequence per microbatch, or None if the model trains packed.
         soft_caps: True if the model trains packed and its attention applies soft caps to the scores. The scores are
             then computed explicitly.
     """
@@ -44,11 +44,11 @@ class Packing:
 
     @property
     def packs(self) -> bool:
-        """True if the model trains packed."""
+        """True if the model trains on packed sequences."""
         return self.unpacked_reason is None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return the lines to print at the start of a run, as a mapping from name to text. It may be empty."""
+        """Return lines about this decision to print at the start of a run, keyed by label. There may be none."""
         lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
         return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
 
@@ -63,13 +63,13 @@ def build_for_training(
     setting: str,
     attn_implementation: str,
 ) -> transformers.PreTrainedModel:
-    """Build a model on the meta device. Use packed attention if the model supports it, and its own attention otherwise.
+    """Build a model on the meta device, with packed attention if it supports this, and with its own otherwise.
 
     A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision.
 
     Args:
-        build: Function that builds the model with an attention implementation of transformers, or with the default one
-            for None. It must chain the `UserError` that it raises to the exception of transformers.
+        build: Function that builds the model with the given transformers attention implementation; None means the
+            default of the model. A `UserError` that it raises must be chained to the exception of transformers.
         setting: Setting that selects the model, for error messages.
         attn_implementation: Attention within each sequence, "sdpa" or "eager".
 
@@ -135,7 +135,7 @@ def _reads_is_decoder(module: transformers.PreTrainedModel) -> bool:
 
 
 def _try_packed(module: transformers.PreTrainedModel) -> Packing:
-    """Decide whether a model trains packed, by a forward of two sequences of two tokens on the meta device."""
+    """Decide whether a model trains packed, by a forward pass of two sequences of two tokens on the meta device."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
     # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
@@ -166,7 +166,7 @@ def _is_trial_artifact(error: Exception) -> bool:
 
 
 def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Raise `UserError` if a model is not causal, its loss is not supported, or its forward changes the weights."""
+    """Raise `UserError` if a model is not causal, its loss is not supported, or its `forward` changes the weights."""
     name = type(module).__name__
     if _reads_is_decoder(module) and not getattr(module.config, "is_decoder", True):
         raise UserError(
@@ -190,7 +190,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 
 
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Run the forward of a model for two tokens on the meta device, and raise `UserError` if this is impossible."""
+    """Run a forward pass of two tokens on the meta device, and raise `UserError` if the model does not support this."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     # Without this mask of the scores, transformers would create one, and read values for this.
     mask = torch.zeros(1, 1, 2, 2, device="meta")
@@ -202,7 +202,7 @@ def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
 
 
 def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Remove the arguments for packed inputs from the arguments of a forward. The input must be a single sequence."""
+    """Remove the arguments for packed inputs from the arguments of `forward`. The input must be a single sequence."""
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None:  # generation
         return args, kwargs

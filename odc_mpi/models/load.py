@@ -36,15 +36,15 @@ def load_model(
     Args:
         path: Hugging Face directory, peft directory, checkpoint, or run directory (its newest complete checkpoint).
         rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager". None: as in the run, or "sdpa".
+        attn_implementation: Attention in packed sequences, "sdpa" or "eager". Default: that of the run, or "sdpa".
         base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:
-        Model. Parameters of a checkpoint have the `model.param_dtype` of the run. For a peft directory, adapters are
-        float32, and base parameters have the `stored_dtype`. A checkpoint is open until `weights` is garbage collected.
+        The model. Adapters are float32. Other parameters have the `model.param_dtype` of the run (checkpoint), the
+        `stored_dtype` (peft directory), or float32. A checkpoint is open until `weights` is garbage-collected.
 
     Raises:
-        UserError: `path` has no model, a file is damaged, or the base model of adapters is missing or does not match.
+        UserError: `path` has no model, a file is damaged, or the base is missing, wrong, or given without adapters.
     """
     if is_peft_directory(path):  # first, as in transformers, if the directory also has config.json
         return from_peft_directory(path, attn_implementation or "sdpa", base)
@@ -64,10 +64,10 @@ def load_checkpoint(
     task: Task | None = None,
     seed: int = 0,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint. For other arguments and errors, see `load_model`.
+    """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` are settings of transformers that replace settings of a full model. `task` is by default the task of the
-    checkpoint. If `task` differs, the model gets a new head, initialized randomly with `seed`.
+    `overrides` are transformers settings that replace settings of a full model. `task` defaults to the task of the
+    checkpoint. If another task is given, the model gets a new head, initialized randomly with `seed`.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -96,7 +96,7 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint below a path. Return None for a model directory, or if there is none.
+    """Open the newest complete checkpoint under `path`. Return None if there is none, or for a model directory.
 
     Raises `UserError` if all checkpoints are incomplete, or the newest complete one is damaged.
     """
@@ -120,8 +120,8 @@ def load_start(
 ) -> build.MetaModel:
     """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
-    For an adapter checkpoint, the result is the base model, and its attribute `checkpoint` is the adapter checkpoint.
-    For other arguments and errors, see `load_checkpoint`.
+    For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For
+    other arguments and errors, see `load_checkpoint`.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -145,7 +145,7 @@ def saved_task(checkpoint: Checkpoint) -> Task:
 
 
 def load_run_tokenizer(checkpoint: Checkpoint, base: Path | None = None, remedy: str = "--tokenizer") -> Any:
-    """Load the tokenizer of the run that saved a checkpoint.
+    """Load the tokenizer of the run that saved a checkpoint. `base` replaces the `model.path` of the run.
 
     Raises `UserError` if the tokenizer files no longer exist. The message suggests the setting or option `remedy`.
     """

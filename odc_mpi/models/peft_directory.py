@@ -1,6 +1,6 @@
 """Models from peft directories, which contain adapter_config.json and adapter_model.safetensors, but no base model.
 
-Each rank reads only its slices of the base model, but all adapters and all modules of `modules_to_save`.
+Each rank reads only its slices of the base model, but all adapters and all modules in `modules_to_save`.
 """
 
 from dataclasses import replace
@@ -35,12 +35,12 @@ _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (T
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Return True if a path is a peft directory: it contains adapter_config.json."""
+    """Return True if `path` contains adapter_config.json, as peft directories do."""
     return (path / _CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
-    """Return the directory of the base model: `base` if given, otherwise the directory in adapter_config.json.
+    """Return the directory of the base model: `base` if given, otherwise the directory named in adapter_config.json.
 
     Raises `UserError` if adapter_config.json cannot be read or names no base model, or the directory has no model.
     """
@@ -64,7 +64,7 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
     """Build a model with the adapters of a peft directory, like `PeftModel.from_pretrained`.
 
-    For `base`, see `base_model_path`. Base parameters have the dtype that `stored_dtype` returns, and adapters are
+    For `base`, see `base_model_path`. Base parameters have the `stored_dtype` of the base model, and adapters are
     float32. The base model is not verified, since peft does not store digests. Raises `UserError` if a file is missing
     or damaged, or the adapters are not plain LoRA or do not fit the base model.
     """
@@ -77,7 +77,7 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return bfloat16 if it is the dtype in the config.json of a model directory, and float32 otherwise."""
+    """Return bfloat16 if config.json in a model directory specifies this dtype, and float32 otherwise."""
     content = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32

@@ -1,6 +1,6 @@
-"""Built-in reward functions, which `rl.reward_funcs` selects by name.
+"""Built-in reward functions, which are selected by name in `rl.reward_funcs`.
 
-If a prompt does not have the column that a function needs, the function returns None for each completion.
+If the prompt lacks the column that a function needs, such as `answer`, the function returns None for each completion.
 """
 
 import re
@@ -12,19 +12,19 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion. If the completion is a list of messages, concatenate their contents."""
+    """Return the text of a completion. For a list of messages, this is the concatenation of their contents."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals the column `answer` without surrounding white space, and 0 otherwise."""
+    """Return 1 for each completion that equals `answer` apart from outer white space, else 0; None without `answer`."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    In both texts, numbers before the last ``####`` are ignored, as in GSM8K. Return None if `answer` has no number.
+    Numbers before the last ``####`` in a text are ignored, as in GSM8K. None if `answer` is missing or has no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -35,12 +35,12 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that contains a match of the regular expression in `pattern`, and 0 otherwise."""
+    """Return 1 for each completion with a match of the regular expression `pattern`, else 0; None without `pattern`."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Return the number of tokens of each completion. With a negative weight, shorter completions are rewarded."""
+    """Return the number of tokens of each completion. A negative weight rewards shorter completions."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 

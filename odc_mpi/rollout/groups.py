@@ -1,4 +1,4 @@
-"""Prompt groups with sampled completions, and their packing into microbatches."""
+"""Prompts with groups of sampled completions, and the packing of completions into microbatches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class PromptGroup(NamedTuple):
     """A prompt, its sampled completions (as tokens), and their advantages.
 
     Attributes:
-        position, prompt_index: Index of the prompt in the minibatch, and in the prompt file.
-        logps: For each completion, the log-probabilities of its tokens at sampling, float32 `[tokens]`.
+        position, prompt_index: Index of the prompt in the minibatch, and its index in the prompt file.
+        logps: For each completion, the log-probabilities of its tokens under the sampling policy, float32 `[tokens]`.
         advantages: Advantage of each completion, float64 `[completions]`.
         excluded: True for each completion that is excluded from the loss, bool `[completions]`.
     """
@@ -34,11 +34,11 @@ class PromptGroup(NamedTuple):
 class RolloutMicrobatch(Microbatch):
     """Microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
-    The loss tokens (targets) are the tokens of the completions.
+    The loss tokens (targets) are the tokens of the completions; K is their number.
 
     Attributes:
         sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
-        logps: Log-probability of each target when it was sampled, float32 `[K]`.
+        logps: Log-probability of each target under the sampling policy, float32 `[K]`.
         advantages: Advantage of each sequence, float64 `[num_sequences]`.
     """
 
@@ -50,10 +50,10 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Pack sequences, each a prompt with one completion, into microbatches of at most `max_tokens` tokens.
+    """Yield microbatches of at most `max_tokens` tokens, packed with sequences of a prompt and one completion each.
 
-    Excluded completions are omitted. Completions with an advantage of 0 are also omitted, unless `with_all` is True.
-    A sequence of more than `max_tokens` tokens gets its own microbatch. If `packs` is False, every sequence does.
+    Excluded completions are omitted. Completions with an advantage of 0 are also omitted, unless `with_all` is True. A
+    sequence of more than `max_tokens` tokens gets its own microbatch. If `packs` is False, every sequence does.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

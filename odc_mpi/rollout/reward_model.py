@@ -1,4 +1,4 @@
-"""Reward models as reward functions: sequence classifiers of transformers with one output, the reward.
+"""Reward models as reward functions: transformers sequence classifiers with one output, the reward.
 
 A reward model is frozen, and each rank has all of its parameters in memory.
 """
@@ -22,10 +22,10 @@ _SETTING = "rl.reward_funcs"
 
 
 class RewardModel:
-    """Reward function that scores completions with the reward model and tokenizer in a Hugging Face directory.
+    """Reward function that scores completions on `device` with the reward model and tokenizer in the directory `path`.
 
-    Raises `UserError` if the model or the tokenizer cannot be loaded, weights are missing in the safetensors files, or
-    the model does not have one output and a padding token.
+    Raises `UserError` if the model or the tokenizer cannot be loaded, weights are missing in the safetensors files, the
+    model does not have exactly one output, or no padding token is known.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class RewardModel:
         self._model = model.requires_grad_(False).eval().to(device)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """Return the reward of each completion.
+        """Return the reward of each completion. Prompts and completions are strings or lists of messages.
 
         Raises `ValueError` if a prompt with its completion is too long, or has a token outside the model's vocabulary.
         """

@@ -1,12 +1,12 @@
-"""Reward functions with the same signature as in TRL, called for one prompt group at a time.
+"""Reward functions with the same signature as in TRL. They are called for all completions of one prompt at a time.
 
     f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
 All arguments are lists with one entry per completion. Prompts and completions are strings, or lists of messages if the
-prompt is a conversation. The entries of a column are None if the prompt does not have this column. A function without
+prompt is a conversation. If the prompt lacks a column, the entries of this column are None. A function without
 `**kwargs` receives only the arguments in its signature. None means that the function does not apply to the completion
-and adds nothing to its reward. A completion to which no function applies is excluded from the mean reward of its group,
-and its advantage is 0.
+and adds nothing to its reward. A completion to which no function applies has the advantage 0, and does not affect the
+advantages of the other completions of the prompt.
 """
 
 import importlib
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """Reward function, its name in metrics, its entry in `rl.reward_funcs` (`spec`), and its weight in the reward."""
+    """Reward function, its name in metrics, its entry `spec` in `rl.reward_funcs`, and its weight in the reward."""
 
     name: str
     spec: str
@@ -48,12 +48,12 @@ class RewardFunction:
 
 
 class GroupRewards:
-    """The rewards of a prompt group.
+    """Rewards of the completions of a prompt.
 
     Attributes:
-        per_function: Unweighted rewards, float64 `[functions, completions]`. They are NaN where a function does not
-            apply, and in all rows for a completion for which a function failed.
-        rewards: Weighted sums over the functions, float64 `[completions]`. They are NaN where all rows are NaN.
+        per_function: Unweighted rewards, float64 `[functions, completions]`. An entry is NaN if the function does not
+            apply to the completion, or if any function failed for the completion.
+        rewards: Weighted sums over the functions, float64 `[completions]`. They are NaN where no function has a reward.
         num_failed: Number of completions for which a function failed.
     """
 
@@ -66,14 +66,14 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Standard deviation of the rewards that are not NaN, with Bessel's correction, or 0 for fewer than two."""
+        """Standard deviation of the rewards, ignoring NaN, with Bessel's correction; 0 for fewer than two rewards."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
-        """Return the rewards minus their mean and, if `scaled`, divided by their standard deviation plus `EPSILON`.
+        """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result is float64 `[completions]`. It is 0 where the reward is NaN, and everywhere if all rewards are equal.
+        The result is float64 `[completions]`. It is 0 where the reward is NaN, and everywhere if the others are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -85,7 +85,7 @@ class GroupRewards:
 def load_reward_functions(
     specs: Sequence[str], weights: Sequence[float] | None, device: torch.device = _CPU
 ) -> list[RewardFunction]:
-    """Import reward functions. This runs the code of their modules. The default weights are 1.
+    """Import reward functions, which runs the code of their modules. If `weights` is None, all weights are 1.
 
     Each of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the directory of a
     reward model, which is loaded to `device`. Raises `UserError` if a function does not exist, two functions have the
@@ -111,15 +111,15 @@ def compute_rewards(
     timeout_s: float,
     skip: bool,
 ) -> GroupRewards:
-    """Call all reward functions for the completions of one prompt.
+    """Call all reward functions for the completions of one prompt, and return the rewards.
 
     Args:
         reward_kwargs: Keyword arguments of the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
         prompt, rank: Numbers of the prompt and of this rank, for messages.
         timeout_s: Time limit for each function, in seconds. It is enforced only in the main thread.
-        skip: If a function fails, print a warning instead of raising an error. The affected completions then have no
-            reward (NaN) and the advantage 0. If the call itself fails, all completions are affected.
+        skip: True to print a warning instead of raising an error if a function fails. The completions for which it
+            failed (all, if the call itself failed) then have the reward NaN and the advantage 0.
 
     Raises:
         UserError: `skip` is False, and a function raises an exception, exceeds the time limit, or does not return a

@@ -1,9 +1,8 @@
 """Sampling of several completions for each of several prompts in one decode batch, with `generate` of transformers.
 
 Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers of a completion
-depend on the seed, the step, the prompt and the index of the completion. They do not depend on the rank or on other
-completions in the batch. The rounding of logits depends on the batch, so only an equal decode batch is certain to yield
-equal completions.
+depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
+the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
 
 Each token is sampled with one uniform random number. The log-probability of the token under the policy at the sampling
 temperature is stored. Logits are not stored, so memory does not grow with vocabulary size times length.
@@ -33,10 +32,10 @@ _MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """Sampling settings of rollouts. Except for `seed` and `step`, they have the names of the settings in `rl`.
+    """Sampling settings of rollouts. All except `seed` and `step` are settings of the same name in the section `rl`.
 
     Temperature 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers depend
-    on `seed`, the seed of the run, and on `step`, which counts from 1 in training and is 0 otherwise.
+    on `seed`, the seed of the run, and on `step`, which is the training step, from 1, or 0 outside of training.
     """
 
     num_generations: int
@@ -53,9 +52,9 @@ class PromptCompletions(NamedTuple):
 
     Attributes:
         tokens: Tokens of each completion, including the stop token at the end, if any.
-        logps: For each completion, the log-probabilities of its tokens at sampling, float32 `[tokens]`.
+        logps: For each completion, the log-probabilities of its tokens before `top_k` and `top_p`, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
-        entropy: Sum of the entropies of the distributions of all tokens, before `top_k` and `top_p`, in nats.
+        entropy: Sum over all tokens of the entropy of their distribution before `top_k` and `top_p`, in nats.
     """
 
     tokens: list[list[int]]
@@ -80,9 +79,10 @@ def sample(
 ) -> None:
     """Sample completions of one or more prompts in one decode batch. One-sided if the model is sharded.
 
-    `module` is a causal language model of transformers. It must have enough positions for the longest prompt plus
-    `max_completion_length` tokens. `on_token` is called with n = 1, 2, ..., each time before the n-th tokens of all
-    unfinished completions are sampled.
+    `module` is a transformers causal language model with enough positions for the longest prompt plus
+    `max_completion_length` tokens. When all completions of a prompt have ended, `on_prompt_done` is called with the
+    prompt's index in `prompts` and its completions. `on_token` is called with n = 1, 2, ... before the n-th tokens of
+    all unfinished completions are sampled.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)

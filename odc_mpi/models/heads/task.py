@@ -1,6 +1,6 @@
 """Tasks of models: prediction of the next token or of a reward. Transformers has a class per task and model family.
 
-A reward model is a sequence classifier of transformers: a causal model with a linear layer `score` in place of the
+A reward model is a transformers sequence classifier: a causal model with a linear layer `score` in place of the
 language model head. The output of a sequence classifier is the score of the last token that is not padding.
 """
 
@@ -23,11 +23,10 @@ class Task:
 
     Attributes:
         description: Kind of model, for error messages.
-        suffix: End of the model's class name by which `task_of` recognizes the task; empty for the default task.
-        auto_class: Class of transformers that builds a model from a configuration.
+        suffix: Suffix of the model's class name by which `task_of` recognizes the task; empty for the default task.
+        auto_class: Transformers class that builds a model for this task from a configuration.
         peft_type: Name of the task in peft.
-        new_head: Name of the head module that models of other tasks do not have, or None. If a model has adapters, this
-            head is trained in full.
+        new_head: Name of the head that only models for this task have, or None. With adapters, it is trained in full.
     """
 
     description: str
@@ -37,7 +36,7 @@ class Task:
     new_head: str | None = None
 
     def configure(self, config: Any, setting: str) -> None:
-        """Set the number of outputs in the configuration of a reward model to 1. Do nothing for other tasks.
+        """Set the number of outputs in the configuration of a reward model to 1. For other tasks, do nothing.
 
         Raises `UserError` if transformers has no sequence classifier for the model. The message names `setting`.
         """
@@ -50,7 +49,7 @@ class Task:
             config.num_labels = 1
 
     def check(self, module: nn.Module, setting: str) -> None:
-        """Raise `UserError`, naming `setting`, unless the new head, if any, is a linear layer with one output."""
+        """Check that the head `new_head`, if any, is a linear layer with one output. Otherwise, raise `UserError`."""
         head = self.new_head and getattr(module, self.new_head, None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(
@@ -70,16 +69,15 @@ REWARD = Task(
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of the transformers model class `class_name`."""
+    """Return the task of a transformers model from its class name. Unknown classes are causal language models."""
     return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
 
 
 def set_padding(config: Any, padding: int) -> None:
-    """Set the padding token in the configuration of a reward model.
+    """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model.
 
-    A sequence classifier of transformers scores the last token that is not the padding token. The entry
-    `ENDS_WITH_TURN` of the configuration is also set. It records that the model is trained on answers that end with the
-    end-of-turn token, without the white space that templates append.
+    A transformers sequence classifier scores the last token that is not padding. `ENDS_WITH_TURN` records that the
+    model is trained on answers that end with the end-of-turn token, without the white space that templates append.
     """
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)

@@ -16,14 +16,14 @@ _PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function from head output to logits: multiply by `scale`, soft-cap with tanh, divide by the temperature."""
+    """Function from head output to logits: multiply by `scale`, soft-cap with tanh, and divide by `temperature`."""
 
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the transform of a head output. The result is float32, or float64 if `logits` are float64."""
+        """Transform the output of a head to logits, in float64 if `logits` are float64, and in float32 otherwise."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.soft_cap is None:
             factor = self.scale / self.temperature
@@ -31,7 +31,7 @@ class LogitTransform:
         return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
 
     def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Convert the gradient of the transform's output to the gradient of its input, in place.
+        """Convert a gradient of the transform's output to the gradient of its input, in place, and return it.
 
         `transformed` is the output of the transform. It may be None if there is no soft cap.
         """
@@ -43,9 +43,9 @@ class LogitTransform:
 
     @classmethod
     def of(cls, module: Any) -> "LogitTransform | None":
-        """Return the transform of a transformers model, or None if the model's function is not such a transform.
+        """Return the transform of a transformers model, or None if the model computes its logits in another way.
 
-        The function is probed by a forward with stubs for decoder and head, which reads no parameters.
+        The transform is found by a forward pass with stubs for decoder and head, which reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
@@ -72,7 +72,7 @@ class LogitTransform:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the forwards of modules in the enclosed code. `forwards` maps each module to its new forward."""
+    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to a function."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward

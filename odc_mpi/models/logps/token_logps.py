@@ -24,7 +24,7 @@ class TokenScores(NamedTuple):
     Attributes:
         logps: Log-probability of each token, float32 or float64 `[K]`, with gradients.
         entropy: Entropy of each predicted distribution in nats, float32 or float64 `[K]`, without gradients.
-        is_top: True for each token that has the highest probability, bool `[K]`.
+        is_top: True for each token that is the most likely one in its distribution, bool `[K]`.
         router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients. None
             if the model has no routers or `output_router_logits` is not set.
     """
@@ -36,14 +36,14 @@ class TokenScores(NamedTuple):
 
 
 class TokenLogps:
-    """Computes log-probabilities of given tokens under a model.
+    """Callable that computes log-probabilities of given tokens under a model.
 
-    Logits are usually computed only where they predict a given token. The logits of all positions are computed if the
-    head is not a plain linear layer (for example, if it has adapters), or if no `LogitTransform` describes what the
-    model applies to the output of its head.
+    Usually, logits are computed only where they predict a given token. The logits of all positions are computed if the
+    head is not a plain linear layer (for example, if it has adapters), or if the function that the model applies to the
+    output of its head is not a `LogitTransform`.
 
     Args:
-        module: A causal language model of transformers, or the `module` of a sharded model.
+        module: Transformers causal language model, or the `module` of a sharded model.
     """
 
     def __init__(self, module: Any) -> None:
@@ -57,7 +57,7 @@ class TokenLogps:
         """Run the model and return its predictions for the tokens `targets`. One-sided if the model is sharded.
 
         Args:
-            inputs: Keyword arguments of the model's forward. Labels are ignored.
+            inputs: Keyword arguments of the model. Labels are ignored.
             positions: Positions in the flattened batch whose logits predict `targets`, int64 `[K]`.
             targets: Token ids, int64 `[K]`.
             temperature: Sampling temperature, by which the logits are divided.
@@ -87,7 +87,7 @@ class TokenLogps:
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """Autograd function that computes log-probabilities of tokens from hidden states and a linear head."""
+    """Autograd function for log-probabilities of tokens from hidden states and a linear head, in blocks of tokens."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class ChunkedLogps(torch.autograd.Function):
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
         `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
-        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`.
+        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`. `transform` follows the head.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []
@@ -120,7 +120,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of `hidden`, `weight` and `bias`. The last two are at least float32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. Those of `weight` and `bias` are at least float32."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)

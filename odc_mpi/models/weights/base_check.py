@@ -14,7 +14,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class HashedWeights(WeightSource, Protocol):
-    """Interface to a source of weights that consist of named parts with digests."""
+    """Interface to a source of weights that is divided into named parts with digests."""
 
     def parts(self) -> list[str]:
         """Return the names of the parts."""
@@ -24,15 +24,15 @@ class HashedWeights(WeightSource, Protocol):
 
 
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Read the share of `rank`, one of `size` ranks, and return the digests of its parts, keyed by part."""
+    """Read this rank's share of the parts, and return their digests, keyed by part. `size` is the number of ranks."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Verify the share of `rank`, one of `size` ranks, of the base model of adapters.
+    """Verify this rank's share of the base model of adapters. `size` is the number of ranks.
 
-    `record` describes the base model in the checkpoint: `path`, or `config` and `seed`, and `sha256`, the digests by
-    part. Raises `UserError` if the names of the parts or the digests of this share differ from the record.
+    `record` describes the base model in the checkpoint: `path` (None if it is initialized randomly), `config`, `seed`,
+    and `sha256`, the digest of each part. Raises `UserError` if the part names or digests differ from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [

@@ -24,7 +24,7 @@ class Composite:
     """Multimodal model on the meta device, and the configuration of its text model.
 
     Attributes:
-        module: Multimodal model. The names of its parameters are the names in the files.
+        module: Multimodal model. Its parameters have the same names as in the files.
         text_config: Configuration of a causal language model with the same text parameters.
     """
 
@@ -62,7 +62,7 @@ def is_composite(path: Path) -> bool:
 def composite_of(config: transformers.PreTrainedConfig) -> Composite | None:
     """Build the multimodal model of `config` on the meta device. Return None if `config` is not multimodal.
 
-    Raises `UserError` if transformers has no class for the multimodal model, or for a language model of its text part.
+    Raises `UserError` if transformers has no class for the multimodal model, or no language model for its text part.
     """
     inner = config.get_text_config()
     if inner is config:

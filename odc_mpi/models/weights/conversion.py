@@ -25,13 +25,13 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 def loaded_tensors(
     module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
 ) -> dict[str, PlacedTensor]:
-    """Return the regions of stored tensors from which each wanted tensor of a module is read.
+    """Return a `PlacedTensor` for each wanted tensor of a module. It locates the elements in stored tensors.
 
     The result is keyed by the names in the module. Tensors that the files do not contain are omitted.
 
     Args:
-        stored: Functions, keyed by the names of the tensors in the files. Each function returns the description of its
-            tensor. It is called only if the tensor is used.
+        stored: Functions, keyed by the names of the tensors in the files. Each returns the placed tensor for its stored
+            tensor, and is called only if this tensor is used.
         wanted: Names of parameters and buffers in the module.
     """
     transforms = get_model_conversion_mapping(module)
@@ -59,7 +59,7 @@ def loaded_tensors(
 def published_tensors(
     module: transformers.PreTrainedModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, PlacedTensor]:
-    """Return the tensors that `save_pretrained` writes, keyed by name, as regions of a module's tensors.
+    """Return the tensors that `save_pretrained` writes, keyed by name, as `PlacedTensor` views of a module's tensors.
 
     `shapes` contains the shapes of the module's parameters and persistent buffers. Tied parameters occur once.
     """

@@ -16,7 +16,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class Dimension(NamedTuple):
-    """Dimension of a box: stride in the flattened stored tensor, first index in the placed tensor, and extent."""
+    """Dimension of a box: its stride in the flattened stored tensor, first index in the placed tensor, and size."""
 
     stride: int
     position: int
@@ -24,7 +24,7 @@ class Dimension(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Box of a placed tensor and the location of its elements in a stored tensor.
+    """Box of elements of a placed tensor, and their location in a stored tensor.
 
     Attributes:
         source: Name of the stored tensor.
@@ -37,7 +37,7 @@ class Region(NamedTuple):
     dims: tuple[Dimension, ...]
 
     def clip(self, box: Hyperslab) -> "Region | None":
-        """Return the part of this region in `box`, with positions relative to `box`, or None if the part is empty."""
+        """Return the intersection of this region and `box`, positioned relative to `box`, or None if it is empty."""
         offset, dims = self.offset, []
         for (low, high), dim in zip(box, self.dims, strict=True):
             first, last = max(low, dim.position), min(high, dim.position + dim.size)
@@ -54,11 +54,11 @@ class Region(NamedTuple):
         return self._replace(dims=tuple(dims))
 
     def insert(self, dim: int, index: int) -> "Region":
-        """Return this region with a new dimension `dim` of extent 1 at `index`."""
+        """Return this region with a new dimension `dim` of size 1, at `index` in the placed tensor."""
         return self._replace(dims=(*self.dims[:dim], Dimension(0, index, 1), *self.dims[dim:]))
 
     def drop(self, dim: int) -> "Region":
-        """Return this region without the dimension `dim`, whose extent must be 1."""
+        """Return this region without the dimension `dim`, whose size must be 1."""
         return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
 
     def swap(self, dim0: int, dim1: int) -> "Region":
@@ -68,7 +68,7 @@ class Region(NamedTuple):
         return self._replace(dims=tuple(dims))
 
     def read(self, source: WeightSource) -> torch.Tensor:
-        """Return the elements of this region. The smallest range of the stored tensor that contains them is read."""
+        """Return the elements of this region. Reads the smallest range of the stored tensor that contains them."""
         last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
         stored = source.read(self.source, self.offset, last + 1)
         return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])
@@ -81,7 +81,7 @@ class PlacedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Self:
-        """Create a placed tensor that is identical to the stored tensor `name` of shape `shape`."""
+        """Create a placed tensor with the elements of the stored tensor `name`, whose shape is `shape`."""
         placed = torch.empty(tuple(shape), device="meta").as_subclass(cls)
         dims = zip(placed.stride(), placed.shape, strict=True)
         placed.regions = [Region(name, 0, tuple(Dimension(stride, 0, size) for stride, size in dims))]

@@ -13,14 +13,12 @@ from odc_mpi.models.weights.base_check import HashedWeights
 
 
 class RandomInitWeights(HashedWeights):
-    """Source of randomly initialized parameters, which calls `_init_weights` of the model for each module separately.
+    """Source of randomly initialized parameters. It calls `_init_weights` of the model for each module separately.
 
-    Changes that `_init_weights` makes to submodules of its argument are lost, for example the scaling of residual
-    projections by depth in GPT-2.
-
-    The values of a module depend only on `seed` and the name of the module, not on the number of ranks or the order of
-    reading. The last initialized module is cached, since its parameters are read consecutively. `module` must be on the
-    meta device.
+    Changes that `_init_weights` makes to submodules of its argument are lost, for example the depth-dependent scaling
+    of residual projections in GPT-2. The values of a module depend only on `seed` and the name of the module, not on
+    the number of ranks or the order of reading. The last initialized module is cached, since its parameters are read
+    consecutively. `module` must be on the meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:

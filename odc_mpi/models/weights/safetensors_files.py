@@ -32,7 +32,7 @@ _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of the parameters of a module in safetensors files, which have names as in the module or published names.
+    """Source of the parameters of a module in safetensors files, under the module's names or under published names.
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
@@ -115,7 +115,7 @@ class SafetensorsWeights(HashedWeights):
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Load those buffers of a module that are stored in the files."""
+        """Load the buffers of a module that the files contain. Other buffers keep their values."""
         for name, buffer in module.named_buffers():
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
