@@ -52,7 +52,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flattened parameter that one rank owns. A slice can be empty.
+    """Part of a parameter that one rank owns: elements `[start, stop)` of the flattened parameter. It can be empty.
 
     The first element of the slice is at index `offset` of the rank's shard.
     """
@@ -70,11 +70,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of a flat array with parameters of a unit, and division of the array among the ranks.
+    """Layout of a flat array of concatenated parameters, and its division into shards, one per rank.
 
     Attributes:
         numel: Number of elements, including the padding between parameters.
-        num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
+        num_owners: Number of ranks. Rank r owns elements `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
         dtype: Dtype in the shards. None means the dtype of the parameter store.
     """
@@ -89,7 +89,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
-        """Create the layout of a flat array with the given parameters, divided among `num_owners` ranks.
+        """Create the layout of a flat array that contains the given parameters and is divided among `num_owners` ranks.
 
         The parameters must have the same dtype and must be either all trainable or all frozen.
         """
@@ -106,12 +106,12 @@ class FlatLayout:
         return cls(name, tuple(ranges), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the range `(start, stop)` of the elements that a rank owns. The range can be empty."""
+        """Return the range `(start, stop)` of array elements that a rank owns. The range can be empty."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return the slices that a rank owns: one per parameter, in the order of parameters. Slices can be empty."""
+        """Return a rank's slice of each parameter, in the order of `ranges`. Slices can be empty."""
         first, last = self.owned(rank)
         slices = []
         for whole in self.ranges:
