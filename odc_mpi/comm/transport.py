@@ -49,7 +49,7 @@ REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Access(Enum):
-    """Where a fetch returns an array, and how long the array remains valid."""
+    """Kinds of memory in which a fetch returns an array. The value of each member describes it."""
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
