@@ -97,10 +97,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Divide `mailbox_bytes` among the other ranks. Returns the number of bytes of host windows to allocate.
-
-        Raises `UserError` if `mailbox_bytes` is too small.
-        """
+        """Return the size of the host windows in bytes. Raises `UserError` if `mailbox_bytes` is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment

@@ -75,7 +75,7 @@ class HostSlots:
         """Start sending one part of a gradient (slot) to each rank in `owners`. One-sided. `flush` completes it.
 
         Args:
-            headers: Header of each slot, int64 `[n, 4]`. Do not modify them before the flush.
+            headers: Header of each slot, int64 `[n, 4]`, as returned by `header`. Do not modify them before the flush.
             values: Memory of the gradient, as returned by the method `values`. Do not modify it before the flush.
             firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
