@@ -186,10 +186,7 @@ class ParameterStore(ABC):
         return 0
 
     def take_shared_fetches(self) -> list[int]:
-        """Return the indices of arrays that another rank of the node has fetched for this rank since the last call.
-
-        An index occurs once per fetch. Without a node cache, the list is empty.
-        """
+        """Return the array index of each fetch that another rank of the node made for this one since the last call."""
         return []
 
     @property

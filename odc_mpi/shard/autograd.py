@@ -111,9 +111,8 @@ class UnitForwards:
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
         """Register a backward hook on the first tensor in `output`, the output of a unit's forward pass.
 
-        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since the forward
-        pass. It is registered only if autograd saves the parameters themselves; otherwise, `SavedTensorHooks` does
-        this.
+        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since. If autograd
+        saves references to parameters, no hook is registered, since `SavedTensorHooks` does the same.
         """
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs

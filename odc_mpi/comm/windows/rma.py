@@ -277,9 +277,6 @@ def deferred_flush(
 
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
-    """Split a transfer of `numel` elements into parts of at most `MAX_MESSAGE_NUMEL`, and yield them.
-
-    The transfer begins at element `start` of the shard of rank `target` and at element `first` of the buffer.
-    """
+    """Split a transfer that begins at element `start` of a shard and element `first` of a buffer into messages."""
     for done in range(0, numel, MAX_MESSAGE_NUMEL):
         yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

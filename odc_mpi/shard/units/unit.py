@@ -100,7 +100,7 @@ class Unit:
             transport.parameters.release(array)
 
     def invalidate(self) -> None:
-        """Make autograd reject later backward passes that saved parameters of this unit, whose values will change."""
+        """Make autograd reject later uses of saved parameters of this unit, since their values will change."""
         for name, (full, _) in self._aliases.items():
             torch.autograd.graph.increment_version(full)
             self._aliases[name] = full, full._version
