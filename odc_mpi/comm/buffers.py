@@ -18,7 +18,7 @@ def empty_host(num_bytes: int) -> torch.Tensor:
 
 
 def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous host tensor `[n]` to another of the same dtype and size, using only the calling thread.
+    """Copy a contiguous host tensor `[n]` to another one of the same dtype and size, using only the calling thread.
 
     `Tensor.copy_` would start a team of OpenMP threads for each thread that calls it.
     """

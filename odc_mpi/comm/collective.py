@@ -142,10 +142,9 @@ class CollectiveGradients(ShardStorage, GradientStore):
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start summing a gradient of array `index` over all ranks. Collective.
+        """Start summing a gradient over all ranks. Collective. On completion, each rank adds its part to its shard.
 
-        `gradient` begins at element `start`, which may differ between ranks; all other elements of the array count as
-        zero. On completion, each rank adds its part of the sum to its shard.
+        `gradient` begins at element `start` of array `index`. The elements that a rank does not pass count as zero.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:

@@ -48,13 +48,13 @@ class ShardStorage:
         """Complete all gradient pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Add all received gradients that are not yet in this rank's shards to the shards."""
+        """Add received gradients to this rank's shards, unless they have been added already."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory that this rank maps and a device may copy from once it is pinned. Empty by default."""
+        """Return the host memory mapped by this rank from which a device can copy if it is pinned. Empty by default."""
         return []
 
     def free(self) -> None:

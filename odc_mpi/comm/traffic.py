@@ -41,7 +41,7 @@ class TrafficCounter:
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes since the last call: fetched on the same node, from other nodes, then pushed likewise."""
+        """Return the bytes since the last call: fetched, then pushed, each for the same node and for other nodes."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         now, last = (self.fetched, self.pushed), self._last

@@ -63,7 +63,7 @@ class Access(Enum):
 
 
 class Group(ABC):
-    """Ranks that share the arrays, and their collective operations."""
+    """Ranks among which the parameters are sharded, and their collective operations."""
 
     rank: int
     size: int
@@ -90,7 +90,7 @@ class Group(ABC):
     def open(self, close: Callable[[], None]) -> None:
         """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
 
-        `close` is called when the world closes, unless `free` was called before.
+        `close` is called when the `World` closes, unless `free` was called before.
         """
 
     @abstractmethod
@@ -166,7 +166,7 @@ class ParameterStore(ABC):
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, for which `record_event` was called. Call it on the computing thread."""
+        """Return a buffer for `start_fetch`, and record its event. Call this method on the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
@@ -215,7 +215,7 @@ class GradientStore(ABC):
         Args:
             index: Index of a trainable array.
             gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
-                `record_event(gradient)` first. Do not modify the tensor before the returned handle is complete.
+                `record_event(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
             start: Index in the array of the first of the `n` elements.
         """
 
@@ -264,7 +264,7 @@ class Transport:
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        `close` is called if the world closes before this transport. It must call the method `close` of the transport,
+        `close` is called if the `World` closes before this transport does. It must call the transport's method `close`,
         which is also the default. Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
@@ -278,7 +278,7 @@ class Transport:
         self._is_open = True
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete the pushes of all ranks, and gather their reports, `[k]` float64, as `[size, k]`. Collective."""
+        """Complete the pushes of all ranks, and return all reports, each `[k]` float64, as `[size, k]`. Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()

@@ -109,10 +109,10 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a backward hook on the first tensor in `output`, the output of a unit's forward pass.
+        """Register a backward hook on the first element of `output`, the output of a unit's forward pass.
 
-        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since. If autograd
-        saves references to parameters, no hook is registered, since `SavedTensorHooks` does the same.
+        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since that pass.
+        If autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.
         """
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
@@ -147,7 +147,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the hooks in the enclosed code, except in a backward pass or if they are installed or not needed."""
+        """Context manager that installs the hooks, unless nested, in a backward pass, or if parameters stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -119,7 +119,7 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Return the sizes of a rank's caches. Sizes of "auto" are computed, first for parameters and then for gradients.
+    """Return the sizes of a rank's caches. Sizes given as "auto" are computed, for parameters before gradients.
 
     Args:
         free_bytes: Free memory in bytes, minus the optimizer states to be allocated. Half is left for activations.

@@ -99,7 +99,7 @@ class LocalShards:
         ]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Set `.grad` of the trainable slices to the gradients that all ranks have pushed, which must be complete.
+        """Set `.grad` of the trainable slices to the sums of the pushed gradients. All pushes must be complete.
 
         Args:
             pushed: For each entry of `trainable`, True if any rank pushed a gradient of the parameter. If False,

@@ -161,10 +161,11 @@ class ShardedModel:
 
     @contextmanager
     def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
-        """Context manager for the forward and backward passes of a minibatch. Collective: its end completes gradients.
+        """Context manager for the forward and backward passes of a minibatch. Collective at its end.
 
-        Yields the statistics of the minibatch, which the ranks exchange at its end. `names` are the names of additional
-        values in the statistics. If the enclosed code raises an exception, the end does not communicate.
+        Yields the statistics of the minibatch, which the ranks exchange at its end, when all gradients are complete.
+        `names` are the names of additional values in the statistics. If the enclosed code raises, the end does not
+        communicate.
 
         Raises:
             RuntimeError: `publish()` was not called after the previous minibatch, `requires_grad` of a parameter has
@@ -236,7 +237,7 @@ class ShardedModel:
                 without gradients, so a forward pass is as fast as without sharding, but no minibatch may end inside.
 
         Raises:
-            UserError: The parameter cache is smaller than all units except the root, or fetches are collective.
+            UserError: The parameter cache is too small for all units except the root, or fetches are collective.
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)

@@ -1,4 +1,4 @@
-"""Modifications of a sharded module: on-demand parameters, tracked forwards, and placeholders with checks."""
+"""Modifications of a sharded module: on-demand parameters, tracked forward passes, and placeholders with checks."""
 
 import copy
 import functools
@@ -159,9 +159,8 @@ def install_on_demand_parameters(
 def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
-    Units that are not unsharded are fetched first. A forward pass is then as fast as that of an unsharded module.
-    Looking up a parameter on demand costs some microseconds of Python per forward pass of its unit, which matters in
-    decoding.
+    Units that are not unsharded are fetched first. A forward pass is then as fast as that of an unsharded module,
+    without the microseconds of Python that on-demand lookups of parameters cost, which matters in decoding.
 
     All units must fit into the cache together, or be views that stay valid. In the enclosed code, units must not be
     resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). A nested call changes nothing.

@@ -49,7 +49,7 @@ def partition(
     """Divide the floating-point parameters of a module into units.
 
     Args:
-        units: Classes, class names or instances of submodules. None selects the classes in `_no_split_modules`.
+        units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
 
     Returns:
         Three values: the units that have parameters, the root first and the others in the order of the module; the
@@ -82,7 +82,7 @@ def partition(
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
     """Raise ValueError if a module cannot be sharded.
 
-    Not supported are trainable parameters that are not real floating-point, embeddings with `max_norm`, and, if
+    The module may not contain trainable parameters that are not real floating-point, embeddings with `max_norm`, or, if
     `has_weights` is False, parameters on the meta device.
     """
     for name, parameter in module.named_parameters():
@@ -101,7 +101,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def describe_tensors(
     module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
-    """Return a text that describes all tensors of a module, one per line, to compare models between ranks.
+    """Return a description of all tensors of a module, one per line, to compare models between ranks.
 
     `dtypes` contains the dtypes of parameters in the shards that differ from `dtype`, by dotted name.
     """

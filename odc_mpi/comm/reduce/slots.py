@@ -52,7 +52,7 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the size of the part of a ring buffer that is in the inbox, in host memory, in bytes."""
+        """Return the size of the host part of a ring buffer, which is in the inbox, in bytes."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:

@@ -277,6 +277,6 @@ def deferred_flush(
 
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
-    """Split a transfer that begins at element `start` of a shard and element `first` of a buffer into messages."""
+    """Yield messages for `numel` elements that begin at `start` in the shard and at `first` in the buffer."""
     for done in range(0, numel, MAX_MESSAGE_NUMEL):
         yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

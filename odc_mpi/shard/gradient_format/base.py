@@ -53,7 +53,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a bound of the gradients of each pushed array, by index. It is not finite if a gradient is not."""
+        """Return a scaled bound of the gradients of each pushed array, by index. Not finite if a gradient is not."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:

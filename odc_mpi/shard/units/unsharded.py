@@ -49,11 +49,11 @@ class UnshardedUnits:
     """Unsharded units of a model, fetched on demand or ahead of use. The least recently used unit is resharded first.
 
     Args:
-        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
+        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches transfer no data or are
             collective, or if only one thread may call the transport.
 
     Attributes:
-        cache: Memory budget for units that stay unsharded until the minibatch ends. Unused if fetches do not copy data
+        cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
             or are collective.
         parameter_version: Version of the parameters, which `invalidate` increments.
         fetch_allowed: False while owners may write their shards. A fetch then raises RuntimeError. Set by the model.
@@ -145,7 +145,7 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard all units, which must fit into the cache. Does nothing if fetches return views. One-sided."""
+        """Unshard all units, which must fit into the cache without the root. No-op without transfers. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
