@@ -22,7 +22,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Shared counters that distribute list positions among the ranks. Construction is collective."""
+    """Shared counters from which ranks draw positions in a list that all ranks know. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -123,8 +123,7 @@ class ParameterStore(ABC):
 
     Args:
         dtype: Default dtype of parameters in shards and transfers. The `dtype` of a layout takes precedence.
-        buffers: Pool of buffers for fetched arrays. Its peak size is the memory that parameters take in addition to the
-            shards.
+        buffers: Pool of buffers for fetched arrays. By default, they are in host memory.
     """
 
     #: Kind of memory in which a fetch returns an array.

@@ -145,7 +145,7 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard all units, which must fit into the cache without the root. No-op without transfers. One-sided."""
+        """Unshard all units if fetches transfer data. All but the root must fit into the cache. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
