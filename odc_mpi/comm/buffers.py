@@ -18,7 +18,7 @@ def empty_host(num_bytes: int) -> torch.Tensor:
 
 
 def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor `[n]` in host memory to a tensor of the same dtype and size, in the calling thread only.
+    """Copy a contiguous host tensor `[n]` to another one of the same dtype and size, using only the calling thread.
 
     `Tensor.copy_` would start a team of OpenMP threads for each thread that calls it.
     """
@@ -26,13 +26,13 @@ def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class BufferPool:
-    """Pool of flat buffers. Thread-safe.
+    """Thread-safe pool of reusable one-dimensional buffers.
 
     Args:
-        allocate: Function that allocates memory of a given number of bytes, and returns it as a uint8 tensor.
+        allocate: Function that takes a number of bytes and returns that much memory as a uint8 tensor.
 
     Attributes:
-        peak_bytes: Peak memory of the pool, acquired and idle buffers together, in bytes.
+        peak_bytes: Peak memory of the pool in bytes, including idle buffers.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = empty_host) -> None:
@@ -44,7 +44,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized buffer, `[numel]` of `dtype`, reusing an idle buffer if possible."""
+        """Return an uninitialized buffer, `[numel]` of `dtype`. Reuses an idle buffer if possible."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -58,7 +58,7 @@ class BufferPool:
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Return an acquired buffer to the pool."""
+        """Return a buffer from `acquire` to the pool. It is not reused while other tensors share its memory."""
         with self._lock:
             self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 

@@ -1,7 +1,7 @@
-"""Stores that use MPI collectives: the baseline, fully sharded data parallel training as in FSDP and ZeRO-3.
+"""Parameter and gradient stores that use MPI collectives: the baseline, which shards like FSDP and ZeRO-3.
 
-    fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward
-    push     reduce-scatter of the full gradient of a unit, and addition of this rank's part to its shard
+    fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward pass
+    push     reduce-scatter of the full gradient of a unit; each rank adds its part of the sum to its shard
     A, N, B  synchronization points, the same as with windows (`comm.transport`)
 
 All ranks must make the same calls in the same order, so ranks wait for each other at each unit. A rank with fewer
@@ -9,7 +9,7 @@ microbatches than others runs dummy microbatches with a loss of zero.
 
 Note: the same order on all ranks
     The sequence of fetches depends only on the control flow of the model (`shard.units.unsharded`). No unit is
-    prefetched. Only the root unit stays unsharded after its forward or backward. All units are sharded when a
+    prefetched. Only the root unit stays unsharded after its forward or backward pass. All units are sharded when a
     microbatch begins. A push covers the full array, even if some parameters in the array have no gradient. As with
     FSDP, control flow that depends on data must not make a rank skip a unit. Each array has a communicator for gathers
     and one for reductions. If one rank fetches or pushes a different array, the other ranks wait until the deadline and
@@ -40,7 +40,7 @@ MAX_COMMUNICATORS = 400
 class CollectiveCommunicator:
     """Blocking all-gather and reduce-scatter of shards of equal size. Construction is collective.
 
-    Tensors must be contiguous and on the host. The all-gather and reduce-scatter busy-wait, which is fastest.
+    Tensors must be contiguous and on the host. `all_gather` and `reduce_scatter` busy-wait for the lowest latency.
     """
 
     def __init__(self, world: World) -> None:
@@ -49,7 +49,7 @@ class CollectiveCommunicator:
             self._comm = world.comm.Dup()
 
     def barrier(self) -> None:
-        """Synchronize all ranks, which then return as simultaneously as MPI allows. Collective."""
+        """Synchronize all ranks. All ranks return at nearly the same time. Collective."""
         # The first wait leaves the core to ranks that are still busy. The second is short.
         self._world.wait(self._comm.Ibarrier(), "waiting at a barrier")
         with self._world.deadline("waiting at a barrier"):
@@ -61,11 +61,11 @@ class CollectiveCommunicator:
             self._comm.Allgather(_as_bytes(shard), _as_bytes(gathered))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient` over all ranks, and write this rank's part of the sum into `shard`. Collective.
+        """Sum `gradient` over all ranks and write this rank's part of the sum to `shard`. Collective.
 
         Args:
             gradient: `[size * n]`, float32, float64 or int64.
-            shard: Output of the same dtype, `[n]`.
+            shard: Output, `[n]` of the same dtype: elements `[rank * n, (rank + 1) * n)` of the sum.
         """
         element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
@@ -78,10 +78,10 @@ class CollectiveCommunicator:
 
 
 class CollectiveParameters(ShardStorage, ParameterStore):
-    """Parameters in private memory. Each fetch is an all-gather.
+    """Parameter store with shards in private memory. Each fetch is an all-gather.
 
-    Fetches are collective. So are the operations that fetch: forward, backward and `state_dict`. Only the main thread
-    may call the store, since calls from two threads could have a different order on each rank.
+    Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
+    Only the main thread may call the store, since with two threads the order of the calls could differ between ranks.
     """
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
@@ -99,14 +99,14 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         return self._shards[index]
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to gather the shards of an array from all ranks, and return a handle of the fetch. Collective."""
+        """Start gathering array `index` from all ranks. Collective. The handle's method `wait` returns the array."""
         layout = self.layouts[index]
         # The last shards reach beyond the end of the array.
         buffer = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
         return FetchWork(buffer[: layout.numel], self.start_fetch(index, buffer))
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to gather the shards of all ranks into `buffer`, `[size * shard_numel]`. Collective."""
+        """Start gathering array `index` from all ranks into `buffer`, `[size * shard_numel]`. Collective."""
         shard, element = self._shards[index], COPY_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self._comms.comm_of(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
@@ -123,7 +123,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
 
 class CollectiveGradients(ShardStorage, GradientStore):
-    """Gradients in private memory. Each push is a reduce-scatter."""
+    """Gradient store with shards in private memory. Each push is a reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -142,9 +142,9 @@ class CollectiveGradients(ShardStorage, GradientStore):
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start to sum a gradient over all ranks. Collective. On completion each rank adds its part to its shard.
+        """Start summing a gradient over all ranks. Collective. On completion, each rank adds its part to its shard.
 
-        Elements of the array that `gradient` does not contain count as zero. `start` may differ between ranks.
+        `gradient` begins at element `start` of array `index`. The elements that a rank does not pass count as zero.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
@@ -179,7 +179,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
 
 
 class _Communicators:
-    """Communicators for the collectives of arrays. More than `MAX_COMMUNICATORS` arrays share communicators."""
+    """Communicators, one per array. If there are more than `MAX_COMMUNICATORS` arrays, arrays share communicators."""
 
     def __init__(self, world: World, group: Group) -> None:
         self._world, self._group = world, group

@@ -1,8 +1,8 @@
-"""Factories of the transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
+"""Factories of transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
 
-Creating a transport does not communicate; `Transport.allocate` is collective. The factories of transports raise
-ValueError if `param_dtype`, the dtype of the parameters, or `reduce_dtype`, the dtype of the gradients, is not
-supported. A world that closes also closes its transports.
+Creating a transport does not communicate; `Transport.allocate` is collective. The functions that build a transport
+raise ValueError if `param_dtype`, the dtype of the parameters, or `reduce_dtype`, the dtype of the gradients, is not
+supported. When the `World` closes, it also closes its transports.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ def gradient_store_factories(
 
     Args:
         mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used by "mailbox" only.
-        device: Device of the windows; None for the host.
+        device: Device whose memory the MPI windows use. None means host memory.
     """
     kind = HOST_WINDOW if device is None else device_windows(device)
     slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
@@ -65,14 +65,14 @@ def window_transport(
     progress: bool = False,
     islands: Islands | None = None,
 ) -> Transport:
-    """Build a transport with shards in windows.
+    """Build a transport with the shards in MPI windows.
 
     Args:
-        device: Device of the windows and of the model, on all ranks or on none. If None, windows are on the host.
-        zero_copy: If True, ranks of the same node map each other's parameter shards and read them by direct load. Has
-            no effect with a `device`.
-        node_cache: If True, the ranks of a node share the arrays that they fetch from other nodes. Has no effect
-            without `zero_copy` or `CAN_DETACH_STORAGE`, with a `device`, on one node, or on a node with one rank.
+        device: Device of the windows and the model. None means the host. Must be None on all ranks or on no rank.
+        zero_copy: If True, ranks of the same node map each other's parameter shards into their address space and read
+            them directly. Ignored if `device` is not None.
+        node_cache: If True, the ranks of a node share arrays fetched from other nodes. Ignored unless `zero_copy`
+            applies, `CAN_DETACH_STORAGE` is True, and there are several nodes and several ranks on this node.
         reduction: Factory of the gradient store, one of the values of `gradient_store_factories` for this device.
         progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
         islands: Islands of `world`. The ranks of each island then shard the arrays among them. Requires windows on the
@@ -109,7 +109,7 @@ def window_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Build a transport for a world of one rank. Shards are in device memory, and no data is transferred."""
+    """Build a transport for a single rank. Shards are in device memory, and no data is transferred."""
     assert world.size == 1
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
@@ -120,7 +120,7 @@ def single_rank_transport(
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
-    """Build the baseline: a transport that uses MPI collectives, with shards in private memory."""
+    """Build the baseline transport, which uses MPI collectives and keeps the shards in private memory."""
     group = WorldGroup(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
@@ -128,10 +128,10 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Build a transport for a model on a device from the transport `inner`, whose shards are in host memory.
+    """Wrap the transport `inner`, whose shards are in host memory, for a model on a device. Returns the new transport.
 
-    Parameters and gradients are copied through pinned memory. `inner` must be one-sided and not allocated yet.
-    Afterwards, use only the returned transport.
+    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and must not be allocated
+    yet. Do not use it directly afterwards.
     """
     pinned = PinnedMemory(inner.storages, device)
     return replace(

@@ -1,4 +1,4 @@
-"""Group of all ranks of a world. It uses non-blocking MPI collectives, and sleeps between polls for their completion.
+"""Group of all ranks of a `World`. It uses non-blocking MPI collectives and sleeps between polls for completion.
 
 `gradients_complete` and `norm` are all-gathers of a few numbers. `parameters_published` is a barrier.
 """
@@ -18,7 +18,7 @@ from odc_mpi.runtime.world import World
 
 
 class WorldGroup(Group):
-    """Group of all ranks of a world. If `progress` is True, the group runs a progress thread (`comm.progress`)."""
+    """Group of all ranks of a `World`. If `progress` is True, a background thread drives MPI progress."""
 
     def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
         self.rank, self.size = world.rank, world.size

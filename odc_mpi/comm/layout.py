@@ -55,7 +55,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flattened parameter that one rank owns. A slice can be empty.
+    """Part of a parameter that one rank owns: elements `[start, stop)` of the flattened parameter. It can be empty.
 
     The first element of the slice is at index `offset` of the rank's shard.
     """
@@ -73,7 +73,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of a flat array with parameters of a unit, and division of the array among the ranks.
+    """Layout of a flat array of concatenated parameters, and its division into shards, one per rank.
 
     Attributes:
         numel: Number of elements, including the padding between parameters.
@@ -128,7 +128,7 @@ class FlatLayout:
         return start, min(start + self.shard_numel, self.numel)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return the slices that a rank owns: one per parameter, in the order of parameters. Slices can be empty."""
+        """Return a rank's slice of each parameter, in the order of `ranges`. Slices can be empty."""
         first, last = self.owned(rank)
         slices = []
         for whole in self.ranges:

@@ -5,8 +5,8 @@ when a thread of the target enters MPI. The progress thread probes for a message
 communicator. Each probe drives the progress engine of MPI. The thread also adds the gradients in the mailbox of this
 rank to its shards.
 
-The thread sleeps between polls. A thread that spins or blocks in a receive takes half of a core from the rank that
-computes (figures: docs/windows.md). Over TCP the kernel wakes the thread when data arrives (`comm.socket_waiter`).
+The thread sleeps between polls. A thread that spins or blocks in a receive takes half a core from the rank that
+computes (figures: docs/windows.md). Over TCP, the kernel wakes the thread when data arrives (`comm.socket_waiter`).
 """
 
 import sys
@@ -39,14 +39,14 @@ SWITCH_INTERVAL_S = 0.5e-3
 
 
 class ProgressThread:
-    """Background thread that drives the progress of MPI. Construction is collective.
+    """Background thread that drives MPI progress until `close`. Construction is collective.
 
-    While the thread runs, the thread switch interval of the interpreter is at most `SWITCH_INTERVAL_S`. An exception in
-    the thread ends the job.
+    While the thread runs, the thread switch interval of the Python interpreter is at most `SWITCH_INTERVAL_S`. An
+    uncaught exception in the thread ends the job.
 
     Args:
-        world: World with MPI_THREAD_MULTIPLE.
-        make_progress: Function that is called at every poll and returns True if it did work.
+        world: World whose MPI library provides MPI_THREAD_MULTIPLE.
+        make_progress: Function that the thread calls at every poll. It returns True if it did work.
     """
 
     _num_running: ClassVar[int] = 0

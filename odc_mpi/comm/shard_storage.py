@@ -8,10 +8,10 @@ from odc_mpi.comm.layout import FlatLayout
 
 
 def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Split a range of elements of an array by owner, and yield `(owner, start, stop)` of each part.
+    """Split the range `[start, stop)` of array elements by owner, and yield `(owner, start, stop)` for each part.
 
-    The owners are in cyclic order from `rank + 1` to `rank`, so that not all ranks access rank 0 first. Cache the
-    result: with a thousand owners, computing it takes longer than issuing the operations.
+    The owners are in cyclic order, beginning with the first one after `rank`, so that not all ranks access rank 0
+    first. Cache the result: with a thousand owners, computing it takes longer than issuing the operations.
     """
     owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
     for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):
@@ -19,7 +19,7 @@ def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Itera
 
 
 class ShardStorage:
-    """Owner of the memory that contains the shards of a store.
+    """Base class of objects that own the memory of parameter or gradient shards.
 
     A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
     `Group.gradients_complete`, `publish` before and `sync` before and after `Group.parameters_published`. By default,
@@ -29,9 +29,9 @@ class ShardStorage:
     layouts: Sequence[FlatLayout] = ()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Record the layouts, and return the number of bytes of shared host memory that `allocate` needs.
+        """Record the layouts of the arrays, and return the number of bytes of shared host memory that `allocate` needs.
 
-        Raises `UserError` if a setting does not fit the layouts.
+        Raises `UserError` if a setting, such as a buffer size, is too small for them.
         """
         self.layouts = tuple(layouts)
         return 0
@@ -42,13 +42,13 @@ class ShardStorage:
         return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
-        """Allocate the planned memory, filled with zeros. Collective. Call it once."""
+        """Allocate the memory that `plan` computed, filled with zeros. Collective. Call it once."""
 
     def flush(self) -> None:
-        """Complete all pushes of this rank at their targets. One-sided."""
+        """Complete all gradient pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Add the gradients that this rank has received, but not yet added, to its shards."""
+        """Add received gradients to this rank's shards, unless they have been added already."""
 
     def publish(self) -> None:
         """Send the parameters of this rank to the ranks that store copies of them. One-sided."""
@@ -57,7 +57,7 @@ class ShardStorage:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory of this rank's shards and of other shards that this rank maps, without duplicates."""
+        """Return the host memory mapped by this rank from which a device can copy if it is pinned. Empty by default."""
         return []
 
     def free(self) -> None:

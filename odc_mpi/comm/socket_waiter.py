@@ -23,7 +23,7 @@ MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Sleeps until a time-out, or until data arrives on a TCP connection of this process. Not thread-safe."""
+    """Sleeper that wakes early when data arrives on a TCP connection of this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")
@@ -33,7 +33,7 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """True if `wait` currently polls TCP connections. Ignored connections do not count."""
+        """True if `wait` currently polls any TCP connection. Connections whose data stays unread are not polled."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:

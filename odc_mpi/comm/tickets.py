@@ -1,10 +1,10 @@
 """Dynamic distribution of microbatches by shared counters, from which an idle rank draws its next microbatch.
 
 A ticket is the right to process one item, identified by its position in a list that all ranks know. The lowest rank of
-each node hosts a counter in an MPI window. A rank draws a ticket by one MPI_Fetch_and_op, in which the host takes no
-part. Each node has a share of the positions. A rank draws from its own node until the share of the node is used up, and
-then from the other nodes. A second counter on each node counts the nodes without tickets left, so that not every rank
-asks all nodes.
+each node hosts a counter in an MPI window. A rank draws a ticket with one MPI_Fetch_and_op, in which the host does not
+participate. Each node has a share of the positions. A rank draws from its own node until the share of the node is used
+up, and then from the other nodes. A second counter on each node counts the nodes without tickets left, so that not
+every rank asks all nodes.
 
 `reset` cannot overlap with a draw: ranks draw tickets only within a minibatch, and reset the counters between the
 synchronization points at which gradients are complete and parameters are published.
@@ -22,7 +22,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Shared counters from which ranks draw positions. The world closes the counters. Construction is collective."""
+    """Shared counters from which ranks draw positions in a list that all ranks know. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -36,10 +36,10 @@ class Tickets:
         world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
     def draw(self, count: int) -> Iterator[int]:
-        """Yield positions from 0 to `count - 1`, each on one rank only, until no position is left. One-sided.
+        """Yield positions from 0 to `count - 1` until none is left. Each position goes to only one rank. One-sided.
 
-        Each position is drawn when the iterator advances, so a fast rank gets more positions. `count` must be the same
-        on all ranks.
+        A position is drawn when the iterator advances, so a fast rank gets more positions. `count` must be the same on
+        all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position
@@ -56,7 +56,7 @@ class Tickets:
     def reset(self) -> None:
         """Set the counters that this rank hosts, if any, to zero. One-sided.
 
-        All ranks must call it, after the gradients are complete and before the parameters are published.
+        All ranks must call it when gradients are complete, before parameters are published.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:

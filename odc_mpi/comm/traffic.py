@@ -15,12 +15,12 @@ PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
-    """Counter of the bytes that this rank fetches and pushes through a transport. Not thread-safe.
+    """Counter of the bytes that this rank fetches from and pushes to other ranks. Not thread-safe.
 
     Attributes:
-        fetched: Bytes fetched since construction, by place (`PLACES`). `bytes_since_last_call` subtracts fetches that
-            another rank of the node made for this rank.
-        pushed: Bytes pushed since construction, by place.
+        fetched: Bytes fetched since construction, from ranks of the same node and of other nodes (keys: `PLACES`).
+            Fetches that another rank of the node made for this rank count until `bytes_since_last_call` subtracts them.
+        pushed: Bytes pushed since construction, with the same keys.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -32,16 +32,16 @@ class TrafficCounter:
         self._by_owner = functools.cache(self._by_place)
 
     def add_fetch(self, index: int) -> None:
-        """Count the bytes of one fetch of a full array."""
+        """Count the bytes that a fetch of the full array `index` transfers from other ranks."""
         if self._transport.parameters.access.transfers:
             self.fetched = self.fetched + self._bytes_of(index)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
-        """Count the bytes of one push of elements `[start, stop)` of an array."""
+        """Count the bytes that a push of elements `[start, stop)` of array `index` transfers to other ranks."""
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes since the last call: those fetched, by place, then those pushed, by place (`PLACES`)."""
+        """Return the bytes since the last call: fetched, then pushed, each for the same node and for other nodes."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:

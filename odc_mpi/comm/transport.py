@@ -50,7 +50,7 @@ REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Access(Enum):
-    """Kind of memory in which a fetch returns an array."""
+    """Kinds of memory in which a fetch returns an array. The value of each member describes it."""
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
@@ -64,7 +64,7 @@ class Access(Enum):
 
 
 class Group(ABC):
-    """Ranks among which the arrays are sharded, and their collectives."""
+    """Ranks among which the parameters are sharded, and their collective operations."""
 
     rank: int
     size: int
@@ -85,26 +85,26 @@ class Group(ABC):
 
     @abstractmethod
     def require_same(self, value: str, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective. See `World`."""
+        """Raise `AllRanksUserError` on all ranks if `value`, described by `what`, differs between ranks. Collective."""
 
     @abstractmethod
     def reserve(self, plan: Callable[[], int]) -> None:
-        """Call `plan` on every rank, and check that each node has the shared memory that its ranks need. Collective.
+        """Call `plan` on every rank, and check that each node has enough shared memory for its ranks. Collective.
 
-        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if `plan` or
-        the check fails on any rank.
+        `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
+        fails or `plan` raises `UserError` or `OSError` on any rank.
         """
 
     @abstractmethod
     def open(self, close: Callable[[], None]) -> None:
-        """Start the progress thread, if requested, and synchronize all ranks. Collective.
+        """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
 
-        When the world closes, it calls `close`, unless the group was freed before.
+        `close` is called when the `World` closes, unless `free` was called before.
         """
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the report of each rank, `[k]` float64, and return the reports as `[size, k]`. Collective."""
+        """Gather the `report` of each rank, `[k]` float64, and return the reports as `[size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:
@@ -116,24 +116,23 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, which must be contiguous, with the tensor of rank 0. Collective."""
+        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor of rank 0. Collective."""
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank for time-out messages of other ranks. See `World.set_status`."""
+        """Publish this rank's activity, which other ranks print if they wait too long. See `World.set_status`."""
 
     @abstractmethod
     def free(self, storages: Sequence["ShardStorage"]) -> None:
-        """Stop the progress thread, synchronize all ranks, and free the storages in reverse order. Collective."""
+        """Synchronize all ranks, stop the progress thread, and free the storages in reverse order. Collective."""
 
 
 class ParameterStore(ABC):
-    """Parameter shards of this rank, and fetches of full arrays from the shards of all ranks.
+    """Parameter shards of this rank, and fetches of full arrays, which combine the shards of all ranks.
 
     Args:
         dtype: Default dtype of parameters in shards and transfers. The `dtype` of a layout takes precedence.
-        buffers: Pool of buffers for fetched arrays. The peak size of the pool is the peak memory of parameters without
-            the shards.
+        buffers: Pool of buffers for fetched arrays. By default, they are in host memory.
     """
 
     #: Kind of memory in which a fetch returns an array.
@@ -149,56 +148,53 @@ class ParameterStore(ABC):
         """Layouts of all arrays. The `index` of an array is its position in this sequence."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the dtype of an array."""
+        """Return the dtype of the array with index `index`."""
         return self.layouts[index].dtype or self.dtype
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's shard of an array, `[shard_numel]` of `dtype_of(index)`.
+        """Return this rank's shard of array `index`, `[shard_numel]` of `dtype_of(index)`.
 
-        The tensor is the memory that other ranks read, not a copy.
+        The tensor is not a copy: other ranks read the same memory.
         """
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to fetch a full array into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
+        """Start fetching the full array `index` into `buffer`, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access the buffer before
-        the returned handle is complete.
+        Valid only if `access.transfers` is True. Call `record_event(buffer)` first, and do not access `buffer` until
+        `wait` of the returned handle has returned.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for it.
+        """Record an event on the current stream. The next `start_fetch` into `buffer` waits for the event.
 
-        Call it from the computing thread, after enqueueing all kernels that use `buffer`. `start_fetch` may then run
-        on another thread.
+        Call this method on the computing thread, after all kernels that use `buffer` were enqueued. `start_fetch` may
+        then run on another thread.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch` with a recorded event. Call this method from the computing thread."""
+        """Return a buffer for `start_fetch`, and record its event. Call this method on the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
 
     def fetch(self, index: int) -> FetchWork:
-        """Start to fetch a full array. One-sided. The method `wait` of the returned handle returns the array."""
+        """Start fetching the full array `index`. One-sided. The handle's method `wait` returns the array."""
         buffer = self.acquire_buffer(index)
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Release a fetched array. The memory of the array is not reused while other tensors share it."""
+        """Release a fetched array. A buffer that the fetch filled is reused when no other tensor shares its memory."""
         self.buffers.release(fetched)
 
     @property
     def node_cache_bytes(self) -> int:
-        """Size of this rank's part of the memory of the node cache, in bytes; 0 without one."""
+        """Size of this rank's share of the memory in which its node caches parameters, in bytes. 0 without a cache."""
         return 0
 
     def take_shared_fetches(self) -> list[int]:
-        """Return the indices of the arrays that another rank of the node fetched for this one since the last call.
-
-        An index occurs once for each such fetch. Without a node cache there are none.
-        """
+        """Return the array index of each fetch that another rank of the node made for this one since the last call."""
         return []
 
     @property
@@ -208,7 +204,7 @@ class ParameterStore(ABC):
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes of gradients into the shards of all ranks, all of the same `dtype`."""
+    """Gradient shards of this rank, and pushes, which add gradients to the shards of all ranks."""
 
     #: False if a push only adds locally (one rank on a GPU). Accumulating gradients before such a push saves nothing.
     pushes_to_peers: bool = True
@@ -218,17 +214,17 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradient shard of a trainable array, `[shard_numel]` of `dtype`, without a copy."""
+        """Return this rank's gradient shard of the trainable array `index`, `[shard_numel]` of `dtype`. Not a copy."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start to add a gradient to the shards of the ranks that own its elements. One-sided.
+        """Start adding a gradient to the shards of the ranks that own its elements. One-sided.
 
         Args:
             index: Index of a trainable array.
             gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
-                `record_event(gradient)` first. Do not modify the tensor before the returned handle is complete.
-            start: Index of the first of the `n` elements in the array.
+                `record_event(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
+            start: Index in the array of the first of the `n` elements.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -236,9 +232,9 @@ class GradientStore(ABC):
         return empty_host(num_bytes)
 
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
-        """Record an event on the current stream. The next `push` of `gradient` waits for it.
+        """Record an event on the current stream. The next `push` of `gradient` waits for the event.
 
-        Call it from the computing thread, after enqueueing the kernels that compute `gradient`.
+        Call this method on the computing thread, after the kernels that compute `gradient` were enqueued.
         """
 
 
@@ -305,9 +301,8 @@ class Transport:
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        If the world closes before the transport, the world calls the function `close`, by default `self.close`. A
-        different function must call `self.close`.
-        Raises `AllRanksUserError` on every rank if any node has too little shared memory.
+        `close` is called if the `World` closes before this transport does. It must call the transport's method `close`,
+        which is also the default. Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
         island_layouts = [layout.island_layout for layout in layouts]
@@ -336,7 +331,7 @@ class Transport:
         return numel * self.gradients.dtype.itemsize
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete the pushes of all ranks. Collective. Gathers the reports, `[k]` float64 per rank, as `[size, k]`."""
+        """Complete the pushes of all ranks, and return all reports, each `[k]` float64, as `[size, k]`. Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()

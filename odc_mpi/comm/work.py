@@ -10,8 +10,8 @@ class Work:
     """Handle of a fetch or push in flight.
 
     Args:
-        operation: Function that completes the fetch or push. The handle references the function, and thus its buffers,
-            until the function has returned. If None, the fetch or push is already complete.
+        operation: Function that completes the fetch or push. The handle keeps a reference to the function, and thus to
+            its buffers, until the function has returned. None means that the fetch or push is already complete.
     """
 
     def __init__(self, operation: Callable[[], object] | None = None) -> None:
@@ -23,9 +23,9 @@ class Work:
         return self._operation is None
 
     def wait(self) -> None:
-        """Wait until the operation is complete at this rank and its buffers may be used.
+        """Wait until this rank's part of the operation is complete, so that its buffers may be used.
 
-        Further calls do nothing. If the operation raised an error, the next call runs it again.
+        Further calls do nothing. If the operation raised an error, the next call tries it again.
         """
         if self._operation is not None:
             self._operation()
@@ -34,12 +34,12 @@ class Work:
 
 @dataclass
 class FetchWork:
-    """Handle of a fetch, and the buffer that the fetch fills."""
+    """Handle of a fetch in flight, with the buffer that the fetch fills."""
 
     buffer: torch.Tensor
     work: Work
 
     def wait(self) -> torch.Tensor:
-        """Wait for the fetch, and return the full array, `[numel]` of the dtype of the array."""
+        """Wait for the fetch, and return the full array, one-dimensional and without the padding of the last shard."""
         self.work.wait()
         return self.buffer

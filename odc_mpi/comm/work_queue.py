@@ -35,13 +35,13 @@ _RANK_SHIFT, _SIZE_SHIFT, _RANK_MASK = 3, 19, 0xFFFF
 
 
 class QueueState(NamedTuple):
-    """Snapshot of the states of the items.
+    """Snapshot of the states of the items in a `WorkQueue`.
 
     Attributes:
-        in_progress: Rank that works on each started item, by item.
+        in_progress: For each item that is started but not published or done, the rank that works on it.
         published: Items that can be claimed, in descending order of size.
         num_done: Number of items that are claimed or done.
-        num_changes: Number of state changes before the snapshot, as counted for `WorkQueue.has_changed`.
+        num_changes: Number of state changes before the snapshot, with which `WorkQueue.has_changed` compares.
     """
 
     in_progress: dict[int, int]
@@ -52,11 +52,11 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Queue of items, each claimed by at most one rank. The world closes the queue. Construction is collective.
+    """Queue of work items, numbered from 0. At most one rank claims each item. Construction is collective.
 
     Args:
-        max_count: Maximum number of items between two resets. Must be the same on all ranks.
-        store_bytes: Size of this rank's store for the content of published items, in bytes.
+        max_count: Maximum number of items between two calls of `reset`. Must be the same on all ranks.
+        store_bytes: Size of this rank's store, the memory for the content of items that it publishes, in bytes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
@@ -73,15 +73,15 @@ class WorkQueue:
         world.wait_collective(world.comm.Ibarrier(), "allocating the work queue")
 
     def mark_started(self, item: int) -> None:
-        """Record on the board that this rank works on an item. One-sided."""
+        """Record that this rank works on an item. All ranks can see this in a `snapshot`. One-sided."""
         self._write(item, _word(_STARTED, self._world.rank))
 
     def mark_done(self, item: int) -> None:
-        """Record on the board that an item is finished and need not be claimed. One-sided."""
+        """Record that an item is finished and that no rank needs to claim it. One-sided."""
         self._write(item, _word(_DONE, self._world.rank))
 
     def publish(self, item: int, content: bytes) -> bool:
-        """Publish an item for any idle rank to claim. One-sided. Returns False if the store has too little space."""
+        """Publish an item for any idle rank to claim. One-sided. Returns False if it does not fit into the store."""
         start = self._find_space(len(content))
         if start is None:
             return False
@@ -111,15 +111,15 @@ class WorkQueue:
         )
 
     def has_changed(self, state: QueueState) -> bool:
-        """Return True if an item was started, published, claimed or done since a snapshot. Reads 8 bytes. One-sided."""
+        """Return True if any item was started, published, claimed or done since `state` was taken. One-sided."""
         return self._num_changes() != state.num_changes
 
     def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
-        """Claim the items in `published`, in order, except for those that other ranks claim first. One-sided.
+        """Claim the items in `published`, except those that another rank claims first. One-sided.
 
-        `published` is `QueueState.published`, so the largest item comes first. When another rank has claimed an item
-        first, this rank continues at a position in the list that depends on its rank, so that idle ranks do not compete
-        for the same items.
+        `published` is the list in a `QueueState`, so the claims begin with the largest item. After the first item that
+        another rank has claimed, this rank skips to a position in the list that depends on its rank, so that idle ranks
+        do not compete for the same items.
 
         Yields `(item, owner, content)` for each claimed item. The owner is the rank that published the item.
         """
@@ -132,7 +132,7 @@ class WorkQueue:
                 position = len(left) * self._world.rank // self._world.size
 
     def reset(self) -> None:
-        """Clear the board and the store. One-sided. Call it on all ranks after all items are claimed or done."""
+        """Remove all items. One-sided. All ranks must call it after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
             # Atomic, as claims are: where network cards do the addition, a plain store may stay in the CPU cache.
@@ -140,7 +140,7 @@ class WorkQueue:
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 
     def close(self) -> None:
-        """Free the board and the store. Collective. Further calls do nothing."""
+        """Free the memory of the queue. Collective. Further calls do nothing."""
         if self._changes:
             self._changes = 0
             with self._world.collective("freeing the work queue"):
@@ -166,7 +166,7 @@ class WorkQueue:
         return owner, buffer.tobytes()
 
     def _find_space(self, size: int) -> int | None:
-        """Return the offset of `size` free bytes in the store, or None. One-sided."""
+        """Return the offset of `size` free bytes in this rank's store, or None if there are none. One-sided."""
         start = self._find_gap(size)
         if start is None and self._held:
             words = self._words(max(self._held) + 1)

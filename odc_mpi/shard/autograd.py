@@ -1,24 +1,25 @@
 """Integration of units with autograd: pushes of gradients, and references to parameters in place of saved tensors.
 
-A unit is a group of parameters that are fetched and released together (`shard.units.unit`). A forward of a unit obtains
-all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the backward of this node after it has
-accumulated the gradients of all outputs of the node. At this point the gradients of the forward are complete, and they
-are pushed to the ranks that own them. A parameter that the forward did not use has the gradient None and is not pushed.
+A unit is a group of parameters that are fetched and released together (`shard.units.unit`). The forward pass of a unit
+obtains all its parameters from one autograd node, `UnshardedParameters`. Autograd runs the backward pass of this node
+after it has accumulated the gradients of all outputs of the node. At this point the gradients of the unit are complete,
+and they are pushed to the ranks that own them. A parameter that the forward pass did not use has the gradient None and
+is not pushed.
 
 Note: saved parameters
-    Autograd saves parameters for the backward. If it saved the tensors, every unit would stay unsharded until its
-    backward. `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the
-    backward needs the tensor, the hook unshards the unit and returns a new view. Since torch calls only the innermost
-    hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside of the model, such as
-    `save_on_cpu`. Hooks inside the model (activation checkpointing) also receive the parameters. Saving them there
-    costs memory but is correct. `SavedTensorHooks` takes 2 % of a step of a model with 8 million parameters. It is not
-    installed if fetched tensors stay valid after their release, or if all units are unsharded.
+    Autograd saves parameters for the backward pass. If it saved the tensors, every unit would stay unsharded until its
+    backward pass. `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the
+    backward pass needs the tensor, the hook unshards the unit and returns a new view. Since torch calls only the
+    innermost hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside of the model,
+    such as `save_on_cpu`. Hooks inside the model (activation checkpointing) also receive the parameters. Saving them
+    there costs memory but is correct. `SavedTensorHooks` takes 2 % of a step of a model with 8 million parameters. It
+    is not installed if fetched tensors stay valid after their release, or if all units are unsharded.
 
 Note: recomputation
-    Activation checkpointing runs the forward of a unit again during the backward, under its own hooks, which must see
-    all saved tensors. `SavedTensorHooks` is therefore active only in the outermost forward and never during a backward.
-    In `checkpoint(f, x, x)`, `f` receives two different tensors in the recomputation, as with any saved-tensor hooks.
-    If `f` compares them by identity, as nn.MultiheadAttention does, torch raises CheckpointError.
+    During the backward pass, activation checkpointing runs the forward pass of a unit again, under its own hooks, which
+    must see all saved tensors. `SavedTensorHooks` is therefore active only in the outermost forward pass and never in a
+    backward pass. In `checkpoint(f, x, x)`, `f` receives two different tensors in the recomputation, as with any
+    saved-tensor hooks. If `f` compares them by identity, as nn.MultiheadAttention does, torch raises CheckpointError.
 """
 
 from collections import Counter
@@ -41,11 +42,11 @@ _MANY = 1 << 40
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Autograd node that outputs parameters of an unsharded unit and pushes their gradients in its backward."""
+    """Autograd function that returns parameters of an unsharded unit. Its backward pass pushes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the named parameters of an unsharded unit.
+        """Return the full parameters called `names` of an unsharded unit.
 
         `anchor` is an empty tensor that requires a gradient, without which autograd would create no node.
         """
@@ -59,7 +60,7 @@ class UnshardedParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-        """Push the gradients of the parameters to their owners. One-sided."""
+        """Push the gradients of the parameters to the ranks that own them. One-sided."""
         ctx.push(ctx.unit, ctx.names, gradients)
         return None, None, None, None
 
@@ -85,12 +86,12 @@ class UnitForwards:
 
     @property
     def is_suspended(self) -> bool:
-        """True while `modules.materialized_parameters` is active. Forwards are then not tracked."""
+        """True while `modules.materialized_parameters` is active. Forward passes are then not tracked."""
         return self._unsharded.reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit) -> Iterator[None]:
-        """Context manager for one forward of a unit. The unit is fetched when one of its parameters is first used."""
+        """Context manager for a forward pass of a unit. The first use of a parameter in the pass fetches the unit."""
         outer = self._current.get(unit)
         with unit.in_use():
             self._current[unit] = {}
@@ -106,7 +107,7 @@ class UnitForwards:
         self._unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
-        """Return a full parameter of a unit, and fetch the unit first if necessary. One-sided."""
+        """Return the full parameter `name` of a unit, fetching the unit first if it is not unsharded. One-sided."""
         tensors_by_mode = self._current.get(unit)
         if tensors_by_mode is None:
             # Used outside of its unit's forward: a node for this parameter alone.
@@ -118,10 +119,10 @@ class UnitForwards:
         return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Register a backward hook on the first output of a forward.
+        """Register a backward hook on the first element of `output`, the output of a unit's forward pass.
 
-        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since the forward.
-        It is registered only if autograd saves parameters directly. Otherwise, `SavedTensorHooks` does both.
+        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since that pass.
+        If autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.
         """
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
@@ -165,7 +166,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the hooks in the enclosed code, except in nested calls, in a backward, or if tensors stay valid."""
+        """Context manager that installs the hooks, unless nested, in a backward pass, or if parameters stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -25,7 +25,7 @@ ACTIVATION_SHARE = 0.5
 
 
 class CacheBudget:
-    """Byte budget of a cache, and the keys admitted to it. Lowering `budget_bytes` does not evict admitted keys."""
+    """Keys admitted to a cache, limited by a budget in bytes. Lowering `budget_bytes` does not evict admitted keys."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
@@ -36,18 +36,18 @@ class CacheBudget:
         return key in self._admitted
 
     def fits(self, num_bytes: int) -> bool:
-        """Return True if an entry of `num_bytes` fits the remaining budget."""
+        """Return True if an entry of `num_bytes` fits into the remaining budget."""
         return self.admitted_bytes + num_bytes <= self.budget_bytes
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Admit a key if it fits the remaining budget. Return True if this or an earlier call admitted it."""
+        """Admit `key` if its `num_bytes` fit into the remaining budget. Returns True if the key is now admitted."""
         if key not in self._admitted and self.fits(num_bytes):
             self._admitted[key] = num_bytes
             self.admitted_bytes += num_bytes
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Remove a key and release its part of the budget. Keys that are not admitted are ignored."""
+        """Remove a key and return its bytes to the budget. Does nothing if the key is not admitted."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
@@ -61,12 +61,12 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """Range of useful cache sizes for a model.
+    """Sizes between which the caches of a model are useful.
 
     Attributes:
-        maximum: Size of all units except the root, and size of all gradients. A size is 0 if the cache would save no
-            communication: fetches return views, pushes stay on this rank, or fetches and pushes are collective.
-        minimum: Size of the smallest of these units, and size of the smallest gradient array. A smaller cache would
+        maximum: Sizes that hold all units except the root, and all gradients. A size is 0 if the cache would save no
+            communication because fetches return views, pushes stay on this rank, or both are collective.
+        minimum: Sizes that hold the smallest of these units, and the smallest gradient array. A smaller cache would
             stay empty.
     """
 
@@ -75,7 +75,7 @@ class CacheNeeds:
 
     @classmethod
     def measure(cls, units: Sequence[Unit], transport: Transport) -> "CacheNeeds":
-        """Compute the range of useful cache sizes for a model that consists of `units` and uses `transport`."""
+        """Compute the cache needs of a model that consists of `units` (groups of parameters) and uses `transport`."""
         parameters, gradients = transport.parameters, transport.gradients
         unit_bytes, array_bytes = [], []
         if parameters.access is Access.COPY and transport.one_sided:
@@ -88,7 +88,7 @@ class CacheNeeds:
         return cls(CacheBytes(sum(unit_bytes), sum(array_bytes)), smallest)
 
     def require_full_model(self, granted: CacheBytes) -> None:
-        """Raise UserError if `granted.parameters` is smaller than all units except the root."""
+        """Raise UserError if `granted.parameters` is too small for all units except the root together."""
         needed, available = self.maximum.parameters, granted.parameters
         if available < needed:
             raise UserError(
@@ -104,7 +104,7 @@ def node_cache_fits(
     parameters: int | Literal["auto"],
     gradients: int | Literal["auto"],
 ) -> bool:
-    """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
+    """Return True if the parameter caches of `num_ranks` ranks on a node could together hold a model of `num_bytes`.
 
     For the other arguments, see `auto_cache_bytes`.
     """
@@ -119,14 +119,14 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Compute the sizes of the caches that are set to "auto", first for parameters and then for gradients.
+    """Return the sizes of a rank's caches. Sizes given as "auto" are computed, for parameters before gradients.
 
     Args:
-        free_bytes: Free memory of `num_ranks` ranks together, in bytes, minus their future optimizer states.
+        free_bytes: Free memory in bytes, minus the optimizer states to be allocated. Half is left for activations.
         num_ranks: Number of ranks that share this memory equally.
         needs: Maximum useful sizes, which the automatic sizes do not exceed.
-        parameters: Size of the cache of parameters in bytes, which is returned unchanged, or "auto".
-        gradients: Size of the cache of gradients in bytes, which is returned unchanged, or "auto".
+        parameters: Size of the cache of parameters in bytes, or "auto".
+        gradients: Size of the cache of gradients in bytes, or "auto".
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

@@ -1,12 +1,12 @@
 """Pushes of gradients to the ranks that own them.
 
-The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
-(`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
-gradient is sent. A push is in flight while the next gradient is computed and copied. Pushes run on a thread if the
-transport allows it. Several pushes may then be in flight (`num_push_buffers`).
+The gradients of one backward pass of a unit are copied into a buffer with the layout of the flat array, in
+`reduce_dtype` (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last
+parameter with a gradient is sent. A push is in flight while the next gradient is computed and copied. Pushes run on a
+thread if the transport allows it. Several pushes may then be in flight (`num_push_buffers`).
 
 If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
-gradient. Their sum is pushed once: at the end of the minibatch, or in the last backward as soon as the sum is complete.
+gradient. Their sum is pushed once: at the end of the minibatch, or in the last backward pass as soon as it is complete.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ def num_push_buffers(prefetch: int) -> int:
 
 @dataclass
 class AccumulatedGradient:
-    """Local sum `flat` of the gradients of an array, `[numel]`. Elements outside of `[start, stop)` are zero."""
+    """Local sum of the gradients of a flat array, `[numel]`. Elements outside of `[start, stop)` are zero."""
 
     flat: torch.Tensor
     start: int
@@ -53,8 +53,8 @@ class GradientPusher:
             thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
-        cache: Budget for local sums. Unused if pushes stay on this rank or are collective.
-        is_last_backward: True if the current or next backward is the last one of this minibatch. Set by the model.
+        cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
+        is_last_backward: True if the current or next backward pass is the last one of this minibatch. Set by the model.
         parameters_with_gradient: Names of the parameters that received a gradient since `start`.
     """
 
@@ -127,7 +127,7 @@ class GradientPusher:
             self._finishing = self._thread.start(self._exchange.finish, complete)
 
     def finish(self) -> None:
-        """Push the local sums, wait until all pushes are complete locally, and end the minibatch. One-sided."""
+        """Push the local sums, wait until the buffers of all pushes may be reused, and end the minibatch. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
@@ -140,7 +140,7 @@ class GradientPusher:
             self._thread.close()
 
     def _accumulator_for(self, index: int, numel: int) -> AccumulatedGradient | None:
-        """Return the local sum of an array, or None if the gradient of the array must be pushed separately."""
+        """Return the local sum of array `index`, or None if its gradient must be pushed separately."""
         if index in self._accumulated:
             return self._accumulated[index]
         if self.is_last_backward or not self.cache.fits(numel * self._store.dtype.itemsize):

@@ -26,7 +26,7 @@ from odc_mpi.shard.partition import UnitParameters
 
 
 class WeightSource(Protocol):
-    """Source of initial parameter values, such as files, random numbers or a module. The values are read in slices."""
+    """Source of initial parameter values, such as files, random numbers or a module. Values are read in slices."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements `[start, stop)` of the flattened parameter `name`, in any floating-point dtype.
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
 
 
 class ModuleWeightSource(WeightSource):
-    """Source that broadcasts the parameters of rank 0, as DistributedDataParallel does. `read` is collective."""
+    """Source that uses the parameters of rank 0 on all ranks, as DistributedDataParallel does. `read` is collective."""
 
     def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
@@ -52,7 +52,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """Slice of a trainable parameter, with its tensor for the optimizer and the index of its flat array."""
+    """This rank's slice of a trainable parameter, as a tensor for the optimizer, and the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -60,7 +60,7 @@ class LocalShard:
 
 
 class LocalShards:
-    """All slices of this rank. Slices of trainable parameters are on the device of the optimizer.
+    """This rank's slices of all parameters. Slices of trainable parameters are on the device of the optimizer.
 
     Attributes:
         trainable: Slices of the trainable parameters, in the order of the layouts. Empty slices are included, so the
@@ -86,12 +86,12 @@ class LocalShards:
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
-        """Fill this rank's slices from `weights`. Collective if `weights.read` is. Call `write_back` afterwards."""
+        """Read this rank's slices from `weights`. Collective if `weights.read` is. Call `write_back` afterwards."""
         for slice_, tensor in self.all_slices():
             tensor.copy_(weights.read(slice_.spec.name, slice_.start, slice_.stop))
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return this rank's slices of all parameters, including frozen ones, with views of their values."""
+        """Return this rank's slices of all parameters, including frozen ones, each with a view of its values."""
         return [
             (slice_, _view(self._masters[i], slice_))
             for i, layout in enumerate(self._layouts)
@@ -99,7 +99,7 @@ class LocalShards:
         ]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Set `.grad` of the trainable slices to the received gradients, which must be complete.
+        """Set `.grad` of the trainable slices to the sums of the pushed gradients. All pushes must be complete.
 
         Args:
             pushed: For each entry of `trainable`, True if any rank pushed a gradient of the parameter. If False,
@@ -116,7 +116,7 @@ class LocalShards:
             shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return the `.grad` tensors that are not None, by the index of the flat array."""
+        """Return the `.grad` tensors of the trainable slices that are not None, by the index of the flat array."""
         by_index: dict[int, list[torch.Tensor]] = {}
         for shard in self.trainable:
             if shard.parameter.grad is not None:
@@ -125,10 +125,10 @@ class LocalShards:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the parameters into their windows, and clear the gradients. Call it before parameters are published.
+        """Copy the slices to the memory that other ranks read, and clear the gradients. Call it before publishing.
 
-        `.grad` of each slice is set to None. Other ranks add the gradients of the next minibatch to the same memory, so
-        `zero_grad` of an optimizer must not clear it.
+        `.grad` of each slice is set to None, since an optimizer's `zero_grad` must not clear the memory to which other
+        ranks add the gradients of the next minibatch.
         """
         for shard in self.trainable:
             shard.parameter.grad = None
@@ -139,7 +139,7 @@ class LocalShards:
                 self._transport.gradient_shard(i).zero_()
 
     def detach(self) -> None:
-        """Copy the slices out of the windows, so that they remain valid after the windows are freed."""
+        """Copy the trainable slices out of the windows, so that they remain valid after the windows are freed."""
         for shard in self.trainable:
             shard.parameter.data = shard.parameter.data.clone()
             shard.parameter.grad = None

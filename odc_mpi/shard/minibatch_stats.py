@@ -19,10 +19,10 @@ TRAFFIC = tuple(f"bytes_{did}_{place}" for did in ("fetched", "pushed") for plac
 
 
 class MinibatchStats:
-    """Statistics of a minibatch. All attributes except `local` are valid only after the minibatch.
+    """Statistics of a minibatch, which the ranks exchange at its end. Until then, only `local` is valid.
 
     Args:
-        names: Names of the values, the same on all ranks.
+        names: Names of the values in `local`, the same on all ranks.
 
     Attributes:
         local: Values of this rank by name, initially 0. Add to them during the minibatch.
@@ -40,10 +40,10 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the report of this rank, a row of float64 numbers.
+        """Return the statistics of this rank as float64 numbers, in a row that the ranks exchange.
 
         Args:
-            sums: Numbers of this rank that will be summed over all ranks, float64 `[k]`.
+            sums: Additional numbers that will be summed over all ranks, float64 `[k]`.
             pushed: For each trainable parameter, True if this rank pushed a gradient of it.
         """
         self.pushed = list(pushed)
@@ -53,7 +53,7 @@ class MinibatchStats:
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Set `sums` and `pushed` from the reports of all ranks, one row per rank."""
+        """Set `sums`, `pushed` and the values of each rank from the reports of all ranks, one row per rank."""
         count = len(self.sums)
         self._columns = {name: column for column, name in enumerate(self.local)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
@@ -62,9 +62,9 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return the value `name` of each rank, float64 `[size]`."""
+        """Return the value called `name` of each rank, float64 `[size]`."""
         return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:
-        """Return the sum of the value `name` over all ranks, bitwise identical on all ranks. Does not communicate."""
+        """Return the sum of the value called `name` over all ranks, bitwise identical on all ranks."""
         return float(self.per_rank(name).sum())

@@ -6,7 +6,7 @@
     optimizer.step()             updates this rank's slices
     model.publish()              parameters published, gradients cleared (collective)
 
-Construction, forwards, backwards, `unsharded`, `state_dict`, `close` and assignments to `cache_bytes` communicate, too.
+Construction, forward and backward passes, `unsharded`, `state_dict`, `close` and `cache_bytes = ...` communicate, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,20 +43,20 @@ from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedU
 class ShardedModel:
     """A module whose parameters are sharded across the ranks. Construction is collective.
 
-    Arguments and errors that are not listed here are those of `odc_mpi.shard_model`.
+    See `odc_mpi.shard_model` for the other arguments and for errors.
 
     Args:
         module: Module whose floating-point parameters are moved into the shards of the transport. Its buffers and
             integer parameters are overwritten with those of rank 0.
         transport: Transport that fetches parameters and pushes gradients. The model closes it.
-        prefetch: As in `shard_model`. Units are prefetched only if fetches are one-sided, transfer data and may run on
-            another thread.
-        optimizer_device: Device of this rank's slices of trainable parameters. Default: the host.
+        prefetch: Number of units to fetch ahead, and of pushes in flight. Units are prefetched only if fetches are
+            one-sided, transfer data and may run on another thread.
+        optimizer_device: Device of this rank's slices of trainable parameters. None means the host.
         dtypes: Dtypes of the parameters that differ from the dtype of the transport, by dotted name.
 
     Attributes:
         module: The module. Its `parameters()` are placeholders.
-        units: All units that have parameters, the root first.
+        units: All units (groups of parameters that are fetched together) that have parameters, the root first.
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
         spans: Recorder of the time that this rank spends on communication and other activities.
@@ -118,16 +118,16 @@ class ShardedModel:
         self.publish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module. One-sided."""
+        """Run the forward pass of the module. One-sided."""
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ShardedModel":
-        """Set training mode, or evaluation mode if `mode` is False. Return the model."""
+        """Set training mode, or evaluation mode if `mode` is False. Returns the model."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "ShardedModel":
-        """Set evaluation mode. Return the model."""
+        """Set evaluation mode. Returns the model."""
         return self.train(False)
 
     def shard_parameters(self) -> list[nn.Parameter]:
@@ -135,16 +135,16 @@ class ShardedModel:
 
         A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or the
         dtype of the parameter if that is wider. All ranks have the same number of slices, in the same order. After a
-        minibatch, `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
+        minibatch, `.grad` of a slice is set if any rank used the parameter, and is None otherwise.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
     def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return `shard_parameters()` as pairs of the dotted name of the parameter and the slice."""
+        """Return the slices of `shard_parameters()` as pairs `(dotted name of the parameter, slice)`."""
         return [(shard.slice.spec.name, shard.parameter) for shard in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return all slices of this rank, including those of frozen parameters, with views of their values.
+        """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
         The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
         dtype of `shard_parameters()`, and slices of frozen parameters have the dtype of the shards.
@@ -156,15 +156,16 @@ class ShardedModel:
         return {name: range_.spec.shape for unit in self.units for name, (_, range_) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Raise TypeError. The parameters of the module are placeholders; use `shard_parameters()` instead."""
+        """Raise TypeError, since the parameters of the module are placeholders. Use `shard_parameters()` instead."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager
     def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
-        """Context manager for the forwards and backwards of one minibatch. Collective: its end completes all gradients.
+        """Context manager for the forward and backward passes of a minibatch. Collective at its end.
 
-        Yields the statistics of the minibatch, which the ranks exchange at its end. `names` are the names of additional
-        values in the statistics. An exception in the enclosed code skips the collective.
+        Yields the statistics of the minibatch, which the ranks exchange at its end, when all gradients are complete.
+        `names` are the names of additional values in the statistics. If the enclosed code raises, the end does not
+        communicate.
 
         Raises:
             RuntimeError: `publish()` was not called after the previous minibatch, `requires_grad` of a parameter has
@@ -195,18 +196,18 @@ class ShardedModel:
         self._phases.phase = StepPhase.COMPLETE
 
     def set_is_last_backward(self) -> None:
-        """Announce that the next backward is the last one of this minibatch. This call is optional.
+        """Announce that the next backward pass is the last one of this minibatch. This call is optional.
 
-        Locally accumulated gradients of a unit are then pushed as soon as they are complete, which overlaps the pushes
-        with computation. Otherwise, they are pushed at the end of the minibatch.
+        It makes the model push locally accumulated gradients as soon as they are complete, overlapped with computation.
+        Otherwise, they are pushed at the end of the minibatch.
         """
         self._pusher.is_last_backward = True
 
     @property
     def cache_bytes(self) -> CacheBytes:
-        """Sizes of the caches of unsharded units and accumulated gradients on this rank, initially 0.
+        """Maximum sizes of this rank's caches of unsharded units and of accumulated gradients, initially 0.
 
-        Ranks may have different sizes. Memory above `cache_needs.maximum` remains unused. Set the sizes only between
+        Sizes may differ between ranks. Memory above `cache_needs.maximum` remains unused. Set the sizes only between
         minibatches. Setting them clears both caches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
@@ -221,22 +222,22 @@ class ShardedModel:
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """Range of useful sizes for the caches."""
+        """Sizes between which the two caches of `cache_bytes` are useful."""
         return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
     def unsharded(self, *, gradients: bool = True) -> Iterator[None]:
         """Context manager that keeps the full model unsharded on this rank, so the enclosed code fetches nothing.
 
-        One-sided. Use it around many forwards, for example in generation. Units remain cached after the enclosed code,
-        until the next minibatch ends or `publish()` is called.
+        One-sided. Use it around many forward passes, as in generation. Units then stay unsharded until the next
+        minibatch ends or `publish()` is called.
 
         Args:
-            gradients: True if the enclosed code may run a backward. If False, the modules hold full parameters without
-                gradients, so a forward is as fast as in an unsharded module, but no minibatch may end inside.
+            gradients: True if the enclosed code may run a backward pass. If False, the modules hold full parameters
+                without gradients, so a forward pass is as fast as without sharding, but no minibatch may end inside.
 
         Raises:
-            UserError: The parameter cache is smaller than all units except the root, or fetches are collective.
+            UserError: The parameter cache is too small for all units except the root, or fetches are collective.
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
@@ -250,8 +251,8 @@ class ShardedModel:
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context manager that publishes `what` as the status of this rank, instead of the unit in use.
 
-        Forwards in the enclosed code, such as those of a generation, are not counted as microbatches. Messages of other
-        ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
+        Forward passes in the enclosed code, for example in generation, are not counted as microbatches. Error messages
+        of other ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 
@@ -272,7 +273,7 @@ class ShardedModel:
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by `divisor`, which must be equal on all ranks. Call it before `clip_grad_norm_`."""
+        """Divide all gradients by `divisor`, which must be the same on all ranks. Call it before `clip_grad_norm_`."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -280,11 +281,11 @@ class ShardedModel:
 
     @property
     def fixed_point_gradients(self) -> FixedPointGradients | None:
-        """Number format of the gradients if they are fixed-point numbers, otherwise None."""
+        """Number format of the gradients if they are summed as fixed-point numbers, otherwise None."""
         return self._gradient_format if isinstance(self._gradient_format, FixedPointGradients) else None
 
     def publish(self) -> None:
-        """Publish this rank's parameters, clear its gradients, and synchronize all ranks. Collective."""
+        """Make this rank's updated parameters visible to all ranks, and clear its gradients. Collective."""
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
         for unit in self.units:
@@ -305,9 +306,9 @@ class ShardedModel:
         return state | full_state_dict(state, self._names, self.units, self._unsharded)
 
     def units_with_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the units for which this rank pushed gradients that are not finite in the last minibatch.
+        """Return the names of the units whose gradients, as pushed by this rank in the last minibatch, are not finite.
 
-        Units are in the order of a backward, except that the root unit is last.
+        The names are in the order of a backward pass, except that the root unit, "", is last.
         """
         bounds = self._gradient_format.bounds()
         not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
@@ -315,17 +316,17 @@ class ShardedModel:
 
     @property
     def fetch_wait_s(self) -> float:
-        """Total time spent waiting for parameters, in seconds."""
+        """Total time that the computing thread has waited for parameters, in seconds."""
         return self.spans.seconds["fetch"]
 
     @property
     def accumulate_wait_s(self) -> float:
-        """Total time that the computing thread spent on pushes of gradients, in seconds."""
+        """Total time that the computing thread has spent on pushing gradients, in seconds."""
         return self.spans.seconds["accumulate"]
 
     @property
     def boundary_wait_s(self) -> float:
-        """Total time spent at the synchronization points, in seconds."""
+        """Total time that this rank has waited at synchronization points, in seconds."""
         return sum(self.spans.seconds[point] for point in SYNC_POINTS)
 
     @property
@@ -336,7 +337,7 @@ class ShardedModel:
 
     @property
     def node_cache_bytes(self) -> int:
-        """This rank's part of the node cache, in which the ranks of a node share fetched units, in bytes."""
+        """Size of this rank's share of the memory in which its node caches fetched units, in bytes."""
         return self._transport.parameters.node_cache_bytes
 
     @property
@@ -350,7 +351,7 @@ class ShardedModel:
         return self._transport.group.num_collectives
 
     def close(self) -> None:
-        """Free the windows. The tensors of `shard_parameters()` keep their values. Collective. Idempotent."""
+        """Free the windows. The tensors returned by `shard_parameters()` keep their values. Collective. Idempotent."""
         self._phases.phase = StepPhase.CLOSED
         self._resources.close()
 

@@ -1,4 +1,4 @@
-"""Modifications of a sharded module: on-demand parameters, tracked forwards, and placeholders with checks."""
+"""Modifications of a sharded module: on-demand parameters, tracked forward passes, and placeholders with checks."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ class OnDemandParameters(dict[str, Any]):
 
     Args:
         find: Function that returns the full parameter with a given dotted name.
-        names: Dotted names of the sharded parameters, by their keys in the dict.
+        names: Dotted names of the sharded parameters, by the keys of this dict.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ def check_not_sharded(module: nn.Module) -> None:
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the shape of `parameter`, whose elements are all NaN and share one element's memory."""
+    """Return a parameter of NaNs with the shape of `parameter`. It takes the memory of a single element."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
@@ -64,8 +64,8 @@ class Placeholders:
 
     Args:
         tensors: Placeholders by dotted name.
-        originals: Parameters that the placeholders replaced, by dotted name. `check_trained` rejects them, too. They
-            are not kept alive.
+        originals: Parameters that the placeholders replaced, by dotted name. They may not be optimized, either. This
+            object does not keep them alive.
         modules: Modules that contain the placeholders. Their `state_dict()` raises RuntimeError.
     """
 
@@ -81,7 +81,7 @@ class Placeholders:
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
-        """Allow `state_dict()` of the modules in the enclosed code."""
+        """Context manager in which `state_dict()` of the modules is allowed."""
         self._can_be_saved = True
         try:
             yield
@@ -89,7 +89,7 @@ class Placeholders:
             self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError if an optimizer's parameters include placeholders or replaced parameters."""
+        """Raise RuntimeError if any of an optimizer's `parameters` is a placeholder or was replaced by one."""
         for parameter in parameters:
             name, reference = self._by_id.get(id(parameter), ("", None))
             if reference is not None and reference() is parameter:  # an address can be reused
@@ -115,7 +115,7 @@ class Placeholders:
 
 
 def replicate(module: nn.Module, transport: Transport) -> None:
-    """Overwrite the buffers and integer parameters of all ranks with those of rank 0. Collective.
+    """Overwrite the buffers and integer parameters of a module on all ranks with those of rank 0. Collective.
 
     These tensors are moved to the device of the transport. Tensors on the meta device are skipped.
     """
@@ -132,7 +132,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def install_on_demand_parameters(
     names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
-    """Replace `_parameters` of the modules in `names` by `OnDemandParameters`. Return the placeholders."""
+    """Replace `_parameters` of the modules in `names` by `OnDemandParameters`. Returns the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
@@ -159,11 +159,11 @@ def install_on_demand_parameters(
 def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
-    Units that are not unsharded are fetched first. A forward is then as fast as that of an unsharded module. Looking up
-    a parameter on demand costs some microseconds of Python per forward of its unit, which is significant in decoding.
+    Units that are not unsharded are fetched first. A forward pass is then as fast as that of an unsharded module,
+    without the microseconds of Python that on-demand lookups of parameters cost, which matters in decoding.
 
-    All units must fit the cache together, or be views that stay valid. In the enclosed code, units must not be
-    resharded, and forwards are not tracked (`UnitForwards.is_suspended`). A nested call changes nothing.
+    All units must fit into the cache together, or be views that stay valid. In the enclosed code, units must not be
+    resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). A nested call changes nothing.
     """
     if unsharded.reshard_forbidden:
         yield
@@ -189,7 +189,7 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
 
-    `names` maps every dotted name of a parameter, including those of tied parameters, to its first dotted name.
+    `names` maps each dotted name of a parameter to its first one, which is a different name if the parameter is tied.
     """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
     for unit in units:
@@ -202,9 +202,9 @@ def full_state_dict(
 def wrap_forward(
     module: nn.Module, unit: Unit, forwards: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
 ) -> None:
-    """Wrap the forward of a unit's module in `UnitForwards.run` and, if `checkpointing`, in activation checkpointing.
+    """Make the forward pass of a unit's module run within `UnitForwards.run`.
 
-    The root unit is never checkpointed.
+    If `checkpointing` is True, activation checkpointing is applied as well, except to the root unit.
     """
     forward = module.forward
 
@@ -229,7 +229,7 @@ def wrap_forward(
 
 
 def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Make an RNN look up its weights at each forward, instead of in the list `_flat_weights`."""
+    """Make an RNN look up its weights in each forward pass, instead of in the list `_flat_weights`."""
     forward = module.forward
     module._flat_weights = []
 

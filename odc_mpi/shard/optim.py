@@ -37,7 +37,7 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or it has the attribute `elementwise = True`."""
+    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its attribute `elementwise` is True."""
     # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
@@ -57,7 +57,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that limits a norm to `max_norm`, as in PyTorch. It is 1 if `norm` is not finite."""
+    """Return the factor that limits a norm to `max_norm`, as in PyTorch. If `norm` is not finite, the factor is 1."""
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
@@ -72,14 +72,14 @@ def build_optimizer(
     fused: bool | None = None,
     **settings: Any,
 ) -> optim.Optimizer:
-    """Create an optimizer of this rank's slices.
+    """Create an optimizer for this rank's slices.
 
     Args:
         kind: "adamw" or "sgd".
         named: Pairs of the dotted name of a parameter and this rank's slice of it.
         shapes: Full shapes of the parameters by dotted name, since slices have only one dimension.
         weight_decay: Weight decay of parameters with two or more dimensions. Biases and weights of norms have none.
-        fused: True to use the fused kernel of PyTorch. By default, it is used only for "adamw".
+        fused: True to use the fused kernel of PyTorch. None means True for "adamw" and False for "sgd".
         **settings: Settings of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
     """
     named = list(named)
@@ -98,10 +98,10 @@ def schedule_factor(
 ) -> float:
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
-    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. With
-    "constant", it then stays at the peak. With "linear" or "cosine", it falls and would reach `min_ratio` at step
-    `steps`, counted with the warm-up. With "warmup_stable_decay", it stays at the peak and falls like a cosine in the
-    last `decay_ratio * steps` steps. This decay is that of `transformers.get_wsd_schedule`, but the warm-up differs.
+    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. If `kind`
+    is "constant", it then stays at the peak. If `kind` is "linear" or "cosine", it falls and would reach `min_ratio` at
+    step `steps`, which includes the warm-up. If `kind` is "warmup_stable_decay", it stays at the peak and falls to
+    `min_ratio` like a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -24,16 +24,17 @@ NamesByModule = dict[nn.Module, dict[str, str]]
 class UnitParameters:
     """Parameters of a unit by dotted name, in the order of the module. The name of the root unit is "".
 
-    A tied parameter is included once, with its first dotted name.
+    A tied parameter is included once, under its first dotted name.
     """
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Return the specs of the parameters of each flat array: trainable arrays first, and one array per dtype.
+        """Divide the parameters among flat arrays, and return the list of specs of each array, trainable arrays first.
 
-        `dtypes` contains the dtypes of parameters that differ from the dtype of the parameter store, by dotted name.
+        All parameters of an array have the same dtype and are either trainable or frozen. `dtypes` contains the dtypes
+        that differ from the dtype of the parameter store, by dotted name.
         """
         kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in self.parameters.items():
@@ -48,7 +49,7 @@ def partition(
     """Divide the floating-point parameters of a module into units.
 
     Args:
-        units: Selection of the units. None selects the classes in `_no_split_modules` of the module.
+        units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
 
     Returns:
         Three values: the units that have parameters, the root first and the others in the order of the module; the
@@ -56,7 +57,7 @@ def partition(
         name of this parameter. A parameter has several names if it is tied or its module is shared.
 
     Raises:
-        ValueError: An entry of `units` matches no submodule, or matches one without a forward.
+        ValueError: An entry of `units` matches no submodule, or one that has no method `forward`.
     """
     chosen = _select_modules(module, units)
     names_by_module: NamesByModule = {}
@@ -81,8 +82,8 @@ def partition(
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
     """Raise ValueError if a module cannot be sharded.
 
-    Trainable parameters that are not real floating-point, embeddings with `max_norm`, and, unless `has_weights`,
-    parameters on the meta device are not supported.
+    The module may not contain trainable parameters that are not real floating-point, embeddings with `max_norm`, or, if
+    `has_weights` is False, parameters on the meta device.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
@@ -100,7 +101,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def describe_tensors(
     module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
-    """Describe all tensors of a module, one per line and in a fixed order, to compare models between ranks.
+    """Return a description of all tensors of a module, one per line, to compare models between ranks.
 
     `dtypes` contains the dtypes of parameters in the shards that differ from `dtype`, by dotted name.
     """
@@ -117,7 +118,7 @@ def describe_tensors(
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units and the layouts of their flat arrays. Each array is divided among `num_owners` ranks."""
+    """Create the units, and the layouts of their flat arrays, each divided among `num_owners` ranks."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
@@ -129,7 +130,7 @@ def make_units(
 
 
 def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
-    """Return the submodules that `units` selects by dotted name, in the order of the module."""
+    """Return the selected submodules by dotted name, in the order of the module."""
     if units is None:
         units = sorted(getattr(module, "_no_split_modules", None) or ())
         # The list of a model family can contain classes that this model does not use.
@@ -171,13 +172,13 @@ def _walk(
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dotted names and values of the tensors that are not sharded: buffers and integer parameters."""
+    """Yield the dotted name and value of each tensor that is not sharded: buffers and integer parameters."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the `replicated_tensors` that a checkpoint contains: all except non-persistent buffers."""
+    """Yield the dotted name and value of each tensor that is not sharded, except non-persistent buffers."""
     non_persistent = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()

@@ -23,9 +23,9 @@ K = TypeVar("K", bound=Hashable)
 class PrefetchPredictor(Generic[K]):
     """Predictor of the order in which units are used.
 
-    The next unit depends on the last two: layer 5 after layer 4 is part of a forward, and after layer 6 of a backward.
-    The order is therefore stored as a map from the last two units to the next unit. A new observation replaces the
-    previous one for the same two units. A prediction may be wrong.
+    The next unit depends on the last two: layer 5 follows layer 4 in a forward pass and layer 6 in a backward pass. The
+    order is therefore stored as a map from the last two units to the next unit. A new observation replaces the previous
+    one for the same two units. A prediction may be wrong.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PrefetchPredictor(Generic[K]):
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record the use of a unit, which must differ from the unit of the previous call."""
+        """Record that `unit` is used, which must differ from the unit of the previous call."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
@@ -52,20 +52,20 @@ class PrefetchPredictor(Generic[K]):
 
 
 class CommunicationThread:
-    """Thread that completes operations of a transport one after another. The first operation starts the thread.
+    """Thread that runs operations of a transport one after another. The first operation starts the thread.
 
-    The thread belongs to an executor of the standard library. The interpreter joins it at exit, before MPI is
-    finalized. This does not hang, because an operation that exceeds its deadline ends the job.
+    The thread belongs to a ThreadPoolExecutor. The interpreter joins it at exit, before MPI is finalized. This does not
+    hang, because an operation that exceeds its deadline ends the job.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Run an operation of a store, `start_fetch` or `push`, to completion on the thread.
+        """Run `operation`, a `start_fetch` or `push`, to completion on the thread.
 
-        Do not access the memory of the arguments before the returned handle is complete. `wait` of this handle raises
-        the exception of the operation, if any.
+        Do not access the memory of the arguments before `wait` of the returned handle has returned. `wait` raises the
+        exception of the operation, if any.
         """
         return Work(self._executor.submit(_complete, [operation, *arguments]).result)
 

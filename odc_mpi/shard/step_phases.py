@@ -33,7 +33,7 @@ SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
 
 class Span(NamedTuple):
-    """Interval whose `kind` is in `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
+    """Interval of a kind in `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
 
     kind: str
     began: float
@@ -41,9 +41,9 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Recorder of the time that the computing thread spends on communication and activities, as spans.
+    """Recorder of time intervals (spans) in which the computing thread communicates or does another activity.
 
-    `seconds` is the total time of all spans so far by kind, in seconds.
+    `seconds` maps the kind of a span to the total time of all such spans so far, in seconds.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that started at `began` and ends now. This takes only a fraction of a microsecond."""
+        """Add a span that began at `began` and ends now. Takes only a fraction of a microsecond."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
@@ -60,7 +60,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Context manager that adds a span for the enclosed code, also if it raises."""
+        """Context manager that adds a span for the enclosed code, even if the code raises an exception."""
         began = perf_counter()
         try:
             yield
@@ -68,7 +68,7 @@ class SpanRecorder:
             self.add(kind, began)
 
     def start_recording(self) -> None:
-        """Keep every span from now on. Call `drain` regularly to free the memory of the spans."""
+        """Keep each span from now on. Call `drain` regularly to free the memory of the spans."""
         self._is_recording = True
 
     def drain(self) -> list[Span]:
@@ -78,7 +78,7 @@ class SpanRecorder:
 
 
 class StepPhase(Enum):
-    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED. At the end, CLOSED."""
+    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED, and CLOSED at the end."""
 
     PUBLISHED = "parameters published"
     MINIBATCH = "inside a minibatch"
@@ -93,11 +93,11 @@ class StepPhases:
         self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError if the current phase is not `expected`. The message names the function `call`."""
+        """Raise RuntimeError if the current phase is not `expected`. The message names the rejected call, `call`."""
         if self.phase is not expected:
             raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 
     def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Enter the phase `following`. Raise RuntimeError if the current phase is not `expected`."""
+        """Enter the phase `following`. Raises RuntimeError if the current phase is not `expected`."""
         self.require(expected, call)
         self.phase = following

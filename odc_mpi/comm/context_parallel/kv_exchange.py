@@ -1,15 +1,15 @@
 """Exchange of keys, values and their gradients between the ranks of a split sequence (context parallelism).
 
-A split sequence is divided into chunks of tokens, one per rank. In every attention layer a rank writes the keys and
-values of its chunk into its window, and the ranks of later chunks read them. In the backward a rank writes its
-contributions to the gradients of earlier chunks' keys and values into its window, and the ranks of the earlier chunks
-read these contributions. Thus only its owner writes to a window. Ranks of the same node read it by direct load, other
-ranks with MPI_Get. Four kinds of flags synchronize the ranks:
+A split sequence is divided into chunks of tokens, one per rank. In every attention layer, a rank writes the keys and
+values of its chunk to its window, and the ranks of later chunks read them. In the backward pass, a rank writes its
+contributions to the gradients of earlier chunks' keys and values to its window, and the ranks of the earlier chunks
+read these contributions. Thus only the owner of a window writes tensors to it. Ranks of the same node read the window
+directly, other ranks with MPI_Get. Four kinds of flags synchronize the ranks:
 
     KV_READY        to later chunks: keys and values can be read, up to the layer in the flag
     GRAD_READY      to earlier chunks: gradients can be read, down to the layer in the flag
     GRAD_CONSUMED   to a later chunk: gradients from that chunk have been read, down to the layer in the flag
-    KV_RELEASED     to earlier chunks: this rank has finished its backward and reads no more keys and values
+    KV_RELEASED     to earlier chunks: this rank has finished its backward pass and reads no more keys and values
 
 A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
 integers that never decrease, even from one sequence to the next. Flags need no reset, and a torn read returns at most
@@ -20,10 +20,10 @@ Note: slots
     have two slots, which the layers use alternately. A slot is free after GRAD_CONSUMED from all earlier chunks.
 
 Note: deadlock freedom
-    All ranks process split sequences in the same order. Within a sequence, the forward of a layer waits only for
-    earlier chunks in the same layer. The backward of a layer first publishes gradients, for which it waits only for
-    GRAD_CONSUMED of higher layers. Then it reads gradients, for which it waits only for later chunks that publish in
-    the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; by then, all chunks of
+    All ranks process split sequences in the same order. Within a sequence, the forward pass of a layer waits only for
+    earlier chunks in the same layer. The backward pass of a layer first publishes gradients, for which it waits only
+    for GRAD_CONSUMED of higher layers. Then it reads gradients, for which it waits only for later chunks that publish
+    in the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; by then, all chunks of
     earlier sequences can finish.
 """
 
@@ -44,7 +44,7 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """Context manager that encloses the forward and backward of this rank's chunk of a split sequence.
+    """Context manager that encloses the forward and backward pass of this rank's chunk of a split sequence.
 
     Args:
         sequence_number: Number of this split sequence, starting at 1. Must be the same on all ranks.
@@ -70,10 +70,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
-        """Publish the keys and values that a layer computed for this chunk to the ranks of later chunks. One-sided.
+        """Make the keys and values that a layer computed for this chunk available to later chunks. One-sided.
 
-        Call it for all layers in order. A second call for a layer, as in activation recomputation, does nothing. The
-        call for the first layer waits until all ranks have read this rank's chunk of the previous split sequence.
+        Raises RuntimeError if a layer is skipped. A second call for a layer, as in activation recomputation, does
+        nothing. The call for layer 0 waits until this rank's previous chunk is no longer read.
         """
         if layer < self._num_published:
             return
@@ -92,14 +92,14 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Yield the keys and values of a layer for each earlier chunk, in order, as they arrive. One-sided."""
+        """Wait for the keys and values of a layer in each earlier chunk, and yield them in chunk order. One-sided."""
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
             yield self._read(chunk, self._windows.slot_offset(layer), layer, chunk)
 
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
-        """Publish this rank's contributions to the gradients of earlier chunks' keys and values. One-sided.
+        """Make this rank's contributions to the gradients of earlier chunks' keys and values available. One-sided.
 
         Waits for a free slot. `grads` has one pair of tensors per earlier chunk, in the order of chunks.
         """
@@ -115,10 +115,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Return the sum of `grads` and the contributions of all later chunks, added in the order of chunks. One-sided.
+        """Return the sum of `grads` and the contributions of all later chunks to the same gradients. One-sided.
 
-        Waits for the contributions. The sum is computed in float32, or in the dtype of `grads` if that is wider, and
-        returned in the dtype of `grads`.
+        Waits for the contributions and adds them in the order of chunks, in float32 or in the dtype of `grads` if that
+        is wider. The result has the dtype of `grads`.
         """
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)

@@ -27,11 +27,11 @@ KVPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class KVSizes:
-    """Sizes that determine the memory of `KVWindows` on each rank.
+    """Sizes that determine how much memory `KVWindows` allocates on each rank.
 
     Attributes:
         token_bytes: Size of the keys and values of one token in one layer, in bytes.
-        max_earlier_tokens: Maximum number of tokens in all earlier chunks of a chunk's sequence.
+        max_earlier_tokens: Maximum number of tokens before a chunk in its sequence.
     """
 
     num_layers: int
@@ -56,14 +56,14 @@ class KVSizes:
 
 
 class KVWindows:
-    """Windows with the keys, values and gradients that this rank publishes to other ranks, and with flags.
+    """MPI windows with the keys, values and gradients that this rank publishes to other ranks, and with flags.
 
     The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
     collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
-        sizes: Sizes of the memory. They must be the same on all ranks.
-        shared: If True, ranks of the same node read each other's memory by direct load.
+        sizes: Sizes of the memory. Must be the same on all ranks.
+        shared: If True, ranks of the same node map each other's memory and read it directly.
 
     Attributes:
         waited_s: Total time that this rank has waited for flags, in seconds.
@@ -97,37 +97,37 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the byte offset of the slot for the keys and values of `layer` within the window."""
+        """Return the byte offset in the window of the slot for the keys and values of `layer`."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the byte offset of the gradient slot of `layer` within the window. Layers alternate between slots."""
+        """Return the byte offset in the window of the gradient slot of `layer`. Layers alternate between two slots."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to `value`.
+        """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to at least `value`.
 
-        A slot is identified by its offset in the window. Offset 0 stands for all slots of keys and values.
+        `slot` is the byte offset of the slot in the window. Offset 0 stands for all slots of keys and values.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait for the flags that `mark_busy_until` recorded for a slot, which `what` names in messages. One-sided."""
+        """Wait for the flags recorded by `mark_busy_until` for a slot, described by `what` in messages. One-sided."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into the window of this rank at byte offset `start`, and return the byte offset of its end."""
+        """Copy a tensor into this rank's window at byte offset `start`. Returns the byte offset after the tensor."""
         stop = start + tensor.nbytes
         self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return stop
 
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
-        """Read keys and values, or their gradients, from the window of rank `rank` at byte offset `start`. One-sided.
+        """Read keys and values, or their gradients, from the window of `rank` at byte offset `start`. One-sided.
 
-        The result has the device, dtypes and shapes of `template`, except for the number of tokens. If this rank maps
-        the window and `template` is in host memory, the result is a view. `what` describes the read in messages.
+        The result has the device, dtypes and shapes of `template`, but `tokens` tokens. It is a view of the window if
+        this rank maps the window and `template` is in host memory. `what` describes the read in messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -145,7 +145,7 @@ class KVWindows:
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Set this rank's flag of a kind to `value` at each of `ranks`, after its earlier accesses. One-sided."""
+        """Start setting this rank's flag of kind `kind` to `value` on each rank in `ranks`. One-sided."""
         self._memory.sync()
         for rank in ranks:
             i = kind * self.world.size + rank
@@ -160,14 +160,14 @@ class KVWindows:
         self.world.comm.Iprobe()
 
     def flush(self, what: str) -> None:
-        """Complete the Puts of all flags at their targets. One-sided. `what` describes the operation in messages."""
+        """Wait until all flags set by this rank have arrived. One-sided. `what` describes the wait in messages."""
         with self.world.deadline(what, self._unflushed):
             for rank in self._unflushed:
                 self._flags.flush(rank)
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait until `rank` has set its flag of a kind to at least `value`, and make progress meanwhile. One-sided."""
+        """Wait until `rank` has set its flag of kind `kind` on this rank to at least `value`. One-sided."""
 
         def is_set() -> bool:
             self._flags.sync()

@@ -51,16 +51,16 @@ class Device:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        The torch allocator assumes that only the computing stream uses this memory. Copy streams also use it, so a
-        thread must wait for a copy before it frees the memory.
+        The torch allocator assumes that only the computing stream uses this memory. Copy streams use it as well, so do
+        not free it before copies from or to it have completed.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory that may be passed to MPI, `[num_bytes]` uint8.
 
-        The call is slow and may wait for all kernels on the device. Do not call it in every step. Raises `UserError` if
-        CuPy cannot be imported or there is too little memory.
+        The call is slow and may wait for all kernels on the device, so do not call it in every step. Raises `UserError`
+        if CuPy cannot be imported or the device has too little memory.
         """
         cupy = _cupy()
         with cupy.cuda.Device(self.torch_device.index):
@@ -88,7 +88,7 @@ class Device:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
         The memory is freed when no tensor references it. PyTorch's allocator of pinned memory is not used, since it
-        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin more
+        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin enough
         memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
@@ -102,9 +102,9 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory. The call is slow, since the driver pins every page.
+        """Pin existing host memory, and return True if the driver was able to. Slow, since the driver pins every page.
 
-        Returns False if the driver refuses. If it returns True, call `unregister` before the memory is freed.
+        If the result is True, call `unregister` before the memory is freed.
         """
         self.set_current()
         if memory.numel() == 0:
@@ -126,7 +126,7 @@ class Device:
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
-        """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
+        """Start an asynchronous copy between pinned host and device memory, or within device memory. Thread-safe.
 
         The copy waits for the event `wait_for`. Both tensors must have the same shape and dtype. Do not access
         `destination` or modify `source` before the returned event has completed.
@@ -138,11 +138,11 @@ class Device:
         return _record(stream)
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
-        """Start to add slots, pairs of an offset in the shard and a tensor, to a shard, in order. Thread-safe.
+        """Start adding tensors to a shard, in order. Thread-safe.
 
-        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. The slots must
-        have the dtype of the shard. The returned event completes when this addition and all earlier additions have
-        finished. Do not modify the slots before.
+        `slots` contains pairs of an offset in the shard and a tensor of the same dtype. All earlier kernels that use
+        the shard, and all copies that fill the tensors, must have finished. Do not modify the tensors before the
+        returned event has completed. Additions complete in the order of the calls.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -154,7 +154,7 @@ class Device:
 
 
 class BufferEvents:
-    """Map from a buffer, identified by its storage, to the event that its next user must wait for. Thread-safe."""
+    """Map from the memory of a buffer to the CUDA event that its next user must wait for. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: dict[int, torch.cuda.Event] = {}
@@ -164,7 +164,7 @@ class BufferEvents:
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
-        """Remove and return the event of `memory`. Raises KeyError if no event was set."""
+        """Remove and return the event of `memory`. Raises KeyError if none is stored."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
@@ -189,14 +189,14 @@ def find_device(kind: str, host_rank: int) -> Device | None:
 
 
 def gpu_uuid(host_rank: int) -> str | None:
-    """Return the UUID of the GPU that `find_device` returns for a rank, or None if no GPU is available."""
+    """Return the UUID of the GPU that `find_device` assigns to a rank, or None if no GPU is available."""
     if not torch.cuda.is_available():
         return None
     return str(torch.cuda.get_device_properties(host_rank % torch.cuda.device_count()).uuid)
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if the memory is too small."""
+    """Return zero-filled device memory, `[numel]` of `dtype`. Raises `UserError` if too little is available."""
     try:
         return device.empty(numel * dtype.itemsize).view(dtype).zero_()
     except torch.OutOfMemoryError as error:

@@ -29,7 +29,7 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
-    """Parameters in windows in device memory, fetched into buffers on the device of this rank."""
+    """Parameter store with the shards in device memory. Fetches fill buffers on the device of this rank."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         super().__init__(world, dtype, device_windows(device))
@@ -69,7 +69,7 @@ class DeviceParameters(WindowParameters):
 
 
 class DeviceGradients(GradientStore):
-    """Gradient store that waits for the kernels that compute a gradient, and then pushes it with the store `inner`."""
+    """Gradient store that waits for the kernels that compute a gradient before the store `inner` pushes it."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)

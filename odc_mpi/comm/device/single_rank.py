@@ -1,7 +1,7 @@
 """Stores for a single rank with a device. Shards are full arrays in device memory, and nothing is communicated.
 
 A fetch returns a view of the array. A push enqueues an addition on the current stream. The synchronization points need
-no action, since in stream order the optimizer runs after the backward and before the next forward.
+no action, since in stream order the optimizer runs after the backward pass and before the next forward pass.
 """
 
 import torch
@@ -14,7 +14,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 
 class SingleRankParameters(ShardStorage, ParameterStore):
-    """Parameter store of a single rank, with full arrays in device memory."""
+    """Parameter store for a single rank, which keeps full arrays in device memory."""
 
     access = Access.KEEP
 
@@ -45,7 +45,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
 
 class SingleRankGradients(ShardStorage, GradientStore):
-    """Gradient store of a single rank, with full arrays in device memory."""
+    """Gradient store for a single rank, which keeps full arrays in device memory."""
 
     pushes_to_peers = False
 

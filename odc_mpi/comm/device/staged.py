@@ -9,9 +9,9 @@ The windows are registered with the CUDA driver. Fetches and an optimizer on the
 windows. If the driver refuses, for example because small arrays share a page, the CPU first copies the array into
 pinned memory.
 
-Fetches and pushes complete in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits
+Fetches and pushes complete in `wait()`, on the threads that fetch and push, overlapped with computation. A copy waits
 for the event that the computing thread recorded for the buffer. Thus a buffer is not overwritten while kernels enqueued
-earlier still read it, and a gradient is not copied before the kernels that compute it have finished. After `wait()` a
+earlier still read it, and a gradient is not copied before the kernels that compute it have finished. After `wait()`, a
 fetched array may be read on any stream.
 
 The device holds only the units in use, so the shards of a model may be larger than device memory.
@@ -33,7 +33,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a pool of buffers, and the mapped memory of `storages`. Allocate the storages first."""
+    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated before this object."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)
@@ -53,7 +53,7 @@ class PinnedMemory(ShardStorage):
         self.pool.clear()
 
     def is_pinned(self, array: torch.Tensor) -> bool:
-        """Return True if `array` begins in memory that was registered with the driver."""
+        """Return True if `array` begins in memory of `storages` that the CUDA driver has pinned."""
         return any(0 <= array.data_ptr() - tensor.data_ptr() < tensor.nbytes for tensor in self._registered)
 
 
@@ -61,7 +61,7 @@ class StagedParameters(ParameterStore):
     """Parameter store that fetches arrays to the host with the store `inner`, and copies them to a device.
 
     Args:
-        inner: Store in host memory. The pool of `pinned` replaces its buffer pool.
+        inner: Store with the shards in host memory. From now on, it takes its buffers from `pinned`.
         pinned: Pinned memory. Its `storages` must include the storage of `inner`.
     """
 
@@ -114,7 +114,7 @@ class StagedParameters(ParameterStore):
 
 
 class StagedGradients(DeviceGradients):
-    """Gradient store that copies gradients from a device to pinned memory, then pushes them with the store `inner`."""
+    """Gradient store that copies gradients from a device to pinned host memory, from which `inner` pushes them."""
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)

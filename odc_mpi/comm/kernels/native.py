@@ -60,13 +60,13 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array and find the largest magnitude. Elements that no tensor covers become zero.
+    """Copy tensors into a flat array and return the largest magnitude. Elements that no tensor covers become zero.
 
     Asynchronous on a GPU: kernels that are enqueued later on the same stream can use the results.
 
     Args:
-        segments: Offsets in `flat`, in ascending order, and tensors of any shape, dtype, strides and layout. The
-            tensors must not overlap in `flat`.
+        segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
+            of the offsets. The tensors must not overlap in `flat`.
         flat: Output array, `[n]`, contiguous. All elements are overwritten.
 
     Returns:
@@ -87,7 +87,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array with torch operators. The result is the same as that of `flatten`."""
+    """Do the same as `flatten`, with torch operators only."""
     filled = 0
     for start, tensor in segments:
         if filled < start:
@@ -117,8 +117,8 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
     Args:
         shard: Array to update in place, `[n]`, contiguous.
-        segments: Offsets in the shard and tensors of any shape, layout and floating-point dtype, on the device of the
-            shard. Segments may overlap in the shard, but must not share memory with it.
+        segments: Pairs of an offset in the shard and a tensor of any shape, layout and floating-point dtype on the
+            device of the shard. Segments may overlap in the shard, but must not share memory with it.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()
@@ -136,10 +136,10 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add segments to a shard with torch operators. The result is the same as that of `add_segments_`.
+    """Do the same as `add_segments_`, with torch operators only.
 
-    Each segment is added in one pass. A segment is copied first if its layout is not strided, or if torch would promote
-    the sum to a dtype other than the dtype of the shard.
+    Each segment is added in one pass. It is copied first if its layout is not strided, or if torch would compute the
+    sum in a dtype other than that of the shard.
     """
     for start, tensor in segments:
         dense = _dense(tensor)
@@ -166,7 +166,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the CUDA sources: in the installed package, or next to it in a checkout."""
+    """Return the directory of the CUDA sources: `src` in the installed package, or next to it in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():
@@ -175,7 +175,7 @@ def source_dir() -> Path:
 
 
 def read_source(name: str) -> str:
-    """Return the source `src/NAME.cu` with its header inlined, because CuPy's cache key ignores included files."""
+    """Return the text of `src/NAME.cu` with its header inlined, since CuPy's cache does not detect header changes."""
     directory = source_dir()
     header = (directory / "segments.cuh").read_text().replace("#pragma once\n", "")
     return (directory / f"{name}.cu").read_text().replace('#include "segments.cuh"\n', header)
@@ -191,7 +191,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a kernel can read: usually the tensor itself."""
+    """Return a strided, contiguous tensor that a kernel can read, usually the tensor itself."""
     # Checked first: with many small gradients, calling the operators below takes longer than the kernel.
     is_readable = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
     if is_readable and tensor.dtype in TYPES and tensor.device == target.device:

@@ -1,1 +1,1 @@
-"""Addition of gradients to the shards of their owners, by MPI_Accumulate or by the owner from a mailbox."""
+"""Addition of gradients to the shards of their owners, by MPI_Accumulate or by the owners from mailboxes."""

@@ -53,9 +53,9 @@ class WindowGradientStore(GradientStore, ShardStorage):
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners take no part.
+    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners do not participate.
 
-    A rank has its shards of all trainable arrays in one window, one after another. Within a node, MPICH serializes all
+    The shards of all trainable arrays of a rank are contiguous in one window. Within a node, MPICH serializes all
     MPI_Accumulate operations on a window, even to different owners. With MPICH, the ranks are therefore spread over up
     to `MAX_WINDOWS` windows. Two concurrent pushes of 16 MB then take half the time.
     """

@@ -23,7 +23,7 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceSlots(HostSlots):
-    """Shards of this rank and elements of slots in device memory, and headers of slots in the inbox."""
+    """Gradient shards and received gradient elements in device memory, with the headers in host memory."""
 
     #: Slots begin at multiples of 4096 bytes in a ring, so the headers take 1/128 of its size, in host memory.
     alignment = 4096

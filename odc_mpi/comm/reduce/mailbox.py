@@ -60,14 +60,14 @@ COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients with MPI_Put into slots in the inboxes of the owners.
+    """Gradient store that pushes gradients with MPI_Put into memory of the owners, which add them to their shards.
 
-    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe, or `complete`. Only
-    one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
+    An owner adds received gradients when it calls `make_progress`, which is thread-safe, or `complete`. Only one thread
+    at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
         mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes.
-        slots: Function that creates the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
+        slots: Function that creates the shards and the memory for received gradients, on the host or on a device.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Divide `mailbox_bytes` among the rings of other ranks. Raises `UserError` if `mailbox_bytes` is too small."""
+        """Return the size of the host windows in bytes. Raises `UserError` if `mailbox_bytes` is too small."""
         super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment
@@ -153,9 +153,9 @@ class MailboxGradientStore(WindowGradientStore):
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add all received slots to the shards, and Put the new tails. One-sided. Thread-safe.
+        """Add all received gradients to the shards, and notify the senders of the free memory. One-sided. Thread-safe.
 
-        Returns False, after a few microseconds, if there is nothing to do or if another thread is adding slots.
+        Returns False, after a few microseconds, if there is nothing to do or if another thread is adding gradients.
         """
         self._inbox.sync()
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
@@ -301,7 +301,7 @@ class MailboxGradientStore(WindowGradientStore):
 
 
 class _PushPlan(NamedTuple):
-    """Parts of a pushed range of elements.
+    """Division of a pushed range of elements among its owners.
 
     Attributes:
         ranks: Owners of the range, except for this rank.
@@ -316,7 +316,7 @@ class _PushPlan(NamedTuple):
 
 @dataclass
 class _PendingPush:
-    """Gradient with elements that are not yet in the rings. It is referenced until all elements are in the rings.
+    """Gradient that is being pushed. The store references it until all elements are in the rings of the owners.
 
     Attributes:
         values: Memory of `gradient` that can be passed to MPI.

@@ -22,11 +22,11 @@ Index: TypeAlias = Any
 
 
 class Header(NamedTuple):
-    """Header of a received slot.
+    """Header of a slot, a part of a gradient that this rank has received.
 
     Attributes:
-        start: Index of the first element in the shard of this rank.
-        offset: Offset of the slot in its ring, in bytes.
+        start: Index of the first element in this rank's shard of array `array`.
+        offset: Offset of the slot in its ring buffer, in bytes.
     """
 
     array: int
@@ -36,7 +36,7 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory (`shards`, by array index), and slots in this rank's inbox."""
+    """Gradient shards of this rank in private memory, and slots: memory for parts of gradients received by Put."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT
@@ -52,15 +52,15 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the number of bytes of a ring of `ring_bytes` that are in the inbox."""
+        """Return the size of the host part of a ring buffer, which is in the inbox, in bytes."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
         """Allocate the shards, and the memory of slots outside of the inbox. Collective. Call it only once.
 
         Args:
-            inbox: Window that contains all rings, contiguously.
-            rings_start: Offset of the first ring in the inbox, in bytes.
+            inbox: Window that contains the ring buffers of all other ranks, contiguously.
+            rings_start: Offset of the first ring buffer in the inbox, in bytes.
             numels: Number of elements of this rank's shard, by array index.
         """
         self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes
@@ -72,39 +72,39 @@ class HostSlots:
         return gradient.numpy()
 
     def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
-        """Start to Put one slot into this rank's ring at each of `owners`. One-sided. `flush` completes the Puts.
+        """Start sending one part of a gradient (slot) to each rank in `owners`. One-sided. `flush` completes it.
 
         Args:
-            headers: Headers of the slots, int64 `[n, 4]`. Do not modify them before the flush.
-            values: Elements of the slots, as returned by the method `values`. Do not modify them before the flush.
-            firsts: Index in `values` of the first element of each slot, int64 `[n]`.
+            headers: Header of each slot, int64 `[n, 4]`, as returned by `header`. Do not modify them before the flush.
+            values: Memory of the gradient, as returned by the method `values`. Do not modify it before the flush.
+            firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
         self._put_headers(owners, headers)
         starts = self._header_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes) + HEADER_BYTES
         self._inbox.put_messages(values, self._messages(owners, starts, headers[:, 2], firsts))
 
     def flush(self) -> None:
-        """Complete the Puts of this rank at all owners. One-sided."""
+        """Complete all calls of `put` by this rank at the owners. One-sided."""
         self._inbox.flush()
 
     def header(self, origin: int, offset: int) -> list[int]:
-        """Return the header of the slot at `offset` in the ring of rank `origin`: array, start, numel, position."""
+        """Return the header at byte `offset` of the ring buffer of rank `origin`: array, start, numel, position."""
         at = self._header_start(origin, self.world.rank, offset)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, origin: int, headers: Sequence[Header]) -> None:
-        """Add slots received from rank `origin` to the shards, in order. On return, the slots may be overwritten."""
+        """Add received parts of gradients to the shards, in order. On return, their memory may be overwritten."""
         for index, start, numel, offset in headers:
             at = self._header_start(origin, self.world.rank, offset) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add this rank's part of a gradient to its shard, from element `start` on. Then `values` may be reused."""
+        """Add `values` to this rank's shard of array `index`, from element `start` on. Then `values` may be reused."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:
-        """Release all memory. Collective. Call it before the inbox is freed."""
+        """Free the shards and all memory outside of the inbox. Collective. Call it before the inbox is freed."""
         self.shards, self._sums = {}, {}
         del self._memory
 
@@ -133,10 +133,10 @@ class HostSlots:
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return one message in bytes per owner: start in the owner's window, size, and offset in the buffer."""
+    """Return one message per owner, in bytes: start in the owner's window, size, and offset in the buffer."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)
 
 
 def ring_index(origin: Index, owner: Index) -> Index:
-    """Return the index of the ring of rank `origin` in the inbox of `owner`. A rank has no ring in its own inbox."""
+    """Return the index of the ring buffer for rank `origin` in the inbox of `owner`, which has none for itself."""
     return origin - (origin > owner)

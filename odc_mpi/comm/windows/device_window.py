@@ -1,4 +1,4 @@
-"""MPI windows over device memory (`Win.Create`).
+"""MPI windows in device memory (`Win.Create`).
 
 MPI does not allocate device memory. `Device.empty_for_windows` allocates it directly from CUDA, because memory from a
 pool may have no handle for other processes. Without such a handle, MPI libraries copy through the host or fail.
@@ -22,8 +22,8 @@ from odc_mpi.runtime.world import World
 class DeviceWindow(Window):
     """A `Window` in device memory. Construction is collective.
 
-    The shard is filled with zeros by a kernel on the current stream. Construction raises `AllRanksUserError` on every
-    rank if any rank has too little device memory.
+    A kernel on the current stream fills the shard with zeros. Construction raises `AllRanksUserError` on every rank if
+    any rank has too little device memory or cannot import CuPy.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:
@@ -47,5 +47,5 @@ class DeviceWindow(Window):
 
 
 def device_windows(device: Device) -> WindowFactory:
-    """Return a factory of windows in the memory of a device."""
+    """Return a factory of windows in the memory of `device`."""
     return WindowFactory(partial(DeviceWindow, device=device), on_host=False)

@@ -1,6 +1,6 @@
 """Cache of parameters in memory that the ranks of a node share. A node fetches each array once per publication.
 
-Each array has a word in shared memory: the version of the parameters, the rank that fetches, and whether it has.
+Each array has a word in shared memory: version of the parameters, rank that fetches, and whether the fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap, and fetches the array
     ready    after the transfer it sets the word again; the other ranks wait for this, and read the array in place
@@ -9,13 +9,13 @@ Each array has a word in shared memory: the version of the parameters, the rank 
 Ranks need no other coordination, since parameters do not change between two publications.
 
 Note: no stale read
-    A rank overwrites an array only after claiming it for the current version, and so after a barrier that each rank
-    enters only when it has released its earlier fetches. It reads an array only if the word is ready for this version.
+    A rank overwrites an array only after claiming it for the current version, and thus after a barrier that ranks enter
+    only when they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
 
 Note: no deadlock
     A rank that holds a claim is fetching a unit: it claims arrays of the unit, starts their transfers, and completes
-    all its arrays one after another, in an order that is the same on all ranks. Of the arrays for which ranks wait in
-    this unit, take the first. The rank that claimed it waits for its transfer, and not for another rank of the node.
+    all arrays of the unit in an order that is the same on all ranks. Consider the first array in this order for which a
+    rank waits. The rank that claimed this array waits only for its own transfer, not for another rank of the node.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from odc_mpi.runtime.deadline import wait_until
 
 
 class NodeCache(ShardStorage, ParameterStore):
-    """Parameter store that fetches with `inner` into memory that the node shares, and returns views of this memory.
+    """Parameter store that fetches arrays with the store `inner` into memory shared by the ranks of a node.
 
-    `inner` is a storage of the transport, too: the transport allocates and frees it.
+    A fetch returns a view of this memory. The transport allocates and frees `inner`, which must be one of its storages.
     """
 
     access = Access.NODE
@@ -119,7 +119,7 @@ class NodeCache(ShardStorage, ParameterStore):
         return taken
 
     def _word(self, local_rank: int) -> int:
-        """Return the word of an array that a rank of the node has claimed. The word of a ready array is larger by 1."""
+        """Return the word of an array that a rank of the node has claimed. The word of a ready array is 1 more."""
         return 2 * (self._version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:

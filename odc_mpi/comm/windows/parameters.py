@@ -1,7 +1,7 @@
 """Parameters in an MPI window that contains the shards of all arrays.
 
-If all ranks are on one node and map each other's shards, the memory of the node contains full arrays, one after
-another, and a fetch returns a view. Otherwise the memory of a rank contains its shards, one after another. A fetch then
+If all ranks are on one node and map each other's shards, the memory of the node contains the full arrays one after
+another, and a fetch returns a view. Otherwise, the memory of a rank contains its shards one after another. A fetch then
 starts MPI_Gets of the shards that this rank does not map, copies the mapped shards meanwhile, and flushes the window.
 Arrays of equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight: usually one,
 since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
@@ -34,13 +34,13 @@ from odc_mpi.runtime.world import World
 
 
 class FetchPlan(NamedTuple):
-    """Steps of a fetch, shared by arrays of equal size. Sizes and offsets are in bytes.
+    """Steps of a fetch, which arrays of equal size share. Sizes and offsets are in bytes.
 
     Attributes:
-        owners: Ranks that are accessed with MPI_Get.
-        gets: Messages of the Gets. Offsets in the window are relative to the start of the array's shard, offsets in the
-            buffer to the start of the array.
-        mapped: `(owner, start, stop)` of each shard that this rank maps. Start and stop are offsets in the array.
+        owners: Ranks from which this rank fetches with MPI_Get.
+        gets: Parts to fetch with MPI_Get. Offsets in the window are relative to the start of the array's shard, and
+            offsets in the buffer to the start of the array.
+        mapped: `(owner, start, stop)` for each shard that this rank maps. `start` and `stop` are offsets in the array.
     """
 
     owners: tuple[int, ...]
@@ -49,9 +49,9 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameter store with the shards in an MPI window that the factory `kind` creates.
+    """Parameter store with the shards in an MPI window, which `kind` creates.
 
-    A fetch returns a view if all ranks are on one node and map each other's shards, otherwise a copy.
+    If all ranks are on one node and map each other's shards, a fetch returns a view, otherwise a copy.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
@@ -87,12 +87,12 @@ class WindowParameters(ShardStorage, ParameterStore):
             self._shards = [self._window.tensor[start:].view(dtype)[:numel] for start, dtype, numel in arrays]
 
     def fetch_plan(self, index: int) -> FetchPlan:
-        """Return the steps of a fetch of the array with index `index`."""
+        """Return the steps of a fetch of array `index`."""
         layout, itemsize = self.layouts[index], self.dtype_of(index).itemsize
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to read all shards that this rank does not map. One-sided. `buffer` is the buffer of the full array."""
+        """Start reading the shards that this rank does not map into `buffer`, which holds the full array. One-sided."""
         owners, gets, _ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):

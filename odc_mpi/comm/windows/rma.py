@@ -7,8 +7,8 @@
 
 A window has one passive-target epoch, Lock_all(NOCHECK), from its creation until it is freed (MPI-4.1, 12.5.3). The
 memory model must be unified, since each rank accesses its own memory by load and store. With MPICH and Open MPI, a Get
-from the same node waits until the target calls MPI if `Win.Create` has made the window from host memory. `SharedWindow`
-therefore uses `Win.Create` only for Gets between nodes.
+from the same node waits until the target calls MPI if the window was made from host memory by `Win.Create`.
+`SharedWindow` therefore uses `Win.Create` only for Gets between nodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,7 @@ CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Window:
-    """Window in host memory with one zero-filled shard, `[numel]`, per rank. Construction is collective.
+    """MPI window in host memory. Each rank has a zero-filled shard, `[numel]` of `dtype`. Construction is collective.
 
     Construction raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
 
@@ -77,51 +77,51 @@ class Window:
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return a view of the shard of rank `target`, or None if this rank does not map that shard."""
+        """Return a view of the shard of rank `target`, or None if it is not mapped into this rank's address space."""
         return self._mapped_shards.get(target)
 
     @property
     def mapped_memory(self) -> torch.Tensor:
-        """All shards that this rank maps, as one tensor."""
+        """Memory of all shards that are mapped into this rank's address space, as one tensor."""
         return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to copy elements of the shard of rank `target`, from element `start` on, into `buffer`. One-sided.
+        """Start copying from the shard of rank `target`, beginning at element `start`, into `buffer`. One-sided.
 
-        `buffer` is a buffer of bytes, and its size is the number of bytes to copy. The copy is complete after `flush`.
+        `buffer` is a buffer of bytes, whose size determines how much is copied. The copy is complete after `flush`.
         """
         self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of the shard of rank `target` with `values`, from element `start` on. One-sided.
+        """Start overwriting the shard of rank `target` with `values`, beginning at element `start`. One-sided.
 
-        `values` is a buffer of bytes. Do not modify it before `flush` has completed the operation.
+        `values` is a buffer of bytes. Do not modify it before `flush`, which completes the operation.
         """
         self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
     def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
-        """Start to copy parts of the shards of other ranks into `buffer`, a contiguous buffer of any type. One-sided.
+        """Start copying parts of other ranks' shards into `buffer`, a contiguous buffer of any dtype. One-sided.
 
-        `base` is added to the start of each part in its shard.
+        `base` is added to the first element of each part. The copies are complete after `flush`.
         """
         get, element = self._win.Get, self._copied
         for target, start, span in parts:
             get([buffer, span, element], target, base + start)
 
     def put_messages(self, values: Memory, parts: Iterable[Message]) -> None:
-        """Start to overwrite parts of the shards of other ranks with parts of `values`, a contiguous buffer. One-sided.
+        """Start overwriting parts of other ranks' shards with parts of `values`, a contiguous buffer. One-sided.
 
-        Do not modify `values` before `flush` has completed the operation.
+        Do not modify `values` before `flush`, which completes the operations.
         """
         put, element = self._win.Put, self._copied
         for target, start, span in parts:
             put([values, span, element], target, start)
 
     def accumulate_messages(self, values: Memory, parts: Iterable[Message], base: int = 0) -> None:
-        """Start to add parts of `values` to parts of the shards of other ranks. One-sided.
+        """Start adding parts of `values` to parts of other ranks' shards. One-sided.
 
-        `base` is added to the start of each part in its shard. `values` has the dtype of the shards. Do not modify
-        `values` before `flush_local`.
+        `base` is added to the first element of each part in its shard. `values` has the dtype of the shards. Do not
+        modify `values` before `flush_local`.
         """
         assert self._summed is not None, "MPI cannot add this type"
         accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
@@ -129,30 +129,30 @@ class Window:
             accumulate([values, span, element], target, base + start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add `value` to the int64 element at `offset` of a shard, and return the old element. One-sided."""
+        """Atomically add `value` to an int64 element of rank `target`'s shard, and return the old value. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
-        """Atomically read and return the int64 element at `offset` of a shard. One-sided."""
+        """Atomically read the int64 element `offset` of the shard of rank `target`, and return it. One-sided."""
         return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
     def atomic_store(self, target: int, offset: int, value: int) -> None:
-        """Atomically overwrite the int64 element at `offset` of a shard. One-sided."""
+        """Atomically set the int64 element `offset` of the shard of rank `target` to `value`. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Atomically overwrite an int64 element of a shard if it is `expected`. Returns the old element. One-sided."""
+        """Atomically set an int64 element to `value` if it is `expected`, and return the old value. One-sided."""
         operand, compared, before = (np.array([each], dtype=np.int64) for each in (value, expected, 0))
         self._win.Compare_and_swap(operand, compared, before, target, offset)
         self._win.Flush(target)
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Return the first `count` int64 elements of a shard, each read atomically. One-sided."""
+        """Return the first `count` int64 elements of the shard of rank `target`, each read atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a shard with the int64 array `values`, each atomically. One-sided."""
+        """Atomically overwrite each of the first elements of the shard of `target` with int64 `values`. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
@@ -170,14 +170,14 @@ class Window:
         return int(before[0])
 
     def flush(self, target: int | None = None) -> None:
-        """Complete the operations of this rank at `target`, or at all targets if it is None. One-sided."""
+        """Complete the operations of this rank at rank `target`, or at all ranks if `target` is None. One-sided."""
         if target is None:
             self._win.Flush_all()
         else:
             self._win.Flush(target)
 
     def flush_local(self) -> None:
-        """Complete the operations of this rank locally, so that their buffers may be modified. One-sided."""
+        """Complete this rank's operations locally, so that buffers passed to them may be modified. One-sided."""
         self._win.Flush_local_all()
 
     def sync(self) -> None:
@@ -186,7 +186,7 @@ class Window:
             win.Sync()
 
     def free(self) -> None:
-        """Free the window. Collective. If `CAN_DETACH_STORAGE` is True, tensors that view the window keep a copy."""
+        """Free the window. Collective. Views of it keep a copy, or become invalid without `CAN_DETACH_STORAGE`."""
         views = (*self._mapped_shards.values(), *self._views)
         storages = [StorageWeakRef(view.untyped_storage()) for view in views]
         del views
@@ -233,7 +233,7 @@ class WindowFactory:
     """Factory of windows of one kind.
 
     Attributes:
-        create: Function that creates a window from `(world, numel, dtype)`. Collective.
+        create: Function that creates a window. It has the signature of `Window`. Collective.
         on_host: True if the windows are in host memory.
     """
 
@@ -245,7 +245,7 @@ HOST_WINDOW = WindowFactory(Window)
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor `[n]`, on any device, as a buffer that can be passed to MPI.
+    """Return the memory of a contiguous float32, float64, int64 or uint8 tensor `[n]` as a buffer for MPI.
 
     Only MPI may access device memory: reading it from Python would crash. The buffer does not keep the tensor alive.
     """
@@ -262,11 +262,11 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle of operations in flight. The method `wait` of the handle completes them by calling `flush`.
+    """Return a handle of operations in flight. Its method `wait` completes them by calling `flush`.
 
     Args:
         what: Description of the operations. If the deadline expires, the error message contains `what` and `owners`.
-        memory: Buffer of the operations. The handle references the buffer until they are complete, since MPI does not.
+        memory: Buffer of the operations. The handle references it until they are complete, since MPI does not.
     """
 
     def complete(_memory: torch.Tensor) -> None:
@@ -277,6 +277,6 @@ def deferred_flush(
 
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
-    """Yield the messages for `numel` elements, from element `start` of a shard and element `first` of a buffer on."""
+    """Yield messages for `numel` elements that begin at `start` in the shard and at `first` in the buffer."""
     for done in range(0, numel, MAX_MESSAGE_NUMEL):
         yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

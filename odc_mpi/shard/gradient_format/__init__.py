@@ -11,7 +11,7 @@ from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
-    """Create the number format for the dtype of a gradient store: fixed-point for an integer dtype."""
+    """Create the number format for gradients of a dtype: floating-point, or fixed-point if the dtype is an integer."""
     if dtype.is_floating_point:
         return FloatGradients(dtype)
     return FixedPointGradients({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -3,7 +3,7 @@
 Methods are called in this order; arrays are identified by their index in the transport:
 
     start                                       at the beginning of a minibatch
-    write_flat, accumulate                      in a backward: write gradients to a push buffer, or add to a local sum
+    write_flat, accumulate                      in a backward pass: write gradients to a push buffer, or add to a sum
     note_push                                   before a local sum is pushed
     local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
     to_gradients                                afterwards: convert the gradients of this rank for the optimizer
@@ -29,41 +29,41 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Write gradients of an array to the buffer `flat`, and zeros to all other elements of the buffer.
+        """Write gradients of array `index` to the buffer `flat`, and zeros to all other elements of the buffer.
 
         Args:
             index: Index of the array in the transport.
-            segments: Pairs of an offset in `flat` and the gradient that begins there, in ascending order of offset.
+            segments: Pairs of an offset in `flat` and the gradient to write there, in ascending order of the offsets.
             flat: Buffer `[n]` with the dtype of the gradient store.
         """
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of an array to the local sum `flat`. The arguments are those of `write_flat`."""
+        """Add gradients of array `index` to the local sum `flat`. The arguments are those of `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
-        """Record that the local sum `flat` of an array will be pushed."""
+        """Record that the local sum `flat` of array `index` is about to be pushed."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
-        """Return this rank's numbers that will be summed over all ranks, float64 `[k]`, with the same k on all ranks.
+        """Return numbers of this rank that will be summed over all ranks, float64 `[k]`, with the same k on all ranks.
 
         This call waits for the device.
         """
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a number for each array that this rank pushed, by index: not finite if a pushed gradient is not."""
+        """Return a scaled bound of the gradients of each pushed array, by index. Not finite if a gradient is not."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Apply the sums of `local_statistics` over all ranks, float64 `[k]`. Return True if gradients are finite."""
+        """Apply `totals`, the sums of `local_statistics` over all ranks. Returns True if the gradients are finite."""
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert `window`, this rank's gradient shard of an array, `[n]`, to the dtype and device of `like`.
+        """Convert `window`, this rank's gradient shard of array `index`, `[n]`, to the dtype and device of `like`.
 
-        The result can be `window` itself if no conversion is needed. A transfer to a GPU can be asynchronous.
+        The result may be `window` itself if no conversion is needed. A transfer to a GPU may be asynchronous.
         """
 
     def note_scaling(self, divisor: float) -> None:  # noqa: B027 - optional
@@ -73,12 +73,12 @@ class GradientFormat(ABC):
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
         """Return sums of the squares of this rank's gradients, float64 `[k]`, with the same k on all ranks.
 
-        `gradients` contains the gradients of this rank's slices by the index of the array.
+        `gradients` contains the gradients of this rank's slices, by the index of the array.
         """
 
     @abstractmethod
     def norm(self, totals: np.ndarray) -> float:
-        """Compute the norm of all gradients from the sums of `sum_of_squares` over all ranks, float64 `[k]`.
+        """Compute the norm of all gradients from `totals`, the sums of `sum_of_squares` over all ranks, float64 `[k]`.
 
         The norm is NaN or infinite if a gradient is not finite.
         """

@@ -3,7 +3,7 @@
 A gradient is multiplied by 2**exponent, with an exponent for each array, and rounded to the nearest integer (ties to
 even). The integers are summed locally and by pushes. The owner converts the sum back to floating-point numbers.
 
-    write_flat, accumulate    round each gradient once per forward and backward of a unit in a microbatch
+    write_flat, accumulate    round each gradient once per backward pass of a unit
     local_statistics,         gradients complete: exchange bounds and errors as integers; their sums determine the
     apply_global_statistics   exponents of the next minibatch
     to_gradients              convert the owner's integers to floating-point numbers
@@ -61,15 +61,15 @@ _HOST_NUMEL, _DEVICE_NUMEL = 1 << 15, 1 << 22
 
 
 class FixedPointGradients(GradientFormat):
-    """Format of gradients as 64-bit integers.
+    """Format of gradients as 64-bit fixed-point numbers.
 
     Args:
         numels: Number of elements of each trainable array by index, in the same order on all ranks.
 
     Attributes:
-        relative_error: Sum of the magnitudes of the rounding errors in the last minibatch, divided by the sum of the
-            magnitudes of the gradients. Both sums include all pushes, but only one eighth of the elements of large
-            gradients. The value does not depend on the number of ranks. It is 0 if there were no pushes.
+        relative_error: Sum of the magnitudes of the rounding errors of all pushes divided by the sum of the magnitudes
+            of the gradients, in the last minibatch with finite gradients; 0 without pushes. The sums are estimated from
+            one eighth of the elements of large gradients. The value does not depend on the number of ranks.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
@@ -125,7 +125,7 @@ class FixedPointGradients(GradientFormat):
         return self._finite
 
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert the integers to floating-point numbers, rounded to fp64 and then to the dtype of `like`."""
+        """Convert the integers in `window` to floating-point numbers: to fp64, and then to the dtype of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
         for part in _parts(window):

@@ -44,7 +44,7 @@ class FloatGradients(GradientFormat):
         self._add_bound(index, largest_magnitude(flat))
 
     def local_statistics(self) -> np.ndarray:
-        """Return the largest bound of all arrays as a fraction of half the range of the dtype, float64 `[1]`."""
+        """Return the largest bound of any array as a fraction of half the maximum of the dtype, float64 `[1]`."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 

@@ -1,11 +1,11 @@
 """Status of this rank, which other ranks print if they time out waiting for this rank.
 
-    in microbatch 3, forward of unit layers.1      a forward uses the parameters of the unit
+    in microbatch 3, forward of unit layers.1      a forward pass uses the parameters of the unit
     in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
-    in microbatch 3, backward of unit layers.2     a backward uses the parameters, or their gradient is pushed
+    in microbatch 3, backward of unit layers.2     a backward pass uses the parameters, or their gradient is pushed
     using unit layers.2                            outside of microbatches: evaluation, state_dict
 
-Only changes are published: one or two per forward or backward of a unit. Each takes a few microseconds.
+Only changes are published: one or two per forward or backward pass of a unit. Each takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def in_backward() -> bool:
 
 
 class ActivityReporter:
-    """Reporter that publishes the status of this rank by `Group.set_status`."""
+    """Reporter that publishes this rank's activity, which other ranks print if they wait too long for this rank."""
 
     def __init__(self, group: Group) -> None:
         self._set_status = group.set_status
@@ -32,15 +32,15 @@ class ActivityReporter:
         self._microbatch = 0
 
     def start_minibatch(self) -> None:
-        """Start counting microbatches from 0."""
+        """Reset the number of microbatches to 0, and start counting."""
         self._in_minibatch, self._microbatch = True, 0
 
     def finish_minibatch(self) -> None:
-        """Stop counting microbatches. The transport publishes the status of the synchronization points itself."""
+        """Stop counting microbatches. The transport publishes the status at the synchronization points."""
         self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
-        """Count a forward of the root module as a microbatch, if it runs in a minibatch and without an override."""
+        """Count a microbatch, unless no minibatch is running or `override` is active."""
         if self._in_minibatch and not self._override:
             self._microbatch += 1
             self._last = None
@@ -55,7 +55,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the unit in use if the unit or the phase has changed since the last call.
+        """Publish the unit in use and the phase, if either has changed since the last call. Does nothing in `override`.
 
         Args:
             phase: "forward of", "backward of" or "fetching".

@@ -12,7 +12,7 @@ fetched again, at any time, and it may be fetched ahead of its use. `shard.units
 Note: in-place changes
     A parameter may be a view of another rank's window. An in-place change could then reach other ranks, and it would
     not train the parameter. All tensors of a parameter that are returned between a fetch and a reshard are aliases of
-    one tensor and share its version counter. This counter is checked after each forward of a unit, before a minibatch,
+    one tensor and share its version counter, which is checked after each forward pass of a unit, before a minibatch,
     and when a unit is resharded. Changes through `.data` or numpy are not detected.
 """
 
@@ -36,7 +36,7 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one submodule, which are stored in one or more flat arrays.
+    """Parameters of one submodule, stored in one or more flat arrays. They are fetched and released together.
 
     Attributes:
         name: Dotted name of the submodule; "" for the root.
@@ -65,7 +65,7 @@ class Unit:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context manager for a running forward of the unit. It prevents resharding to make room for other units."""
+        """Context manager for a running forward pass of the unit. The unit is then not resharded to free memory."""
         self.num_running_forwards += 1
         try:
             yield
@@ -73,7 +73,7 @@ class Unit:
             self.num_running_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
-        """Start fetching each array by calling `fetch` with its index. One-sided.
+        """Call `fetch` with the index of each array of the unit to start fetching the arrays. One-sided.
 
         `fetch` is `ParameterStore.fetch`, or a function that fetches the array on the fetch thread.
         """
@@ -82,7 +82,7 @@ class Unit:
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Wait until the fetch is complete. If the fetch raises an exception, the unit is sharded again. One-sided."""
+        """Wait until the fetch is complete. If it raises an exception, the unit becomes sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
@@ -90,7 +90,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self, transport: Transport) -> None:
-        """Release the full parameters."""
+        """Release the full parameters of an unsharded unit."""
         assert self.state is UnitState.UNSHARDED
         arrays, self._arrays = self._arrays, []
         if transport.parameters.access is Access.COPY:
@@ -100,7 +100,7 @@ class Unit:
             transport.parameters.release(array)
 
     def invalidate(self) -> None:
-        """Make autograd reject a backward that has saved parameters, since views of windows will have new values."""
+        """Make autograd reject later uses of saved parameters of this unit, since their values will change."""
         for name, (full, _) in self._aliases.items():
             torch.autograd.graph.increment_version(full)
             self._aliases[name] = full, full._version
@@ -110,17 +110,17 @@ class Unit:
         self._aliases = {}
 
     def buffer_bytes(self) -> int:
-        """Return the size of the arrays of an unsharded unit in bytes, including unused parts of their buffers."""
+        """Return the memory of the arrays of an unsharded unit in bytes, including unused parts of their buffers."""
         return sum(array.untyped_storage().nbytes() for array in self._arrays)
 
     def storage_pointers(self) -> list[int]:
-        """Return the storage address of each array of an unsharded unit."""
+        """Return the address of the storage of each array of an unsharded unit."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
 
     def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Return a tensor that shares the storage of the i-th array of an unsharded unit.
+        """Return a tensor that shares the storage of array `i` of an unsharded unit.
 
         `offset` is in elements of `dtype`. Autograd does not treat the tensor as a view.
         """
@@ -128,7 +128,7 @@ class Unit:
         return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a full parameter of an unsharded unit, detached from autograd."""
+        """Return the full parameter `name` of an unsharded unit, detached from autograd and without a copy."""
         if name not in self._aliases:
             i, range_ = self.ranges[name]
             array, shape = self._arrays[i], range_.spec.shape
@@ -141,7 +141,7 @@ class Unit:
         return self._aliases[name][0].detach()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a parameter of the unit was changed in place since the fetch."""
+        """Raise RuntimeError if a parameter of the unit has been changed in place since it was fetched."""
         for name, (full, version) in self._aliases.items():
             if full._version != version:
                 raise RuntimeError(

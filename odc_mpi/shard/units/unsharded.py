@@ -4,14 +4,14 @@ A unit is fetched, and thus unsharded, when it is used, or shortly before by the
 unsharded:
 
     root unit                      until the minibatch ends (`reshard_all`)
-    units in a running forward     until the forward returns
+    units in a forward pass        until the forward pass returns
     units within `cache`           until the minibatch ends; so do all units in memory of the node (`Access.NODE`)
     other units                    at most max(1, prefetch); the least recently used one is resharded first
 
 Steps from a lookup of `module.weight` to a tensor:
 
     modules.OnDemandParameters      looks up the dotted name of the parameter
-    UnitForwards.parameter          returns the same tensor within one forward of a unit; for the first tensor:
+    UnitForwards.parameter          returns the same tensor within a forward pass of a unit; for the first tensor:
     UnshardedUnits.unshard          reshards other units, fetches this one or waits for its fetch, and prefetches the
                                     units expected next (`shard.prefetch`)
     Unit.start_fetch, Unit.wait     hold a `comm.work.FetchWork` for each flat array of the unit
@@ -46,15 +46,15 @@ MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Unsharded units of a model, fetched on demand or prefetched. The least recently used unit is resharded first.
+    """Unsharded units of a model, fetched on demand or ahead of use. The least recently used unit is resharded first.
 
     Args:
-        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
+        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches transfer no data or are
             collective, or if only one thread may call the transport.
 
     Attributes:
-        cache: Budget for units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are
-            collective.
+        cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
+            or are collective.
         parameter_version: Version of the parameters, which `invalidate` increments.
         fetch_allowed: False while owners may write their shards. A fetch then raises RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
@@ -94,7 +94,7 @@ class UnshardedUnits:
         return parameters.access in (Access.KEEP, Access.NODE) or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
-        """Unshard a unit, and start to prefetch the units expected next. One-sided."""
+        """Make the full parameters of a unit available, and start prefetching the units expected next. One-sided."""
         # Called for every saved tensor: usually for the same unit as before, or for the root, which stays unsharded.
         phase = "backward of" if in_backward() else "forward of"
         if unit.state is UnitState.UNSHARDED and (unit is self._latest or unit.is_root):
@@ -114,14 +114,14 @@ class UnshardedUnits:
             self._prefetch_after(unit)
 
     def start_microbatch(self) -> None:
-        """Begin a microbatch. The model calls this before each forward of the root module."""
+        """Begin a microbatch. The model calls this method before each forward pass of the root module."""
         self.activity.start_microbatch()
 
     def post_forward(self, unit: Unit) -> None:
-        """End a forward of a unit. This class keeps the unit unsharded; a subclass may reshard it."""
+        """End a forward pass of a unit. Here, the unit stays unsharded; a subclass may reshard it."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the unsharded unit whose memory a tensor uses, and the index of the array in the unit, or None."""
+        """Return `(unit, i)` if `tensor` uses the memory of array `i` of an unsharded unit, otherwise None."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
@@ -136,7 +136,7 @@ class UnshardedUnits:
             self.reshard_forbidden = False
 
     def reshard_all(self) -> None:
-        """Complete the fetches in flight, and reshard all units. One-sided."""
+        """Complete the fetches in flight, and release the full parameters of all units. One-sided."""
         if self.reshard_forbidden:
             raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):
@@ -145,7 +145,7 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard all given units, which must fit the cache together, unless fetches only return views. One-sided."""
+        """Unshard all units if fetches transfer data. All but the root must fit into the cache. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
             # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
@@ -154,23 +154,23 @@ class UnshardedUnits:
                 self.unshard(unit)
 
     def clear(self) -> None:
-        """Reshard all units and free their buffers. One-sided."""
+        """Reshard all units and free the buffers of their parameters. One-sided."""
         self.reshard_all()
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units and increment `parameter_version`, before the parameters change. One-sided."""
+        """Reshard all units and increment `parameter_version`. Call it before the parameters change. One-sided."""
         self.reshard_all()
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
-        """Raise RuntimeError if `parameter_version` is not the current version, or parameters must not be read now."""
+        """Raise RuntimeError if `parameter_version` is not the current version, or if fetches are not allowed."""
         if parameter_version != self.parameter_version:
             raise RuntimeError("backward after publish() or close(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a parameter of an unsharded unit was changed in place."""
+        """Raise RuntimeError if a parameter of an unsharded unit has been changed in place."""
         for unit in self._held:
             unit.check_unchanged()
 
@@ -193,7 +193,7 @@ class UnshardedUnits:
             )
 
     def _complete(self, unit: Unit, fetch: Callable[[int], FetchWork] | None = None) -> None:
-        """Complete the fetch of a unit. If `fetch` is given, start the fetch by it."""
+        """Complete the fetch of a unit. If `fetch` is given, start the fetch with it."""
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
         access = self._transport.parameters.access
         if access.transfers:
@@ -214,7 +214,7 @@ class UnshardedUnits:
             self._traffic.add_fetch(index)
 
     def _prefetch_after(self, unit: Unit) -> None:
-        """Start to fetch the units expected after this one."""
+        """Start fetching the units expected after `unit`."""
         self._predictor.record(unit)
         expected = self._predictor.predict(self._prefetch)
         for following in expected:
@@ -231,9 +231,9 @@ class UnshardedUnits:
         return FetchWork(buffer, self._thread.start(parameters.start_fetch, index, buffer))
 
     def _make_room(self, unit: Unit, num_others: int, keep: Collection[Unit] = ()) -> None:
-        """Reshard the least recently used units until at most `num_others` besides this unit are unsharded.
+        """Reshard the least recently used units until at most `num_others` besides `unit` are unsharded.
 
-        The root, units in a forward and cached units are not counted, and units in `keep` are not resharded.
+        The root, units in a forward pass and cached units are not counted, and units in `keep` are not resharded.
         """
         others = [x for x in self._held if not (x is unit or x.is_root or x.num_running_forwards or x in self.cache)]
         idle = [x for x in others if x not in keep]
@@ -261,8 +261,8 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
     """Unsharded units for collective fetches, the baseline of the benchmarks.
 
     All ranks must fetch the same units in the same order. The units therefore follow the schedule of FSDP: a unit is
-    resharded after its forward and, in the backward, when the next unit is fetched. The root unit stays unsharded until
-    the next microbatch. Nothing is prefetched or cached.
+    resharded after its forward pass and, in a backward pass, when the next unit is fetched. The root unit stays
+    unsharded until the next microbatch. Nothing is prefetched or cached.
     """
 
     tensors_stay_valid = False
@@ -273,7 +273,7 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
         self.reshard_all()
 
     def post_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward, except after a recomputation, since the backward then needs the unit."""
+        """Reshard a unit after its forward pass, except after a recomputation, since the backward pass needs it."""
         if not in_backward() and unit in self._held and not (unit.is_root or unit.num_running_forwards):
             self._reshard(unit)
 
