@@ -198,7 +198,7 @@ class ProbeReport:
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
-        """Return the problem of the trial `where` (see `Problem.where`) if it is wrong or stale data, otherwise None."""
+        """Return the problem of a trial if it is wrong or stale data, otherwise None. `where`: see `Problem.where`."""
         problem = self.problem(*where)
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
