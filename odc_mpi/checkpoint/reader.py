@@ -66,7 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Verify the files of `ranks`, except for tensor data. Return the first error message, or None without errors."""
+        """Verify the files of `ranks`, except for tensor data. Return the first error message, or None if none."""
         try:
             for rank in ranks:
                 with self._open(rank):
