@@ -39,7 +39,7 @@ class StartReport(Callback):
 
     @override
     def on_train_end(self) -> dict[str, Any]:
-        """Return `start_s`: the seconds of each phase and the `total`, each as the maximum over the ranks. Collective."""
+        """Return `start_s`: seconds of each phase and, as `total`, of all phases; maxima over the ranks. Collective."""
         times_of_ranks = self._world.gather_objects(self._start_times.seconds)
         phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}

@@ -143,8 +143,8 @@ class Job:
 
         Args:
             what: Description of the operation for messages ("... while <what>").
-            among: Ranks that take part, or None for all ranks of the job. Only with None is the collective counted in
-                the status, by which other ranks determine the late ranks.
+            among: Ranks that take part, or None for all ranks of the job. Only collectives of all ranks are counted in
+                `Status.num_collectives`.
         """
         number = 0
         if among is None and self.status is not None:

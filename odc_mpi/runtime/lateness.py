@@ -86,8 +86,8 @@ def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], no
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever in a collective if this rank closed its world.
 
-    `collective` is the number of the collective in which this rank closes its world. Ranks that are closing their
-    worlds, too, are not returned.
+    `collective` is the number of the collective in which this rank closes its world. Ranks that are also closing their
+    worlds are not returned.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 

@@ -6,7 +6,7 @@ launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
     MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. During a backward pass on a GPU, the autograd
                             thread calls MPI while the main thread waits
-    lower levels            all calls except MPI_Abort come from the main thread; models on a GPU raise an error
+    lower levels            MPI calls in other threads, except MPI_Abort, and models on a GPU raise errors
 """
 
 import re

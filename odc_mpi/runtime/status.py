@@ -145,9 +145,10 @@ class PageReader:
         self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
 
     def read(self, status: dict[int, Status | None], deadline: float) -> None:
-        """Set `status[rank]` for each key of `status` that answers before the deadline. One-sided.
+        """Set the value of each rank in `status` to its published status. One-sided.
 
-        `deadline` is a time of the monotonic clock. Reading ends earlier if no rank answers for `READ_GRACE_S` seconds.
+        Ranks that do not answer before `deadline`, a time of the monotonic clock, keep their value. Reading ends
+        earlier if no rank answers for `READ_GRACE_S` seconds.
         """
         for rank in self._completed():
             del self._incomplete[rank]  # a page of an earlier reading
@@ -264,7 +265,7 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """Request to the background thread to read the status of each key of `status`."""
+    """Request to the background thread to read the status of the ranks that are the keys of `status`."""
 
     status: dict[int, Status | None]
     deadline: float  # of the monotonic clock

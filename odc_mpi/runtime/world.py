@@ -243,7 +243,7 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores of this host divided by its number of ranks, at least 1. Collective.
+        """Return the number of cores of this host divided by its number of ranks, rounded down, at least 1. Collective.
 
         Only cores on which the ranks of this world are allowed to run are counted.
         """

@@ -110,13 +110,12 @@ def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: 
     """Context manager that runs a child in place of this process in the job. Main thread only.
 
     Yields the result of the child on rank 0, as soon as it is known. On other ranks, yields an empty result when rank 0
-    has left the block or no longer needs this process. Print the result inside the block: at the end of the block, the
-    child is killed, which may end the job.
+    no longer needs this process. At the end of the block, the child is killed, which may end the job.
 
     Args:
         command: Command of the child. The file descriptor for messages is appended as its last argument.
         deadline_s: Time limit of the child, in seconds. A child that takes longer has failed.
-        quiet_s: Time limit from one message of the child on rank 0 to the next, in seconds. After it, the child has
+        quiet_s: Maximum time between two messages of the child on rank 0, in seconds. If exceeded, the child has
             failed.
     """
     ended = threading.Event()  # by the launcher

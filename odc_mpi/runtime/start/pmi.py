@@ -67,7 +67,7 @@ def srun_advice() -> str | None:
 
 
 def srun_mpi() -> str:
-    """Return the value of srun --mpi for the MPI library, "pmix" if the library is unknown. Does not initialize MPI."""
+    """Return the value for srun --mpi with this MPI library, or "pmix" if it is unknown. Does not initialize MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
