@@ -25,8 +25,8 @@ class DeviceFindings:
 
     Attributes:
         objection: Reason not to use windows on devices at all, or None if they can be used.
-        peers: Results of operations with device memory at the origin, by kind of peer in the job.
-        reduction_objections: Reason not to use a reduction, by its name: "accumulate" or "mailbox".
+        peers: Results of operations with device memory at the origin, by kind of peer ("same_node", "other_node").
+        reduction_objections: Reasons not to use a reduction, by its name, "accumulate" or "mailbox".
     """
 
     objection: str | None
