@@ -15,14 +15,14 @@ from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint below a path. Raise `UserError` if there is none or it is damaged."""
+    """Open the newest complete checkpoint in a run directory. Raise `UserError` if there is none, or it is damaged."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line to print for each checkpoint below a path (see `checkpoint_directories`), oldest first."""
+    """Yield a line to print for each checkpoint in `path` (see `checkpoint_directories`), oldest first."""
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
@@ -35,7 +35,7 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Verify every byte of the checkpoints below a path (see `checkpoint_directories`).
+    """Verify every byte of all checkpoints in `path` (see `checkpoint_directories`).
 
     Return the lines to print, and the number of checkpoints that are damaged or could not be verified.
     """
@@ -55,7 +55,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield lines to print about the newest checkpoint below a path. Each tensor has a line, which shows its norm."""
+    """Yield the lines to print about the newest checkpoint in a run directory. Each tensor has a line with its norm."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
@@ -73,14 +73,14 @@ def show_lines(path: Path) -> Iterator[str]:
 
 
 def digest_line(path: Path) -> str:
-    """Return a line with the digest (see `compute_digest`) and the directory of the newest checkpoint below a path."""
+    """Return a line with the digest (see `compute_digest`) and the directory of the newest checkpoint in `path`."""
     with open_newest_checkpoint(path) as checkpoint:
         digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
         return f"{digest}  {checkpoint.directory}"
 
 
 def index_line(path: Path) -> str:
-    """Write index.h5 of the newest checkpoint below a path, and return a line with its path."""
+    """Write index.h5 of the newest checkpoint in a run directory. Return a line with the path of the new file."""
     with open_newest_checkpoint(path) as checkpoint:
         if error := checkpoint.check_files(range(checkpoint.manifest.size)):
             raise UserError(error)
@@ -97,7 +97,7 @@ def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    """Return the 2-norm of a tensor. The bits of fp8 values are used as integers instead of being decoded."""
+    """Return the 2-norm of a tensor. For fp8, it is the norm of the bits of the values, read as integers."""
     total = 0.0
     for block in _read_blocks(checkpoint, name):
         if checkpoint.record(name).dtype == "bfloat16":

@@ -26,7 +26,7 @@ FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
-    """Interface to the content of an exported directory: tensors, which are read one by one, and a configuration."""
+    """Source of the content of an exported directory: the configuration, and tensors, which are read one by one."""
 
     #: Name of the weight files, without number and suffix.
     stem: str = "model"
@@ -39,11 +39,11 @@ class Exporter(ABC):
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the size in bytes of each tensor if exported as `dtype`, keyed by exported name, in writing order."""
+        """Map the exported name of each tensor to its size in bytes as `dtype`, in the order of writing."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read the tensor with the exported name `name`. Floating-point weights are converted to `dtype`."""
+        """Read the tensor with the exported name `name`. Floating-point tensors are converted to `dtype`."""
 
     @abstractmethod
     def config(self, dtype: str) -> dict[str, Any]:
@@ -53,13 +53,13 @@ class Exporter(ABC):
 def export(
     checkpoint: Checkpoint, out: Path, exporter: Exporter, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Export a checkpoint to a directory for `from_pretrained` of transformers or peft, and return the file names.
+    """Export a checkpoint to a directory that `from_pretrained` of transformers or peft loads. Return the file names.
 
     Args:
-        out: Directory to create, which appears atomically with all files. It may exist if it is an empty directory.
+        out: Directory to create. It appears atomically with all files. An empty directory may already exist there.
         dtype: Name of the torch dtype of floating-point weights; by default `exporter.dtype`.
-        base: Directory that now contains the model from which the run started. Tokenizer files and generation settings
-            are read from it. The default is `model.path` of the run.
+        base: Current directory of the model from which the run started, if it is not `model.path` of the run. Tokenizer
+            files and generation settings are read from it.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or
@@ -90,13 +90,13 @@ def export(
 
 
 def read_full_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a full tensor of the model in the dtype in which it was saved. Raise `UserError` if it is damaged."""
+    """Read a full tensor of the model in the dtype in which it was saved. Raise `UserError` if the data is damaged."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a checkpoint's model. `dtype` is the name of the exported torch dtype."""
+    """Return the content of config.json for the model of a checkpoint, exported in the torch dtype named `dtype`."""
     metadata = checkpoint.manifest.metadata
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
     config.pop("use_cache", None)  # training disables the KV cache, but generation needs it

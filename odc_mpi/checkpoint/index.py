@@ -1,8 +1,8 @@
 """The index of a checkpoint, index.h5, in which other HDF5 programs find the full tensors by name.
 
-Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of the files is
-missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible, which makes
-missing data visible, and this package never reads a checkpoint through its index.
+Each tensor except scalars is a virtual data set: HDF5 assembles it from the files of the ranks on reading. If one of
+the files is missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible, so
+that missing data is visible, and this package never reads a checkpoint through its index.
 
 The size of an index grows with the number of ranks. Therefore, a checkpoint of many ranks is saved without an index.
 The command `odc-mpi checkpoint index` can write the index later.

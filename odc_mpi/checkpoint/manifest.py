@@ -54,7 +54,7 @@ class TensorRecord:
     """Record of a tensor: kind, name of the torch dtype, full shape, and the ranges in the files of the ranks.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
-    state. A range is rank, start and stop of a non-empty part of the flattened tensor. The ranges are ordered by start.
+    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are ordered and not empty.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Manifest:
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter, by state key, such as "step", then by parameter name.
+        scalars: Optimizer state with one number per parameter: `scalars["step"]["layers.0.weight"]`, for example.
         optimizer: Name of the optimizer class.
         metadata: JSON-serializable values: configuration of the run, position in the data, software versions, etc.
         files: Records of the files of all ranks and of the index, if any, keyed by file name.
@@ -111,7 +111,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Map the steps of the checkpoints in a directory to their paths, oldest first. Checkpoints may be incomplete."""
+    """Map the step of each checkpoint in a directory to its path, oldest first. Checkpoints may be incomplete."""
     if not directory.is_dir():
         return {}
     by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -127,7 +127,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `UserError` if missing or damaged, or `VersionError` for another version."""
+    """Read a checkpoint's manifest. Raise `VersionError` for another version, `UserError` if missing or damaged."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())
@@ -203,8 +203,7 @@ def _checksum(body: Mapping[str, Any]) -> int:
 def compute_digest(manifest: Manifest, read: Callable[[str, TensorRecord], Iterable[npt.NDArray]]) -> str:
     """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits.
 
-    `read` yields the elements of a tensor as arrays, in order and in the stored type. Its arguments are the path and
-    the record of the tensor.
+    `read` takes the path and the record of a tensor, and yields its elements as arrays of the stored type, in order.
     """
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):

@@ -44,7 +44,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
         """Read elements `[start, stop)` of the flattened tensor `path` as a 1D array of the stored type.
 
-        All elements are read by default. Raises `UserError` if there is no such tensor, or its data is damaged.
+        All elements are read by default. Raises `UserError` if there is no such tensor, or if the data is damaged.
         """
         record = self.record(path)
         stop = record.numel if stop is None else stop
@@ -66,7 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Verify the files of some ranks except for tensor data. Return the first error message, or None."""
+        """Verify the files of `ranks`, except for tensor data. Return the first error message, or None if none."""
         try:
             for rank in ranks:
                 with self._open(rank):
@@ -115,9 +115,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of the checkpoints below a path, oldest first. Checkpoints may be incomplete.
+    """Return the directories of the checkpoints in `path`, oldest first. Checkpoints may be incomplete.
 
-    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raises `UserError` without checkpoints.
+    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raises `UserError` if there are none.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(threading.Thread, Generic[T]):
-    """Daemon thread that runs a function. The function must report errors itself, since its exceptions are ignored."""
+    """Daemon thread that runs a function. Exceptions are ignored, so the function must report errors itself."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(name="odc_mpi-checkpoint", daemon=True)
@@ -58,7 +58,7 @@ class Saver:
 
     Args:
         directory: Directory of the checkpoints, on a file system that all nodes share.
-        token: Unique name of the run, equal on all ranks.
+        token: Name of the run, unique and equal on all ranks. It is part of the name of the hidden directory.
         keep: Number of complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
@@ -92,7 +92,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True from `start` until all ranks have reported their files as written or failed. Equal on all ranks."""
+        """True from `start` until each rank has reported that its file is written or has failed. Equal on all ranks."""
         return self._pending is not None
 
     @property
@@ -121,7 +121,7 @@ class Saver:
     def report(self) -> tuple[float, float, float]:
         """Return this rank's report for `receive_reports`: step of the checkpoint, file size in bytes, and checksum.
 
-        The step is negated if the file could not be written, and 0 while there is nothing to report.
+        The step is negative if the file could not be written, and 0 while there is nothing to report.
         """
         if self._pending is None or self._pending.writing.is_alive():
             return 0.0, 0.0, 0.0

@@ -41,7 +41,7 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Range of a flattened tensor with the full shape `shape`, to be stored as the data set `path`.
+    """Range of a flattened tensor whose full shape is `shape`, to be stored as the data set `path`.
 
     Attributes:
         values: Elements of the range in the stored type, contiguous, `[n]`.
@@ -57,7 +57,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write non-empty `entries` to a new file, and sync the file. Thread-safe; writes do not hold the lock of h5py."""
+    """Write non-empty `entries` to a new file and sync it. Thread-safe. Data is written without the lock of h5py."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -166,7 +166,7 @@ class _Stored:
 class ShardFile(AbstractContextManager["ShardFile"]):
     """The file of a rank, open for reading. The checksums of data are verified on reading.
 
-    Construction raises `UserError` if the file is missing, damaged, or differs from `expected`, the manifest's record.
+    Construction raises `UserError` if the file is missing, damaged, or differs from its record `expected`.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:

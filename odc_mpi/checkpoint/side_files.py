@@ -24,11 +24,11 @@ class SideFiles:
 
     Args:
         config: Configuration of the run.
-        base: Directory that now contains the model from which the run started ("the base"); by default `model.path`.
+        base: Current directory of the model from which the run started, the base model; by default `model.path`.
 
     Attributes:
-        tokenizer: Contents of the files to export, keyed by file name: those of the base if its tokenizer has a chat
-            template, even if the run used another template; otherwise, those that `read_tokenizer_files` returns.
+        tokenizer: Contents of the files to export, keyed by file name. They are the files of the base model if its
+            tokenizer has a chat template, even if the run used another template, and otherwise those of the run.
     """
 
     def __init__(self, config: Mapping[str, Any], base: Path | None) -> None:
@@ -46,13 +46,13 @@ class SideFiles:
         self._tokenizers = list({id(each): each for each in candidates if each is not None}.values())
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `config`, the content of config.json, with the special tokens if a tokenizer can be loaded."""
+        """Return `config`, the content of config.json, with the special tokens of the tokenizer if it can be loaded."""
         return {**config, **self._special_tokens(config, config)}
 
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of generation_config.json: that of the base, if any, with the special tokens.
+        """Return the content of generation_config.json: that of the base model, if any, with the special tokens.
 
-        `config` is the content of config.json. Raises `UserError` if the file of the base cannot be read.
+        `config` is the content of config.json. Raises `UserError` if the file of the base model cannot be read.
         """
         content = read_generation_config(self._base)
         defaults = {key: config[key] for key in _SPECIAL if config.get(key) is not None} | content
@@ -62,8 +62,8 @@ class SideFiles:
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ids of special tokens, keyed by setting.
 
-        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base. The other ids are those
-        of the tokenizer or, if it has none, those of the base, as in the Trainer of transformers.
+        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base model. The other ids are
+        those of the tokenizer or, if it has none, of the base model, as in the Trainer of transformers.
         """
         if not self._tokenizers:
             return {}
@@ -84,7 +84,7 @@ def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[s
     """Read the tokenizer files of a run with the configuration `config`. Return their contents, keyed by file name.
 
     The files are read from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
-    directory of the model, `base` or by default `model.path`. The result is empty if no location has any.
+    directory of the model (`base`, or by default `model.path`). The result is empty if there are none.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
@@ -99,7 +99,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json in a directory, or return {}. Raise `UserError` if it is not a JSON object."""
+    """Read generation_config.json. Return {} if `directory` has none. Raise `UserError` if the file is invalid."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}
@@ -113,7 +113,7 @@ def read_generation_config(directory: Path | None) -> dict[str, Any]:
 
 
 def _load(files: Mapping[str, bytes]) -> Any | None:
-    """Load a tokenizer. Return None without files, or if transformers cannot load them."""
+    """Load a tokenizer from its files. Return None if there are no files, or if transformers cannot load them."""
     try:
         return load_files(files) if files else None
     except UserError:

@@ -40,7 +40,7 @@ class _TensorRange(NamedTuple):
 class TrainingState:
     """This rank's part of the state of a model and its optimizer.
 
-    With `omit_frozen_base`, frozen parameters are omitted, because they belong to a base model.
+    If `omit_frozen_base` is True, frozen parameters are omitted, because they belong to a base model.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class TrainingState:
     def snapshot(self) -> list[ShardEntry]:
         """Copy this rank's part of the state to host memory, and return it as entries of this rank's file.
 
-        Call this after the parameters are published. The arrays of the previous result are overwritten.
+        Call this after the parameters are published. It overwrites the arrays that the previous call returned.
         """
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Map the path of each tensor to this rank's range: its start, and an array of the stored type.
+        """Map the path of each tensor to the range that this rank has: its start, and its elements in the stored type.
 
-        For tensors in host memory, the arrays are views, whose values change with the next optimizer step.
+        For tensors in host memory, the arrays are views, so their values change with the next optimizer step.
         """
         return {
             tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
@@ -193,7 +193,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless the tensors of a checkpoint have the same names, shapes and kinds as in a module."""
+    """Raise `UserError` unless a checkpoint has the tensors of a module, with the same names, shapes and kinds."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()

@@ -1,7 +1,8 @@
 """Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
 
-Only hooks marked "May be collective" communicate. The `local_values` of all callbacks are part of the all-gather that
-completes the gradients, and need no further communication (docs/ordering.md). This module does not import torch.
+Only hooks marked "May be collective" call collectives, unless all ranks are about to raise an error. The `local_values`
+of all callbacks are part of the all-gather that completes the gradients, and need no further communication
+(docs/ordering.md). This module does not import torch.
 """
 
 import math
@@ -25,8 +26,8 @@ def round_for_exact_sum(value: float, max_magnitude: float) -> float:
 
     Args:
         value: Summand to round. A non-finite value is returned unchanged.
-        max_magnitude: Upper bound of the magnitudes of all summands, above 0. The rounding unit is at most 2**-44 of
-            this bound. Sums below 2**8 times this bound are exact.
+        max_magnitude: Upper bound of the magnitudes of all summands, above 0. Summands are rounded to multiples of a
+            unit of at most 2**-44 times this bound. Sums below 2**8 times this bound are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
     return round(value / unit) * unit if math.isfinite(value) else value
@@ -39,9 +40,9 @@ class Step:
     Attributes:
         number: Number of the step, counted from 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics that callbacks add, by name. One line of ``metrics.jsonl`` has these metrics. All ranks have
-            equal metrics, except for values that depend on the clock of the rank.
-        failure: Error to raise after the `on_step_end` hooks of all callbacks, set on every rank, or None to continue.
+        metrics: Metrics that callbacks add, by name, written as one line of ``metrics.jsonl``. They are equal on all
+            ranks, except for values that depend on the clock of the rank.
+        failure: Error to raise after all callbacks have run `on_step_end`, set on every rank, or None to continue.
     """
 
     number: int
@@ -55,9 +56,9 @@ class MicrobatchResult(NamedTuple):
 
     Attributes:
         loss: Contribution of the microbatch to the loss of the minibatch.
-        began: Start time, a value of `time.perf_counter`, in seconds.
-        ended: End time, a value of `time.perf_counter`, in seconds.
-        busy_s: Duration of the microbatch, including fetches and pushes, without waits for slower ranks, in seconds.
+        began: Start time in seconds, as a value of `time.perf_counter`.
+        ended: End time in seconds, as a value of `time.perf_counter`.
+        busy_s: Duration in seconds, including fetches and pushes, but not waits for slower ranks.
     """
 
     microbatch: "Microbatch"
@@ -71,9 +72,9 @@ class Callback:
     """Base class with the hooks of the training loop. The hooks do nothing unless a subclass overrides them.
 
     Attributes:
-        gathered_names: Names of the `local_values`: the same on all ranks, and different from those of other callbacks.
+        gathered_names: Names of the `local_values`, equal on all ranks, and different from those of other callbacks.
         columns: Columns that the callback adds to the progress line on the terminal.
-        summary: Entries of ``summary.json`` that are reduced from this callback's metrics, by key.
+        summary: Entries of ``summary.json``, by key, each computed from a metric that the callback adds.
     """
 
     gathered_names: Sequence[str] = ()
@@ -85,8 +86,8 @@ class Callback:
 
         Args:
             completed_steps: Number of steps that the run completed before it was resumed; 0 for a new run.
-            metrics: Metrics before the first step, initially only `step`. If callbacks add metrics, such as those of an
-                evaluation, all are written as a line of ``metrics.jsonl``.
+            metrics: Metrics before the first step, initially only `step`. Callbacks may add metrics, such as those of
+                an evaluation. If one does, the metrics are written as a line of ``metrics.jsonl``.
         """
 
     def on_step_begin(self, step: Step) -> None:
@@ -96,17 +97,17 @@ class Callback:
         """Process the result of a microbatch. Called on the rank that ran the microbatch."""
 
     def local_values(self) -> Sequence[float]:
-        """Return this rank's values for the all-gather, one for each of `gathered_names`."""
+        """Return this rank's values, one for each of `gathered_names`. The loop gathers the values of all ranks."""
         return ()
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Process the values of all ranks before the optimizer step. The outcome must be the same on all ranks."""
+        """Process the gathered values before the optimizer step. The outcome must be the same on all ranks."""
 
     def on_step_end(self, step: Step) -> None:
-        """Process a completed step, whose updated parameters are published. May be collective."""
+        """Process a completed step, after its updated parameters are published. May be collective."""
 
     def on_train_end(self) -> Mapping[str, Any]:
-        """Finish the run and return entries of ``summary.json``. May be collective."""
+        """Finish the run, and return entries of ``summary.json``. May be collective."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -114,10 +115,10 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore this callback's state from the merged `state_dict` of all callbacks.
+        """Restore the state from `state_dict`, the merged result of the `state_dict` methods of all callbacks.
 
         Raises `UserError` if the state does not match this run.
         """
 
     def close(self) -> None:
-        """Release resources. Called at the end of every run, also if the run fails."""
+        """Release resources. Called at the end of every run, even if the run fails."""

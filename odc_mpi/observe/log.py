@@ -13,7 +13,7 @@ from odc_mpi.observe.terminal import ProgressReporter
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after the callbacks that add the metrics.
+    Must run after the callbacks that add the metrics. In a resumed run, only rank 0 includes the earlier steps.
 
     Args:
         startup_lines: Text to print before the metrics.
@@ -36,7 +36,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Log the metrics of step 0, such as those of an evaluation before training, if there are any."""
+        """Log the metrics before the first step, such as those of an evaluation, if there are any."""
         if len(metrics) > 1:
             self._log(metrics)
 
@@ -51,7 +51,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
             self._reporter.report(metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the summary (see `Summary.finish`). Rank 0 also writes and prints the summary."""
+        """Return the summary, including `fields` (see `Summary.finish`). Rank 0 also writes and prints the summary."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -41,8 +41,8 @@ class SummaryField(NamedTuple):
     Attributes:
         metric: Key of the metric in ``metrics.jsonl``.
         reduce: Reduction over the steps. `mean` weights each step by its duration. `per_step` divides the sum by the
-            number of steps. `first`, `last` and `min` ignore skipped steps. `start` is the value of step 0, the state
-            before training. The other reductions ignore step 0.
+            number of steps. `first`, `last` and `min` ignore steps whose gradients were not finite. `start` is the
+            value of step 0, the state before training. The other reductions ignore step 0.
     """
 
     metric: str
@@ -87,10 +87,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` in the directory `path` up to `step`, ordered by step.
+    """Return the lines of ``metrics.jsonl`` in the directory `path` up to and including `step`, ordered by step.
 
-    If a step has several lines, the last one is returned. Unreadable lines are skipped. The line of step 0, if there is
-    one, has the evaluation before the first step.
+    If a step has several lines, only the last one is returned. Invalid lines are skipped. A line with step 0 contains
+    the metrics of an evaluation before the first step.
     """
     lines: dict[int, dict[str, Any]] = {}
     if (path / METRICS).exists():
@@ -110,7 +110,7 @@ class Summary:
     """Reduces the metrics of all steps to the content of ``summary.json``.
 
     Args:
-        fields: Entries to reduce, by key in ``summary.json``.
+        fields: Reduced entries, by key in ``summary.json``.
         previous_lines: Lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
@@ -126,7 +126,7 @@ class Summary:
         self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of one step, including `step_s` and `skipped`, or the metrics of step 0."""
+        """Add the metrics of a step, which must include `step_s` and `skipped`, or the metrics of step 0."""
         is_start = metrics.get("step") == 0
         if not is_start:
             self._num_steps += 1
@@ -150,8 +150,8 @@ class Summary:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: Further entries. If an entry has the key of a reduced `sum`, its value replaces the sum over the
-                steps since this start, because it is more precise. The sum over earlier steps is added.
+            fields: Further entries. An entry with the key of a reduced `sum` is its value for the steps since this
+                start, and more precise than the sum of the metrics. The sum over earlier steps is added to it.
 
         Returns:
             `fields`, the reduced entries, `steps` (number of all steps), and `elapsed_s` (time since this start plus
@@ -170,7 +170,7 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` atomically. Prints a warning if the file cannot be written."""
+    """Write ``summary.json`` atomically. If the file cannot be written, print a warning."""
     write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
 """Log file of each rank for the warnings of libraries, which would otherwise interrupt the metrics on the terminal.
 
-Python warnings and log records of libraries are written to one file per rank in the directory `run.log_dir`. Repeated
-messages of a logger are written once. If `run.log_dir` is not set, warnings and records are dropped. Rank 0 also prints
-records of level ERROR and above, each on one line. Warnings of odc_mpi are printed by `errors.warn` and are not logged.
+Python warnings and log records of libraries, from level WARNING on, are written to one file per rank in the directory
+`run.log_dir`, or dropped if it is not set. Repeated messages of a logger are written once. Rank 0 also prints records
+of level ERROR and above, each on one line. Warnings of odc_mpi are printed by `errors.warn` and are not logged.
 """
 
 import logging
@@ -25,13 +25,13 @@ _SEPARATE_LOGGERS = ("transformers",)
 
 
 class RankLog:
-    """Context manager that redirects Python warnings and log records to a file.
+    """Context manager that redirects Python warnings and log records to a file. Rank 0 also prints errors.
 
     Enter the context before large libraries are imported, because imports can cause warnings. Records are kept in
-    memory until `open` is called. If the context ends before `open` is called, the records are dropped.
+    memory until `open` is called. If the context ends before that, the records are dropped.
 
     Args:
-        rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.
+        rank: Rank of this process, from the launcher's environment.
     """
 
     def __init__(self, rank: int) -> None:
@@ -92,7 +92,7 @@ def rank_header(world: "World") -> str:
 
 
 class _Once(logging.Filter):
-    """Filter that drops a message which the same logger has logged before."""
+    """Filter that drops a message if the same logger has logged it before."""
 
     def __init__(self) -> None:
         super().__init__()

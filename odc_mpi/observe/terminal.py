@@ -41,7 +41,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
     Args:
         columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
-        console: Console to print to. None: the result of `make_console()`.
+        console: Console to print to, by default `make_console()`.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
@@ -76,7 +76,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Remove the bar. May be called more than once."""
+        """Remove the bar. Idempotent."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -150,7 +150,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console for standard output, which is in terminal mode if `terminal_width` finds a terminal.
+    """Return a console for standard output. It is in terminal mode if `terminal_width` finds a terminal.
 
     If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
     enable the progress bar, because a log file cannot show a bar.
@@ -175,7 +175,7 @@ def terminal_width() -> int | None:
 
 
 def _outermost_launcher() -> int | None:
-    """Return the process id of the outermost launcher, mpiexec, among the parents of this process, or None."""
+    """Return the process id of the outermost launcher (mpiexec) among the ancestors of this process, or None."""
     pid, launcher = os.getppid(), None
     while pid > 1:
         try:
@@ -189,7 +189,7 @@ def _outermost_launcher() -> int | None:
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal to which `launcher`, or this process if None, writes; None without one."""
+    """Return the width of the terminal to which `launcher` (None: this process) writes, or None without a terminal."""
     try:
         if launcher is None:
             return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width

@@ -38,8 +38,8 @@ class ThroughputMetrics(Callback):
 
     Args:
         steps_per_epoch: Number of steps in one pass over the data.
-        flops: Cost model that returns the FLOPs of the forward and backward pass of a sequence. If `flops` is None or
-            the peak FLOP/s of the device are not known, the utilization is omitted.
+        flops: Model of the FLOPs of the forward and backward pass of a sequence. The utilization is omitted if `flops`
+            is None, or if the peak FLOP/s of the device is not known.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
@@ -51,7 +51,7 @@ class ThroughputMetrics(Callback):
         self._flops = (flops, peak * num_ranks) if flops and peak else None
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Add time and epoch to the metrics of step 0, if other callbacks have added metrics."""
+        """Add time and epoch to the metrics before the first step, if other callbacks have added metrics."""
         if len(metrics) > 1:
             metrics |= self._progress(completed_steps)
 
@@ -62,7 +62,7 @@ class ThroughputMetrics(Callback):
         return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the maximum over all ranks of each peak memory to the metrics of the step, in bytes."""
+        """Add the peak host memory and, on a GPU, the peak device memory, as maxima over all ranks in bytes."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())
 

@@ -15,9 +15,9 @@ from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
 
 class StartReport(Callback):
-    """Adds the seconds of each phase of the start, on the rank that was slowest in it, to the summary.
+    """Adds the duration of each phase of the start to the summary: the maximum over all ranks, in seconds.
 
-    Must be the first callback: what the others do in `on_train_begin`, such as an evaluation, is a phase of its own.
+    Must be the first callback: the `on_train_begin` hooks of later callbacks, such as an evaluation, are another phase.
     """
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
@@ -39,7 +39,7 @@ class StartReport(Callback):
 
     @override
     def on_train_end(self) -> dict[str, Any]:
-        """Return `start_s`: the phases, and as `total` the longest start of any rank, not their sum. Collective."""
+        """Return `start_s`: seconds of each phase and, as `total`, of all phases; maxima over the ranks. Collective."""
         times_of_ranks = self._world.gather_objects(self._start_times.seconds)
         phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}
@@ -110,8 +110,8 @@ class StepTimeMetrics(Callback):
     def on_train_end(self) -> dict[str, Any]:
         """Return wait times since this start, peak memory, cache sizes and collectives per minibatch. Collective.
 
-        Wait times are means over ranks, and include the waits for the gradient norm and for the publication of
-        parameters. Peak memory is the maximum over ranks, and cache sizes are the minimum.
+        Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
+        of parameters. Peak memory is the maximum over the ranks, and cache sizes are the minimum, in bytes.
         """
         model = self._model
         caches = model.cache_bytes
@@ -134,9 +134,9 @@ class StepTimeMetrics(Callback):
 
 
 class TrafficReport(Callback):
-    """Adds the bytes fetched and pushed per minibatch to the metrics, within and between nodes, as means over ranks.
+    """Adds bytes fetched and pushed per minibatch, within and between nodes, as means over ranks, to the metrics.
 
-    Bytes fetched during an evaluation count toward the next minibatch.
+    Bytes fetched during an evaluation are counted in the next minibatch.
     """
 
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}

@@ -1,8 +1,8 @@
 """Timeline of the last minibatches of a run in ``trace.json``: when each rank computed, fetched, pushed and waited.
 
-The clocks of nodes differ. A rank's times in a minibatch are therefore relative to the end of its previous minibatch,
-because all ranks return from the publication of the parameters at about the same time. The timelines of all ranks are
-gathered once, at the end of the run. docs/watching.md describes the content of the file.
+The clocks of nodes differ. The times of a rank in a minibatch are therefore relative to the end of its previous
+minibatch, since all ranks return from the publication of the parameters at about the same time. The timelines of all
+ranks are gathered once, at the end of the run. docs/watching.md describes the content of the file.
 """
 
 import json
@@ -33,7 +33,7 @@ NUM_BINS = 40
 class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
-    Create the callback right after the model's parameters are published: the first minibatch begins at this time.
+    Create the callback right after the model's parameters are published: the first minibatch begins at that time.
 
     Args:
         spans: Span recorder of the model.
@@ -58,7 +58,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record a step. Must be called right after the synchronization of all ranks that ends the step."""
+        """Record a step. Call this right after the synchronization of all ranks at the end of the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -69,7 +69,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines and write the file. Prints a warning if the file cannot be written. Collective."""
+        """Gather the timelines and write the file. If it cannot be written, print a warning. Collective."""
         if not self._steps:
             return {}
         if spans := self._spans.drain():  # the last checkpoint is saved after its step is recorded

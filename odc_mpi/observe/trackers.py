@@ -6,8 +6,8 @@ warning. The tags are those of the callbacks in transformers, such as `train/los
 Trackers write their files to `trackers/` in the run directory. A tracker cannot delete points. A resumed run therefore
 starts a new series, and first writes the steps before the checkpoint from ``metrics.jsonl``. Each step appears once.
 
-The trackers are those of accelerate, and do not use the network, unless environment variables of the library request
-it. A library is imported when its tracker starts, in the thread that writes.
+The trackers are those of accelerate. They do not use the network unless environment variables of their libraries
+request it. A library is imported when its tracker starts, in the thread that writes.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ class TrackerCallback(Callback):
     """Sends the metrics of every step to trackers. Must run after the callbacks that add the metrics.
 
     Args:
-        names: Names of the trackers, which are keys of `TRACKERS`. Must be empty on all ranks except 0.
+        names: Names of the trackers, keys of `TRACKERS`. Must be empty on all ranks except rank 0.
         finish_s: Maximum time to wait for the trackers at the end of the run, in seconds.
     """
 
@@ -71,7 +71,7 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Start a thread per tracker. The threads first write the steps before this start from ``metrics.jsonl``."""
+        """Start a thread per tracker. Each thread first writes the steps before this start from ``metrics.jsonl``."""
         if not self._names:
             return
         previous = [_record(line) for line in read_metrics(self._run_dir, completed_steps)]
@@ -95,7 +95,7 @@ class TrackerCallback(Callback):
 
 
 class TrackerThread:
-    """Thread that creates a tracker by calling `make`, and then writes the records in `previous` and in the queue."""
+    """Thread that creates a tracker with `make`, writes the records in `previous`, and then writes queued records."""
 
     def __init__(self, name: str, make: Callable[[], "GeneralTracker"], previous: list[LogRecord]) -> None:
         self._name, self._make = name, make
@@ -115,7 +115,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end. If the thread still runs after `timeout_s`, disable the tracker and warn."""
+        """Wait for the thread to end. If it still runs after `timeout_s` seconds, disable the tracker and warn."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -142,7 +142,7 @@ def _record(metrics: Mapping[str, Any]) -> LogRecord:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers in `metrics` by tag. The tags are those of `rewrite_logs` in transformers."""
+    """Return the finite numbers in `metrics`, keyed by the tags that `rewrite_logs` of transformers would use."""
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number
@@ -152,7 +152,7 @@ def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Initialize accelerate if `names` has trackers. Raises `UserError` if a package of a tracker is missing."""
+    """Raise `UserError` if a package of a tracker is missing. If `names` is not empty, initialize accelerate."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:
@@ -171,13 +171,13 @@ def require_tracker_packages(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
-    """Start a tracker. Call `require_tracker_packages` first.
+    """Start a tracker and return it. Call `require_tracker_packages` first.
 
     Args:
         name: Name of the tracker, a key of `TRACKERS`.
-        directory: Directory for the files of the tracker. An existing directory is removed first.
+        directory: Directory for the files of the tracker. If it exists, it is removed first.
         run_name: Display name of the run.
-        config: Settings of the run. All trackers except TensorBoard store the settings.
+        config: Settings of the run, stored by all trackers except TensorBoard.
     """
     if directory.exists():
         shutil.rmtree(directory)
@@ -193,7 +193,7 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
 
 
 def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, Any]]:
-    """Return the project and the keyword arguments for the tracker class of accelerate."""
+    """Return the project and the keyword arguments with which to construct the tracker class of accelerate."""
     match name:
         case "tensorboard":
             # The class appends the project to the directory. With purge_step, a running TensorBoard drops the points of

@@ -99,7 +99,7 @@ def _updates(run_dir: Path, num_steps: int, is_running: Callable[[], bool]) -> I
 
 
 def _block(lines: Sequence[Mapping[str, Any]], num_steps: int, shown: Sequence[ProgressColumn]) -> Table:
-    """Return a table with the progress, and for each metric the latest value, a chart, the minimum and the maximum."""
+    """Return a table with the progress and, for each metric, the latest value, a chart, the minimum and the maximum."""
     table = Table.grid(padding=(0, 2))
     step, recent = lines[-1]["step"], [line for line in lines if line["step"]][-_RECENT:]
     done = round(_NUM_BARS * step / num_steps)

@@ -36,13 +36,13 @@ def stack_key(library: str) -> dict[str, Any]:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory: `odc_mpi` in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory: `odc_mpi` in $XDG_CACHE_HOME, or in ~/.cache if the variable is not set."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report for a key, or None if it is missing, unreadable or older than `max_age_s` seconds."""
+    """Return the cached report for a key. None if it is missing, damaged or older than `max_age_s` seconds."""
     try:
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s
@@ -53,7 +53,7 @@ def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | Non
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
-    """Store a report in the cache atomically. Only this user can read it. Errors are ignored."""
+    """Store a report in the cache atomically, in a file that only this user can read. Errors are ignored."""
     content = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)

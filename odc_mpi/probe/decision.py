@@ -1,14 +1,14 @@
-"""Decision about how ranks communicate, based on the report of a probe. Does not use MPI. Equal on all ranks.
+"""Choice of how ranks communicate, based on the report of a probe. The same on all ranks. Does not use MPI.
 
-    window          shared memory on each node if it works, otherwise `Win.Allocate`
+    window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, `Win.Create`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
-    progress        a progress thread with a mailbox, or if Get, Accumulate, or Fetch_and_op to another node (for
-                    tickets) waits for a target that computes; only if MPI grants MPI_THREAD_MULTIPLE
+    progress        a progress thread if there is a mailbox, or if Get, Accumulate, or Fetch_and_op on another node does
+                    not complete while its target computes; only if MPI grants MPI_THREAD_MULTIPLE
     window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all necessary operations successfully,
                     or if there is only one rank; otherwise the host, with copies through pinned memory
 
-A setting that is not `auto` takes precedence. Every choice has a reason, which may contain a measured value.
+A setting other than `auto` takes precedence. Every choice has a reason, which may contain a measured value.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """All choices of how ranks communicate. `window_device` is None if the model computes on the host."""
+    """All choices of how ranks communicate. `window_device` is None unless the model computes on a device."""
 
     window: Choice
     zero_copy: Choice
@@ -116,13 +116,13 @@ class Decision:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices and reasons by setting as a JSON-serializable dictionary."""
+        """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
         choices: dict[str, Choice | None] = vars(self)
         return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
 
 
 def decide_collective() -> Decision:
-    """Return the decision for the baseline of benchmarks, which uses collectives instead of windows."""
+    """Return the decision for benchmarks of `comm.transport: collective`, which uses collectives instead of windows."""
     values = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
     return Decision(**{name: Choice(value, "comm.transport is collective") for name, value in values.items()})
 
@@ -140,8 +140,8 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
         on_device: True if the model computes on a device.
 
     Raises:
-        UserError: `settings` requires windows on a device, but `on_device` is False. Or `settings` requires a progress
-            thread, but the MPI library does not grant MPI_THREAD_MULTIPLE.
+        UserError: `settings.window_device` is "cuda", but `on_device` is False; or `settings.progress` is "thread", but
+            MPI does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -164,7 +164,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
     """Raise `UserError` if an operation that the decision uses delivered wrong data in the probe.
 
-    `tickets` is True if ranks claim microbatches with `Tickets`. Fetch_and_op is then checked, too.
+    `tickets` is True if ranks draw microbatches from shared counters (`Tickets`). Fetch_and_op is then checked, too.
     """
     origin = ("from_device",) if decision.windows_on_device else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
@@ -268,7 +268,7 @@ def _speeds(kind: str, peer: Peer) -> str:
 
 
 def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, reduction: str) -> Choice:
-    """Choose `progress` from `peers`, the results for the windows in use, and from the report's Fetch_and_op."""
+    """Choose `progress` from the results of Fetch_and_op in `report`, and of the other operations in `peers`."""
     granted = report.thread_level or "no answer"
     if setting == "thread" and granted != THREADS_NEEDED:
         raise UserError(

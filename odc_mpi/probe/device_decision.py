@@ -1,8 +1,8 @@
-"""Objections to windows on devices, from the results of `odc-mpi doctor`. Does not use MPI. Equal on all ranks.
+"""Objections to windows on devices, from the results of `odc-mpi doctor`. Equal on all ranks. Does not use MPI.
 
 Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has successfully
 tested all necessary operations: Get, and either Accumulate or Put (for a mailbox). Each operation must work with device
-memory at the origin and with every kind of peer. Get between devices must not be much slower than between hosts.
+memory at the origin and every kind of peer. Get between devices must not be much slower than between hosts.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class DeviceFindings:
     """Objections to windows on devices.
 
     Attributes:
-        objection: Reason not to use windows on devices at all, or None.
-        peers: Results of operations with device memory at the origin, by kind of peer in the job.
-        reduction_objections: Reasons not to use a reduction, by name of the reduction: accumulate or mailbox.
+        objection: Reason not to use windows on devices at all, or None if they can be used.
+        peers: Results of operations with device memory at the origin, by kind of peer ("same_node", "other_node").
+        reduction_objections: Reasons not to use a reduction, by its name, "accumulate" or "mailbox".
     """
 
     objection: str | None
@@ -64,7 +64,7 @@ def _window_objection(report: ProbeReport, device: DeviceWindows) -> str | None:
 
 
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Return a text with the first kind of peer with which an operation did not work, and the problem, or None."""
+    """Return the problem of an operation with the first kind of peer that had one, or None if there is none."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)

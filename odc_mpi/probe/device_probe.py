@@ -1,10 +1,10 @@
-"""The part of a probe that tries windows on devices, since MPI libraries do not report their support reliably.
+"""The part of a probe that tries windows on devices, since MPI libraries do not report reliably if they support them.
 
-All ranks create a window. One pair of ranks for each kind of peer tries Get, Put and Accumulate, with device memory and
-with host memory at the origin. Then every rank accumulates to its own window.
+All ranks create a window. One pair of ranks for each kind of peer (on the same node, on another node) tries Get, Put
+and Accumulate, with device memory and with host memory at the origin. Then every rank accumulates to its own window.
 
 An unsupported operation may crash the process or never return. Therefore, these trials run only in child processes of
-`odc-mpi doctor`. Their results are cached. Training runs only read the cache.
+`odc-mpi doctor`, which caches the results. Training runs only read the cache.
 """
 
 import ctypes
@@ -46,8 +46,8 @@ def try_device(
 
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
-        on_message: Function called on every rank before each trial with the report so far and the name of the trial:
-            "device.memory", "device.window", "ORIGIN.KIND.OPERATION" or "device.own".
+        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
+            such as "device.memory" or "from_device.same_node.get".
     """
     device.set_current()
     world.prepare_threads(device.set_current)
@@ -84,8 +84,8 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
 def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """Load the cached report of `odc-mpi doctor` for the current layout of ranks and devices. Collective.
 
-    `device` is the device of this rank. Return None if the cache has no report for this software and layout, or if the
-    report is too old.
+    `device` is the device of this rank. Returns None if the cache has no report for this software and layout, or only a
+    report that is too old.
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
@@ -114,7 +114,7 @@ def cuda_support() -> bool | None:
 
 
 def alloc_kinds() -> str | None:
-    """Return the kinds of memory that MPI supports (info key mpi_memory_alloc_kinds, MPI-4.1), or None if unknown."""
+    """Return the value of the info key mpi_memory_alloc_kinds (MPI-4.1), or None if MPI does not set the key."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
     info.Free()
@@ -122,7 +122,7 @@ def alloc_kinds() -> str | None:
 
 
 class DeviceBuffer(Buffer):
-    """A buffer in device memory, at the origin or as the memory of a window, with initial content `values`."""
+    """Buffer in device memory with the initial content `values`, for the origin or for the window of the target."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
@@ -176,6 +176,6 @@ def _try_self(world: World, device: Device) -> bool:
 
 
 def _mapped_libraries(name: str) -> list[str]:
-    """Return the paths of loaded libraries. `name` is a regular expression for the file name before ".so"."""
+    """Return the paths of the loaded libraries whose file names before ".so" match the regular expression `name`."""
     maps = Path("/proc/self/maps").read_text()
     return sorted(set(re.findall(rf"/\S*/{name}\.so[\d.]*$", maps, re.MULTILINE)))

@@ -3,8 +3,8 @@
 This process does not start MPI. Its child process takes part in the job (`probe.probe`) and sends each result
 immediately. Therefore, a report is printed even if the MPI library crashes or hangs.
 
-The results are cached for training runs with the same layout of ranks. For windows on GPUs, crashes are also cached,
-because training runs do not try such windows.
+The results are cached for training runs with the same layout of ranks. Crashes are cached only for windows on GPUs,
+which training runs do not try themselves.
 """
 
 import json
@@ -52,16 +52,16 @@ _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
 def doctor(
     as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
 ) -> int:
-    """Probe the MPI stack in child processes, and print the results on rank 0. Collective.
-
-    If a time limit is exceeded, the results so far are printed.
+    """Probe the MPI stack in child processes, and print the results on rank 0 as tables or as JSON. Collective.
 
     Args:
-        deadline_s: Time limit of the complete probe, in seconds. `DEVICE_S` is added on machines with a GPU.
+        probe: Command of the child process.
+        deadline_s: Time limit of the complete probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
+            limit is exceeded, the results so far are printed.
         operation_s: Time limit of the trial of one operation, in seconds.
 
     Returns:
-        Exit code: 0, or 1 on rank 0 if MPI did not start.
+        Exit code: 1 on rank 0 if MPI did not start, otherwise 0.
     """
     rank = launched_rank()
     if has_gpu():
@@ -87,7 +87,7 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
 
 
 def _report(result: ChildResult) -> ProbeReport:
-    """Return the last report of the child. A failure of the child is added as a problem."""
+    """Return the last report of the child. If the child failed, the failure is added as a problem."""
     report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
     doing = result.messages.get("doing", "starting MPI")
     if doing is None and result.failure is None:
@@ -161,7 +161,7 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of operations, given as pairs of name and field of `report.device`, or "" for host windows."""
+    """Return a table of `operations`: pairs of a name and a field of `report.device`, or "" for windows on the host."""
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target idle", "target busy", "GB/s"):
         table.add_column(column, justify="right")

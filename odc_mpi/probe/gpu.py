@@ -10,7 +10,7 @@ _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Return True if a device file of the NVIDIA driver or of WSL exists, so this machine probably has a GPU."""
+    """Return True if this machine probably has a GPU: a device file of the NVIDIA driver for Linux or WSL exists."""
     return any(node.exists() for node in _NODES)
 
 

@@ -16,7 +16,7 @@ COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the initial content of a window, `[num_bytes]` uint8: float32 numbers and the counter, which is 0.
+    """Return the initial content of a window, uint8 `[num_bytes]`: float32 numbers and the counter, which is 0.
 
     The numbers repeat with a period of 251, which is prime, so that memory pages differ.
     """
@@ -25,9 +25,9 @@ def pattern(num_bytes: int) -> np.ndarray:
 
 
 class Buffer:
-    """A buffer in host memory, `[n]` uint8, at the origin or as the memory of a window.
+    """Buffer in host memory, uint8 `[n]`, for the origin or for the window of the target.
 
-    The attribute `memory` is the buffer that is passed to MPI.
+    The attribute `memory` is the object that is passed to MPI.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -47,7 +47,7 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, `[n]` uint8. Operations update this
+        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Operations update this
             array. Links with the same target share it.
         allocate: Function that creates a buffer with the given initial content.
         rotation: Number of elements by which the sent values are rotated, so that links can send different values.
@@ -68,7 +68,7 @@ class ProbeLink:
 
 
 class TrialOperation:
-    """A one-sided operation with one target, which can be repeated and then checked."""
+    """A one-sided operation on one target, which can be run repeatedly and then checked."""
 
     #: Number of bytes of a small operation.
     small_bytes = 64
@@ -80,7 +80,7 @@ class TrialOperation:
         self.max_bytes = 0
 
     def run(self, num_bytes: int) -> None:
-        """Run the operation once with `num_bytes` bytes, and complete it at the target. One-sided."""
+        """Run the operation once on `num_bytes` bytes, and wait until it is complete at the target. One-sided."""
         self.max_bytes = max(self.max_bytes, num_bytes)
         self._run(num_bytes)
         self._update_expected(num_bytes)
@@ -116,7 +116,7 @@ class Get(TrialOperation):
 
 
 class Put(TrialOperation):
-    """Operation Put, which overwrites the target's window with the same numbers in another order."""
+    """Operation Put, which overwrites the target's window with its initial numbers in another order."""
 
     def _run(self, num_bytes: int) -> None:
         link = self.link
@@ -130,7 +130,7 @@ class Put(TrialOperation):
 
 
 class Accumulate(TrialOperation):
-    """Operation Accumulate, which adds integer-valued float32 numbers, small enough that every sum is exact."""
+    """Operation Accumulate of integer-valued float32 numbers that are so small that every sum is exact."""
 
     def __init__(self, link: ProbeLink) -> None:
         super().__init__(link)

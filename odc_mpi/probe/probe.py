@@ -49,7 +49,8 @@ def probe(
     """Try shared memory, windows and optionally windows on devices, and return the report. Collective.
 
     Args:
-        on_message: Function called on every rank before each trial, and at the end (see `OnMessage`).
+        on_message: Function called on every rank before each trial with the report so far and the name of the trial,
+            and at the end with the report and None.
         device: Device of this rank, on all ranks or on none. Trials of windows on devices may crash the process.
 
     Raises:
@@ -84,7 +85,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report of this stack from the cache of rank 0. If it has none, run a quick probe. Collective."""
+    """Return the report of this stack from the cache of rank 0. If there is none, run a quick probe. Collective."""
     key = report_key(world)
     cached = cache.load(key) if world.rank == 0 else None
     with world.collective("broadcasting the cached report of a probe"):
@@ -107,8 +108,7 @@ def report_key(world: World) -> dict[str, Any]:
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
     """Select a pair of ranks, origin and target, for each kind of peer in the job.
 
-    `nodes` contains the index of the node of every rank. The result is in the order of `PEER_KINDS`. It omits kinds of
-    peers that the job does not have.
+    `nodes` contains the node index of every rank. A kind of peer that the job does not have is missing from the result.
     """
     pairs = {}
     for origin, node in enumerate(nodes):
@@ -122,7 +122,7 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 
 def _free_shared_memory(world: World) -> int | None:
-    """Return the free bytes in /dev/shm on the node with the fewest, or None without /dev/shm. Collective."""
+    """Return the free bytes in /dev/shm, the minimum over all nodes, or None without /dev/shm. Collective."""
     return min((free for free in world.gather_objects(free_shm_bytes()) if free is not None), default=None)
 
 

@@ -60,7 +60,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """Measurements for each kind of peer. A field is None if no rank has such a peer, or if there are no results."""
+    """Measurements for each kind of peer. A field is None if the job has no such peers, or if there are no results."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -68,11 +68,11 @@ class Peers:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Results for windows of `Win.Allocate_shared` on all nodes.
+    """Results for windows of `Win.Allocate_shared`, combined over all nodes.
 
     Attributes:
-        readable: True if the ranks of a node can read each other's data by load instructions.
-        contiguous: True if the memory segments of the ranks of a node are contiguous.
+        readable: True if the ranks of each node can read each other's data by load instructions.
+        contiguous: True if the memory segments of the ranks of each node are contiguous.
         load_s: Time to read 64 bytes of another rank by load instructions, in seconds, including the overhead of numpy.
     """
 
@@ -90,7 +90,7 @@ class DeviceWindows:
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
         alloc_kinds: Kinds of memory that the MPI library reports as supported (MPI-4.1, `mpi_memory_alloc_kinds`).
         window: True if a window could be created.
-        own_accumulate: True if every rank could accumulate from its device to its own window.
+        own_accumulate: True if Accumulate from each rank's device to its own window worked on all ranks.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
     """
@@ -119,10 +119,10 @@ class Problem:
     """A problem in a trial. It is printed, and stored in JSON, as text.
 
     Attributes:
-        where: Name of the trial. For an operation, it consists of the kind of peer and the operation: ("same_node",
-            "put"). For windows on devices, the memory at the origin comes first: ("from_device", "same_node", "put").
-            Examples of other trials are ("device", "memory"), ("device", "window") and ("closing",).
-        detail: Time limit for `Cause.NO_ANSWER`, complete description for `Cause.OTHER`, otherwise empty.
+        where: Name of the trial, such as ("device", "window") or ("closing",). For operations, the kind of peer and the
+            operation, such as ("same_node", "put"). If the windows are on devices, the memory at the origin comes
+            first: ("from_device", "same_node", "put").
+        detail: Time limit for `Cause.NO_ANSWER`, description of the problem for `Cause.OTHER`, otherwise empty.
     """
 
     where: tuple[str, ...]
@@ -150,7 +150,7 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
-        shm_bytes: Free bytes in /dev/shm on the node with the fewest, or None without /dev/shm.
+        shm_bytes: Free bytes in /dev/shm, the minimum over all nodes, or None without /dev/shm.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
     """
@@ -168,12 +168,12 @@ class ProbeReport:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the job."""
         return sum(self.ranks_per_node)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of peers in the job."""
+        """Kinds of peers in the job: "same_node" if a node has several ranks, "other_node" with several nodes."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
@@ -182,7 +182,7 @@ class ProbeReport:
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result of the trial `where` (see `Problem.where`), and with its problem, if any."""
+        """Return a copy with the result and the problem, if any, of the trial `where` (see `Problem.where`) added."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -194,14 +194,11 @@ class ProbeReport:
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the first problem of the trial `where` (see `Problem.where`), or None if there was no problem."""
+        """Return the first problem of the trial `where` (see `Problem.where`), or None if the trial had no problem."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
-        """Return `what` of the first problem of a trial if its cause is wrong or stale data, and None otherwise.
-
-        `where` names the trial (see `Problem.where`).
-        """
+        """Return the problem of a trial if it is wrong or stale data, otherwise None. `where`: see `Problem.where`."""
         problem = self.problem(*where)
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
@@ -211,7 +208,7 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Create a report from a result of `to_dict`, also one read from JSON. Raise `ValueError` if it is invalid."""
+        """Create a report from the result of `to_dict`, or from its JSON. Raise `ValueError` if the data is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -51,7 +51,7 @@ CROWDED_S = 10e-3
 
 @dataclass(frozen=True)
 class TrialBudget:
-    """Maximum time of the trial of one operation with one kind of peer.
+    """Time limits of the trial of one operation with one kind of peer.
 
     Attributes:
         idle_s: Time for small operations while the target waits, in seconds.
@@ -75,13 +75,13 @@ Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buf
 
 
 def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window with `Win.Allocate`, as for gradients. `values` is the content on this rank. Collective."""
+    """Create a window with `Win.Allocate`, as for gradients, with the content `values` on this rank. Collective."""
     win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
     return [win], _filled(win, values)
 
 
 def allocate_shared(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window on shared memory of each node, as for parameters. `values`: see `allocate`. Collective."""
+    """Create a window on shared memory of each node, as for parameters, with the content `values`. Collective."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     memory = _filled(shared, values)
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared], memory
@@ -212,9 +212,9 @@ class Trials:
         return gb_per_s
 
     def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
-        """Return True if reads never return an old value after the target has announced a new one.
+        """Return True if no read returned an old value after the target had announced a new value.
 
-        MPI may deliver a message before the value that was written earlier can be read.
+        MPI may deliver the announcement before the value can be read, although it was written earlier.
         """
         announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
         for number in range(self._budget.num_staleness_reads):
@@ -240,7 +240,7 @@ class Trials:
             time.sleep(SLEEP_S)
 
     def _send_command(self, target: int, *, stop: bool) -> None:
-        """Command the target to wait, or to stop. Return when the target has entered MPI and received the command."""
+        """Command the target to wait, or to stop. Returns when the target has entered MPI and received the command."""
         self._world.wait(self._comm.Issend(np.array([0.0, stop, 0, 0]), target), "sending a command of a probe")
 
     def _run_target(self, origin: int) -> None:
@@ -257,7 +257,7 @@ class Trials:
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Call `sample` repeatedly for `budget_s` seconds, from 1 to `max_repeats` times, and return the results."""
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times, and return the results."""
     end = time.perf_counter() + budget_s
     samples = [sample()]
     while time.perf_counter() < end and len(samples) != max_repeats:
@@ -273,7 +273,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def compute(seconds: float) -> None:
-    """Compute for `seconds` without entering MPI. Unlike a sleep, this occupies a core that MPI threads may need."""
+    """Compute for `seconds` without entering MPI. Unlike a sleep, this keeps a core busy that MPI threads may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
     repeat_for(seconds, lambda: np.matmul(matrix, matrix, out=product))

@@ -26,7 +26,7 @@ THREAD_NAME_PREFIX = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
-    """Print a message and end all ranks of the job with MPI_Abort. A single rank can call it. Does not return."""
+    """Print a message, and end all ranks of the job with MPI_Abort. A single rank can call it. Does not return."""
     # The job must also end if standard error is closed.
     with suppress(OSError):
         sys.stdout.flush()
@@ -43,15 +43,16 @@ def abort(message: str, code: int = 1) -> NoReturn:
 
 
 def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: None) -> None:
-    """Install hooks that abort the job after an uncaught exception. Idempotent.
+    """Install exception hooks that end the job after an uncaught exception. Idempotent.
 
-    The hooks apply to the main thread and to the threads of this package. If one of these threads ended without an
-    abort, waits could hang without a deadline. Before the abort, the previous hook reports the exception. An exception
-    in another thread is only printed, as in plain Python.
+    The hooks apply to the threads of this package and, in a job of several ranks, to the main thread. If such a thread
+    ended silently, other ranks could wait for it forever. The previous hook prints the exception before the abort.
+    Exceptions in other threads are only printed, as in plain Python.
 
     Args:
-        reported_by: Function that publishes an error of this rank. It returns the lowest rank below this rank that has
-            published the same error, or None. If there is such a rank, only that rank prints a traceback.
+        reported_by: Function that publishes an exception of the main thread, given as text. It returns the lowest rank
+            below this rank that has published the same text, or None. If it returns a rank, only that rank prints a
+            traceback.
     """
     main_hook, thread_hook, pid = sys.excepthook, threading.excepthook, os.getpid()
     if getattr(thread_hook, "ends_the_job", False):

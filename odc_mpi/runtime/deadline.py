@@ -26,9 +26,9 @@ class Watchdog:
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
-        on_expiry: Function called in the watchdog thread with the description of the wait and the time waited so far,
-            in seconds. It should end the process, or extend the deadline by returning the time from now until the new
-            deadline, in seconds. If it returns 0, the watchdog thread ends.
+        on_expiry: Function called in the watchdog thread. Its arguments are the description of the wait, and the
+            duration of the wait so far in seconds. It returns the seconds by which to extend the deadline, counted from
+            now, or 0 to end the watchdog thread. It can also end the process.
         on_poll: Function called in the watchdog thread at each check, at least once per second.
     """
 
@@ -85,9 +85,9 @@ class _Wait:
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Test a condition, such as `Test` of an MPI request, until it is true, for at most `patience_s` seconds.
+    """Call `condition`, such as `Test` of an MPI request, until it returns True or `patience_s` seconds have passed.
 
-    `poll` is called after each failed test. Returns True if the condition is true, False after `patience_s`.
+    `poll` is called after each test that fails. Returns True if the condition was met, and False after `patience_s`.
     """
     start = time.perf_counter()
     while not condition():

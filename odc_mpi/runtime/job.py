@@ -1,10 +1,11 @@
 """`Job`: deadlines of all waits, the status of all ranks, and the abort of the job after an error.
 
     start      start the watchdog thread and install exception hooks; create the status window (collective)
-    waits      give each wait a deadline; if a wait exceeds it, end the job with a message that names the late ranks
+    waits      set a deadline for each wait; if a wait exceeds it, end the job with a message that names the late ranks
     finalize   abort the job if other ranks wait in a collective that this rank will not join; free the status window
 
-A process has one `Job`, which all its `World` objects share.
+The status of a rank is its current activity and the number of collectives at which it has arrived. A process has one
+`Job`, which all its `World` objects share.
 """
 
 import threading
@@ -49,8 +50,8 @@ SAME_ERROR_S = 0.5
 class Progress:
     """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
 
-    Tasks run during waits that poll (`World.wait`, `wait_collective`, `collective`), in fetches from windows, and in a
-    progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
+    Tasks run while this rank waits in `World.wait`, `wait_collective` or `collective`, while it fetches layers, and in
+    a progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
     """
 
     def __init__(self) -> None:
@@ -58,16 +59,16 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a function to call periodically. `task` returns True if it had anything to do."""
+        """Register a task: a function to call periodically. It returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
-        """Unregister a task, after waiting until no thread runs tasks. Idempotent."""
+        """Unregister a task, and wait until it is not running in another thread. Idempotent."""
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
     def run_tasks(self) -> bool:
-        """Run all tasks, unless another thread is running tasks. Return True if a task had anything to do."""
+        """Run all tasks, unless another thread is running them. Return True if a task ran and had anything to do."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
@@ -77,7 +78,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Make MPI progress with a probe, since some networks progress only in MPI calls, and return `run_tasks()`."""
+        """Call MPI_Iprobe, since some networks progress only within MPI calls, and return `run_tasks()`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -86,11 +87,11 @@ class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        limit: Name of the setting that defines `timeout_s`, for messages.
+        limit: Name of the setting that defines `timeout_s`, the maximum duration of a wait in seconds, for messages.
 
     Attributes:
-        num_models: Number of sharded models of this process that are not closed.
-        status: Status window, or None while it does not exist. Messages then do not name late ranks.
+        num_models: Number of open sharded models of this process.
+        status: Status window. None before it is created and after it is freed; messages then name no late ranks.
         watchdog: Thread that checks the deadlines of this process.
 
     Raises:
@@ -124,9 +125,9 @@ class Job:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Return a context manager that sets a deadline for an MPI operation.
+        """Return a context manager that sets a deadline for the MPI operation in its block.
 
-        Raises `UserError` if the granted thread level does not allow MPI calls from this thread.
+        Raises `UserError` if the thread level of MPI does not allow MPI calls from this thread.
         """
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
@@ -138,12 +139,12 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for the wait in a collective. Publishes that this rank has arrived, and sets a deadline.
+        """Context manager for a collective operation. Publishes that this rank has arrived, and sets a deadline.
 
         Args:
             what: Description of the operation for messages ("... while <what>").
-            among: Ranks of the collective, or None for all ranks. Only collectives of all ranks are numbered, so that
-                ranks can find late ranks.
+            among: Ranks that take part, or None for all ranks of the job. Only collectives of all ranks are counted in
+                `Status.num_collectives`.
         """
         number = 0
         if among is None and self.status is not None:
@@ -156,10 +157,10 @@ class Job:
 
     @contextmanager
     def finalizing(self) -> Iterator[Callable[[], None]]:
-        """Context manager for the last collective of all ranks, in which they close their worlds.
+        """Context manager for the last collective, in which all ranks prepare to close their worlds.
 
-        Yields a function to call periodically while waiting. The function is one-sided, and aborts the job if another
-        rank waits in a collective that this rank will not join.
+        Yields a one-sided function to call periodically in the block. It aborts the job if another rank waits in a
+        collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -222,7 +223,7 @@ class Job:
     def _extension_s(
         self, wait: PendingWait, peers: Mapping[int, Status | None], limit_s: float, extensible_s: float
     ) -> float:
-        """Return the time by which to extend a deadline, and withdraw the announced abort if it is not 0."""
+        """Return the seconds by which to extend a deadline. If not 0, withdraw the announcement of an abort."""
         extension_s = min(extensible_s, seconds_until_late(wait, peers, time.time(), limit_s))
         if extension_s and self.status:
             self.status.page.announce_abort(False)

@@ -1,10 +1,10 @@
 """Pure functions that find late ranks from the status of all ranks, and format messages about them.
 
 Collectives are numbered, since all ranks call the same collectives in the same order. A rank in a collective therefore
-waits for the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that host the shards.
+waits for the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that own the shards.
 
-In all functions, `peers` maps each other rank to its status, or to None if the rank does not answer. `now` is the
-current time in seconds since 1970.
+In all functions, `peers` maps each rank whose status was read to that status, or to None if the rank did not answer.
+`now` is the current time in seconds since 1970.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class Status:
         num_collectives: Number of collectives of all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
-        heartbeat_missing: True if the watchdog of the rank, which also runs during computation, has sent no heartbeat.
+        heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
+            watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
         published_at: Time of the last change of the activity, in seconds since 1970, by the clock of the rank.
         heartbeat_number: Counter that every write of the status increments.
     """
@@ -73,9 +74,9 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
-    """Return the seconds until a rank that delays a wait has published no new activity for `limit_s`.
+    """Return the seconds until one of the late ranks has published no new activity for `limit_s` seconds.
 
-    At most `limit_s`. 0 if this time has passed, if no rank is known to delay the wait, or if a rank did not answer.
+    Returns 0 if this is already the case, if no rank is known to be late, or if a rank did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0
@@ -85,14 +86,14 @@ def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], no
 def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
     """Return the ranks that would wait forever in a collective if this rank closed its world.
 
-    `collective` is the number of the collective in which this rank closes its world. Ranks that have begun to close
-    their world are not returned.
+    `collective` is the number of the collective in which this rank closes its world. Ranks that are also closing their
+    worlds are not returned.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Format a message with the late ranks and their last activities. `hosts` contains the host name of every rank."""
+    """Format a message with the late ranks and their last activities. `hosts` contains the host name of each rank."""
     late = late_ranks(wait, peers)
     silent = [rank for rank, status in peers.items() if status is None and wait.collective]
     lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
@@ -126,8 +127,8 @@ def mark_missing_heartbeats(
 ) -> dict[int, Status | None]:
     """Return the first of two readings of the status, with `heartbeat_missing` set.
 
-    A heartbeat is missing if `heartbeat_number` is the same in both readings. Ranks that announced an abort are not
-    marked. For a rank that answered only in the second reading, the second status is returned.
+    The flag is True for ranks with the same `heartbeat_number` in both readings, except for ranks that announced an
+    abort. If a rank answered only in the second reading, its status is taken from there.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():

@@ -4,9 +4,9 @@ mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set
 launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE. The library may grant a lower level:
 
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
-    MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. In a backward on a GPU, the autograd thread
-                            calls MPI while the main thread waits
-    lower levels            only the main thread calls MPI. MPI calls in other threads and models on a GPU raise errors
+    MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. During a backward pass on a GPU, the autograd
+                            thread calls MPI while the main thread waits
+    lower levels            MPI calls in other threads, except MPI_Abort, and models on a GPU raise errors
 """
 
 import re
@@ -22,7 +22,7 @@ _THREAD_LEVELS = {
 
 
 def library_name(version: str) -> str:
-    """Shorten the result of MPI_Get_library_version to name and version number, such as "Open MPI v5.0.11"."""
+    """Shorten the result of MPI_Get_library_version to the name and version number, such as "Open MPI v5.0.11"."""
     words = re.sub(r"(?i)^MPI VERSION\s*:|\bversion\b\s*:?|,", " ", version.split("\n")[0]).split()
     end = next((i for i, word in enumerate(words) if re.match(r"v?\d", word)), len(words) - 1)
     return " ".join(words[: end + 1])
@@ -53,5 +53,5 @@ def has_thread_multiple() -> bool:
 
 
 def has_thread_serialized() -> bool:
-    """Return True if every thread may call MPI, either concurrently or only one thread at a time."""
+    """Return True if every thread may call MPI, at least if no two threads do so concurrently."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

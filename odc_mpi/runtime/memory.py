@@ -1,4 +1,4 @@
-"""Available host memory, and shared memory in /dev/shm, which MPI libraries use for windows in host memory."""
+"""Available host memory, and the files in /dev/shm in which MPI libraries allocate windows."""
 
 import re
 import resource
@@ -19,9 +19,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the available host memory in bytes, within the limits of the control groups of this process.
+    """Return the available host memory in bytes, within the limits of the Linux control groups of this process.
 
-    Limits that cannot be read are ignored, for example on systems other than Linux.
+    Limits that cannot be read are ignored. On systems other than Linux, the result is `sys.maxsize`.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
@@ -82,11 +82,11 @@ def free_shm_bytes() -> int | None:
 
 
 def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
-    """Raise `UserError` if the memory or /dev/shm of this node is too small for the windows of its ranks.
+    """Raise `UserError` if this node has too little free memory, or space in /dev/shm, for the windows of its ranks.
 
     Args:
-        num_bytes: Total size of the windows of all ranks of the node, in bytes.
-        what: Description of the windows for the message ("... as room for <what>").
+        num_bytes: Total size of the windows of all `local_size` ranks of the node, in bytes.
+        what: Description of the windows for the message, such as "the parameter and gradient windows".
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
     available = available_bytes()
@@ -105,9 +105,9 @@ def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
 
 
 def startup_shm_names() -> set[str]:
-    """Return the paths of the files in /dev/shm that the MPI library created in MPI_Init and this rank has mapped.
+    """Return the paths of the files in /dev/shm that the MPI library created in MPI_Init and mapped into this process.
 
-    The files are named mpich_shm_* (MPICH) or sm_segment.* (Open MPI). The memory of windows has no file names.
+    The files are named mpich_shm_* (MPICH) or sm_segment.* (Open MPI). Files of windows are not included.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -117,7 +117,7 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Unlink shared memory files, ignoring errors. Every rank of the node must have mapped the files.
+    """Unlink shared memory files, ignoring errors. Every rank of the node must have mapped the files before.
 
     MPI libraries unlink their files only in MPI_Finalize. A killed or aborted job would leave megabytes in /dev/shm.
     """

@@ -24,7 +24,7 @@ def gc_paused() -> Iterator[None]:
     """Context manager for imports that pauses garbage collection, and exempts imported objects from it (`gc.freeze`).
 
     torch and transformers create half a million permanent objects. Garbage collection would take a third of the time of
-    the import. Each later full collection would take 0.2 s, at a different time on every rank.
+    the import, and each full collection later would take 0.2 s, at a different time on every rank.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -39,7 +39,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Context manager for imports that start MPI. It sets a time limit for the start.
+    """Context manager for imports that start MPI. Ends the process if the start exceeds its time limit (`start_limit`).
 
     Raises:
         UserError: There is no MPI library, or it does not support the launcher.
@@ -60,7 +60,7 @@ def mpi_startup() -> Iterator[None]:
 
 
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
-    """Run a function on all ranks, close the world, and return the exit code for `odc_mpi.cli.main`. Collective.
+    """Call `work` on all ranks, close the world, and return the exit code of the process. Collective.
 
     After a `UserError` that other ranks may not have raised, and after an interrupt, the whole job is aborted. After an
     error that all ranks raise, rank 0 prints the error, and the world closes when the program ends.
@@ -88,9 +88,9 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
 def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Print that the run stopped as requested, and return the exit code.
 
-    The exit code is 75, but a launcher that ends all ranks at the first nonzero exit code would kill slower ranks and
-    return their exit codes. If ODC_MPI_STOPPED_FILE is set to a path, rank 0 creates that file and the exit code is 0,
-    unless rank 0 cannot write the file.
+    The exit code is 75. Some launchers end all ranks at the first nonzero exit code, and would kill slower ranks. For
+    them, set ODC_MPI_STOPPED_FILE to a path: rank 0 creates that file, and the exit code is 0. If rank 0 cannot write
+    the file, it returns 75.
     """
     path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:

@@ -1,10 +1,10 @@
 """Status of all ranks, in a window. Ranks read it after a missed deadline, after an error, and when they finalize.
 
 Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
-with MPI_Rget. In a large job each rank reads a limited number of pages, except for a few ranks that read all pages
-(`runtime.job`). Within a node, ranks can read the page of a rank that computes or is stopped. Over a network without
-one-sided hardware, a page can be read only while its rank is in MPI. A background thread of each rank therefore enters
-MPI periodically. A stopped rank does not answer over such a network.
+with MPI_Rget. In a large job, most ranks read only some of the pages (`nearby_ranks`). Within a node, the page of a
+rank can be read even if the rank computes or is stopped. Over a network without one-sided hardware, a page can be read
+only while its rank is in an MPI call. A background thread of each rank therefore calls MPI periodically. A stopped rank
+does not answer over such a network.
 
 Note: torn pages
     A page has two slots (halves), each with a number and a checksum. Slots are written alternately. A reader uses the
@@ -47,7 +47,7 @@ NUM_FIRST_RANKS = 8
 
 
 class StatusPage:
-    """Status page of this rank, stored in `memory`, `[PAGE_BYTES]`. Thread-safe.
+    """Status page of this rank in `memory`, uint8 `[PAGE_BYTES]`. Thread-safe.
 
     The attributes have the same meaning as those of `Status`. A changed attribute is published with the next write.
     """
@@ -76,7 +76,7 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
-        """Publish whether this rank is about to abort the job. The published activity is kept."""
+        """Publish that this rank is about to abort the job, or with False that it is not. The activity is kept."""
         with self._lock:
             self.aborting = aborting
             self._store()
@@ -87,7 +87,7 @@ class StatusPage:
             self._store()
 
     def detach(self) -> None:
-        """Detach the page from the window memory. Other ranks do not see later writes."""
+        """Detach the page from the window memory. Later writes are not visible to other ranks."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
 
@@ -102,7 +102,7 @@ class StatusPage:
 
 
 def read_page(page: bytes) -> Status | None:
-    """Decode the status in a page. Return None if both slots are invalid because they changed during the read."""
+    """Decode the status in a page. Return None if both slots are invalid because they changed while they were read."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.heartbeat_number, default=None)
 
@@ -126,14 +126,14 @@ def _read_slot(slot: bytes) -> Status | None:
 
 
 def nearby_ranks(rank: int, size: int) -> list[int]:
-    """Return the ranks whose status a rank reads if it does not need that of all ranks (`StatusWindow.nearby`)."""
+    """Return up to 64 other ranks whose status `rank` reads: the first 8, and the next lower ranks, cyclically."""
     first = range(min(NUM_FIRST_RANKS, size))
     below = ((rank - distance) % size for distance in range(1, size))
     return [other for other in dict.fromkeys([*first, *below]) if other != rank][:MAX_REQUESTS]
 
 
 class PageReader:
-    """Reads pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
+    """Reader of the pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
 
     Args:
         start: Function that starts to read the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
@@ -145,9 +145,10 @@ class PageReader:
         self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
 
     def read(self, status: dict[int, Status | None], deadline: float) -> None:
-        """Set `status[rank]` for each rank in `status` that answers before the deadline. One-sided.
+        """Set the value of each rank in `status` to its published status. One-sided.
 
-        `deadline` is a time of the monotonic clock. The reading ends earlier if no rank answers for `READ_GRACE_S`.
+        Ranks that do not answer before `deadline`, a time of the monotonic clock, keep their value. Reading ends
+        earlier if no rank answers for `READ_GRACE_S` seconds.
         """
         for rank in self._completed():
             del self._incomplete[rank]  # a page of an earlier reading
@@ -176,12 +177,11 @@ class StatusWindow:
     """Window with the status pages of all ranks. Construction is collective.
 
     Attributes:
-        memory_model: Memory model of this window, which is the same for all windows of the library.
+        memory_model: Memory model of this window. All windows of an MPI library have the same memory model.
         prepare: Function that the background thread calls before it calls MPI.
-        background_progress: True if the background thread enters MPI periodically, so that other ranks can read the
-            page over any network.
-        nearby: The first ranks, and the ranks below this rank, cyclically: at most `MAX_REQUESTS` ranks. A rank that
-            does not need the status of all other ranks reads only these.
+        background_progress: True if the background thread calls MPI periodically, so that other ranks can read the page
+            over any network.
+        nearby: Ranks that this rank reads if the status of a few ranks is enough (`nearby_ranks`).
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -213,7 +213,7 @@ class StatusWindow:
         comm.Barrier()
 
     def read(self, ranks: Iterable[int]) -> dict[int, Status | None]:
-        """Read the status of other ranks. One-sided. The status is None if a rank does not answer in time.
+        """Return the status of each of the given ranks, or None for a rank that does not answer in time. One-sided.
 
         Without MPI_THREAD_MULTIPLE, the status of every rank is None.
         """
@@ -265,7 +265,7 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """A request to the background thread to read the status of each rank into `status`."""
+    """Request to the background thread to read the status of the ranks that are the keys of `status`."""
 
     status: dict[int, Status | None]
     deadline: float  # of the monotonic clock

@@ -7,12 +7,12 @@ from typing import TextIO
 
 
 class Output(io.FileIO):
-    """Raw file for the descriptor of a standard stream. It discards the first write that fails, and all later writes.
+    """Raw file for the descriptor of a standard stream. After the first write that fails, all output is discarded.
 
     A full disk therefore does not end a training run. A closed pipe still raises `BrokenPipeError`.
 
     Attributes:
-        error: First error other than `BrokenPipeError`. None if there was no error.
+        error: Error of the first write that failed, None if there was none. A `BrokenPipeError` is not stored.
     """
 
     error: OSError | None = None
@@ -32,8 +32,8 @@ class Output(io.FileIO):
 def open_standard_streams() -> Output:
     """Replace `sys.stdout` and `sys.stderr` by streams over `Output`, and return the `Output` of standard output.
 
-    Characters that the encoding lacks are written as escape sequences. A closed stream is replaced by the null device.
-    Otherwise, the next file that is opened would become this stream.
+    Characters that the encoding lacks are written as escape sequences. A closed descriptor is opened on the null
+    device. Otherwise, the next file that is opened would become the standard stream.
     """
     for descriptor in range(3):
         try:

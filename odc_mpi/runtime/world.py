@@ -50,10 +50,10 @@ class World(AbstractContextManager["World"]):
     Args:
         comm: Communicator to duplicate. By default, it contains all ranks of the job.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
-            error.
+            error. The limit is up to ten times higher while the late ranks publish new activities. Not used with `job`.
         limit: Name of the setting that defines `timeout_s`, for messages.
-        job: Existing `Job` of this process, for a subset of the ranks. By default, a new `Job` is created, which ends
-            when this world closes.
+        job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
+            created, which ends when this world closes.
 
     Raises:
         UserError: `timeout_s` is less than 1, or the launcher and the MPI library are not compatible.
@@ -67,10 +67,9 @@ class World(AbstractContextManager["World"]):
             every rank as a separate node (MPIR_CVAR_NOLOCAL).
         host_size: Number of ranks on this host.
         node: Index of this node. Nodes are sorted by their lowest rank.
-        num_nodes: Number of nodes.
         hosts: Host name of every rank.
         layout: Host name and number of ranks of each node.
-        node_ranks: Ranks of the processes on this node, in the order of their local ranks.
+        node_ranks: Ranks on this node, in the order of `local_rank`.
         comm: Communicator of this world, a duplicate of the argument `comm`.
         node_comm: Communicator of the ranks on this node.
         job: Deadlines, status and progress tasks of this process, shared by all its worlds.
@@ -110,7 +109,7 @@ class World(AbstractContextManager["World"]):
     def split(self, by: str | int) -> "World":
         """Return a new world of some of these ranks. Collective unless `by` is "self".
 
-        The new world has the same timeout, and closes when this world closes.
+        The new world has the same timeout as this world, and closes when this world closes.
 
         Args:
             by: "node" for the ranks on this node, "self" for this rank only, or a number for the ranks that pass the
@@ -142,7 +141,7 @@ class World(AbstractContextManager["World"]):
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, which other ranks print if they wait too long for this rank.
+        """Publish the activity of this rank, for the error message of a rank that times out waiting for this rank.
 
         Takes a few microseconds and does not communicate. Thread-safe.
 
@@ -155,16 +154,16 @@ class World(AbstractContextManager["World"]):
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Set a function that background threads call before they call MPI, such as `Device.set_current`.
 
-        A progress thread uses the function that was set when the thread started.
+        A progress thread that is already running continues to use the previous function.
         """
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Context manager in which the background thread does not enter MPI, for measurements of one-sidedness.
+        """Context manager in which the background thread does not call MPI, for measurements of one-sided progress.
 
-        Otherwise, the thread enters MPI twice a second for some milliseconds, so that other ranks can read the status.
+        Otherwise, the thread calls MPI twice per second for some milliseconds, so that other ranks can read the status.
         """
         status = self.job.status
         assert status is not None
@@ -175,10 +174,10 @@ class World(AbstractContextManager["World"]):
             status.background_progress = True
 
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
-        """Return a context manager that ends the job with an error message if the enclosed wait exceeds `timeout_s`.
+        """Return a context manager that ends the job with an error message if its block takes longer than `timeout_s`.
 
-        Does not communicate. `owners` are the ranks whose memory the operation accesses. Without owners, any rank may
-        cause a delay.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses, and which may delay it. By
+        default, any rank may delay the operation.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -188,7 +187,7 @@ class World(AbstractContextManager["World"]):
     def collective(self, what: str) -> Iterator[None]:
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
-        All ranks must use it for the same operations in the same order. Ranks that have entered fewer operations are
+        All ranks must enter the same operations in the same order. Ranks that have entered fewer operations are
         reported as late. On entry, the ranks synchronize by polling. Without this, a rank could spin in the operation
         on a core that a late rank needs.
         """
@@ -197,7 +196,7 @@ class World(AbstractContextManager["World"]):
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking operation within the deadline, and run the `progress` tasks while waiting.
+        """Wait for a non-blocking operation until the deadline, and run the `progress` tasks while waiting.
 
         Unlike a blocking MPI call, this method does not spin. With more ranks than cores, spinning would delay ranks
         that compute. Use `wait_collective` for a collective operation.
@@ -211,10 +210,10 @@ class World(AbstractContextManager["World"]):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank and return its result. Collective. Raises on all ranks if it fails on any rank.
+        """Call a function on every rank, and return its result on this rank. Collective.
 
-        The function must not communicate. If it raises `UserError` or `OSError` on one or more ranks, all ranks raise
-        `AllRanksUserError` with the message of the lowest of these ranks.
+        If the function raises `UserError`, or `OSError` about a file, on some ranks, all ranks raise
+        `AllRanksUserError` with the message of the lowest of these ranks. The function must not communicate.
         """
         result, error = None, None
         try:
@@ -233,8 +232,8 @@ class World(AbstractContextManager["World"]):
     def require_same(self, value: str, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
 
-        The message contains the first line that differs. `what` names the value. Only digests are gathered. If two
-        digests differ, these two values are broadcast.
+        The message contains the name of the value, `what`, and the first line that differs. Only digests of the values
+        are communicated, unless they differ.
         """
         digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -250,9 +249,9 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores per rank on this host, at least 1. Collective.
+        """Return the number of cores of this host divided by its number of ranks, rounded down, at least 1. Collective.
 
-        Only cores on which the ranks of this world may run are counted.
+        Only cores on which the ranks of this world are allowed to run are counted.
         """
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
@@ -279,11 +278,11 @@ class World(AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its ranks' windows. Collective.
+        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its windows. Collective.
 
         Args:
             num_bytes: Size of the windows of this rank, in bytes.
-            what: Description of the windows for the message ("... as room for <what>").
+            what: Description of the windows for the message, such as "the work queue".
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):
@@ -320,9 +319,9 @@ class World(AbstractContextManager["World"]):
             self.close()
 
     def _finalize(self, pid: int) -> None:
-        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs after this.
+        """Close the world when the program ends, and set a time limit for MPI_Finalize, which runs later.
 
-        Do nothing in a forked child of process `pid`.
+        Does nothing in a child forked from process `pid`.
         """
         if os.getpid() == pid:
             try:

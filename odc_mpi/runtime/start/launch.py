@@ -7,7 +7,7 @@
 Launchers end all ranks when one of their processes dies; MPICH sends SIGKILL. Therefore, a parent
 
 - keeps running after a crash of its child until rank 0 has printed the result,
-- does not forward the child's requests to abort the job to the launcher (PMI of MPICH and Slurm; impossible with PMIx),
+- does not forward the child's requests to abort the job to the launcher (only possible with PMI, not with PMIx),
 - reports the crash to the parent of rank 0 through a socket, if both are on the same node.
 """
 
@@ -57,7 +57,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Return the rank of this process from environment variables, or 0 without a launcher. Does not initialize MPI."""
+    """Return the rank that the launcher assigned to this process, or 0 without a launcher. Does not initialize MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
     ranks = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
@@ -68,8 +68,8 @@ class ChildResult:
     """Result of a child process.
 
     Attributes:
-        messages: Last message of the child. Empty if the child sent no message.
-        failure: Failure of the child, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
+        messages: Last message of the child, a dictionary. Empty if the child sent no message.
+        failure: Reason of a failure, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
             `ENDED_BY_LAUNCHER`, or None if the child did not fail.
         output_tail: Last lines of the standard output and error of a failed child.
     """
@@ -80,14 +80,14 @@ class ChildResult:
 
 
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
-    """Run the main function of a child that `run_in_child` started.
+    """Run the main function of a child process that `run_in_child` started.
 
     An exception ends only this process. MPI_Abort is not called, since it would also end the parents, which print the
     result.
 
     Args:
-        main: Function with two arguments: the command line arguments, and a function that sends a message to the
-            parent. Ranks other than 0 send no messages.
+        main: Function with two arguments: the command line arguments, and a function that sends a message to the parent
+            on rank 0, and does nothing on other ranks.
     """
     *arguments, descriptor = sys.argv[1:]
     try:
@@ -107,16 +107,15 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
 
 @contextmanager
 def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[ChildResult]:
-    """Context manager that runs a child in place of this process in the job, and yields the result of the child.
+    """Context manager that runs a child in place of this process in the job. Main thread only.
 
-    Print the result inside the block. After the block the child is killed, which may end the job.
+    Yields the result of the child on rank 0, as soon as it is known. On other ranks, yields an empty result when rank 0
+    no longer needs this process. At the end of the block, the child is killed, which may end the job.
 
     Args:
         command: Command of the child. The file descriptor for messages is appended as its last argument.
-        rank: Rank of this process. On rank 0 the block begins when the result is known, on other ranks when this
-            process is no longer needed.
-        deadline_s: Maximum duration of the child, in seconds. A child that takes longer counts as failed.
-        quiet_s: Maximum time between two messages on rank 0, in seconds. After longer silence the child counts as
+        deadline_s: Time limit of the child, in seconds. A child that takes longer has failed.
+        quiet_s: Maximum time between two messages of the child on rank 0, in seconds. If exceeded, the child has
             failed.
     """
     ended = threading.Event()  # by the launcher
@@ -243,7 +242,7 @@ class _Child:
 
 
 class _CrashReports:
-    """Socket by which parents report a crash to the parent of rank 0 on the same node."""
+    """Socket through which the parents on a node report crashes to the parent of rank 0."""
 
     def __init__(self, rank: int) -> None:
         # The process id of the launcher identifies the job. The zero byte makes it an abstract name, without a file.

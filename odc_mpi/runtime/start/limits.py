@@ -19,7 +19,7 @@ END_S = 10.0
 
 @contextmanager
 def start_limit() -> Iterator[None]:
-    """Context manager that ends this process if the enclosed start of MPI exceeds its time limit. Main thread only."""
+    """Context manager that ends this process if its block, which starts MPI, takes too long. Main thread only."""
     before = _arm(_start_s())
     try:
         yield
@@ -29,7 +29,7 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """In the main thread, set a timer that ends this process after `seconds` seconds, or after `END_S` if longer."""
+    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S` (10 seconds)."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 

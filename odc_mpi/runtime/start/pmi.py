@@ -51,8 +51,7 @@ def check_before_start() -> None:
 def check_launcher(library: str, size: int) -> None:
     """Raise `UserError` if the launcher started several processes, but the MPI library sees only this one.
 
-    Args:
-        library: Name and version of the MPI library, for the message.
+    `library` is the name and version of the MPI library, and `size` the number of ranks in MPI_COMM_WORLD.
     """
     variable, started = _started()
     if started > 1 and size == 1:
@@ -62,13 +61,13 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def srun_advice() -> str | None:
-    """Return advice about the srun option --mpi after a failed start of MPI, or None outside of a Slurm job."""
+    """Return advice on the srun option --mpi, for the message of a failed start of MPI. None outside of a Slurm job."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None
 
 
 def srun_mpi() -> str:
-    """Return the value of the srun option --mpi for the installed MPI library. Does not initialize MPI."""
+    """Return the value for srun --mpi with this MPI library, or "pmix" if it is unknown. Does not initialize MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -98,10 +97,10 @@ def _is_slurm() -> bool:
 
 
 class PmiRelay:
-    """Relay of messages between a child and a PMI launcher. Does nothing under other launchers.
+    """Relay of messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
 
-    Requests of the child to abort the job are not forwarded. In both versions of PMI, each message arrives in one read
-    and is answered before the next message is sent.
+    Requests of the child to abort the job are not forwarded. In PMI 1 and PMI 2, each message arrives in one read and
+    is answered before the next message is sent.
 
     Attributes:
         abort_requested: True if the child has requested to abort the job.
@@ -120,7 +119,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start to forward messages. Call it after the child has inherited its end of the connection."""
+        """Start to forward messages. Call it after the child process has been started."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -128,9 +127,9 @@ class PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """Close the PMI connection if the child left it open. Otherwise, the launcher would report a failure.
+        """Close the PMI connection if the child has left it open. Otherwise, the launcher would report a failure.
 
-        `rank` is the rank of this process. If parents run on several nodes, rank 0 asks the launcher to end the job.
+        `rank` is the rank of this process. In a job on several nodes, rank 0 asks the launcher to end the job instead.
         """
         if not self._is_open:
             return

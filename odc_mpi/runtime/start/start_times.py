@@ -13,10 +13,10 @@ class StartTimes:
     """Stopwatch for the phases of a start.
 
     Args:
-        began: Start of the first phase, a value of `time.perf_counter`.
+        began: Start of the first phase, as a value of `time.perf_counter`.
 
     Attributes:
-        seconds: Seconds of each phase so far.
+        seconds: Duration of each phase so far, in seconds, by its name in `PHASES`.
     """
 
     def __init__(self, began: float) -> None:
@@ -24,7 +24,7 @@ class StartTimes:
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """End `phase`: add the time since the last `end`, except the seconds of `parts`, which other phases receive."""
+        """Add the time since the last call to `phase`. The seconds in `parts` are added to other phases instead."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
@@ -33,7 +33,7 @@ class StartTimes:
 
 
 def process_start() -> float:
-    """Return the start time of this process on the clock of `time.perf_counter`, accurate to 10 ms."""
+    """Return the start time of this process by the clock of `time.perf_counter`, accurate to 10 ms on Linux."""
     now = time.perf_counter()
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
