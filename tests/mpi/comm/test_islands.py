@@ -97,7 +97,7 @@ def layout_of(numel, world, islands):
 
 
 class Repeated(nn.Module):
-    """Uses two blocks twice, once in a checkpoint, which runs them again in the backward, and one outside of its forward."""
+    """Uses two blocks twice, once in a checkpoint that runs them again in the backward, and one outside of its forward."""
 
     def __init__(self, reentrant):
         super().__init__()
