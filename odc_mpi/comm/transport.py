@@ -257,7 +257,6 @@ class Exchange(ShardStorage, ABC):
         """Announce that this rank pushes no more gradients of some arrays in this minibatch. One-sided.
 
         Arrays that all ranks of the island have finished are pushed to their owners. The flush finishes the others.
-        Raises RuntimeError if an array was finished before.
         """
 
     @abstractmethod

@@ -68,6 +68,8 @@ class GradientPusher:
     ) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
+        # Arrays that this rank has finished (`Exchange.finish`), and the handle of the last call.
+        self._finished: set[int] = set()
         self._finishing = Work()
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
         self._spans = spans or SpanRecorder()
@@ -88,6 +90,7 @@ class GradientPusher:
         self.is_last_backward = False
         self.gradient_format.start()
         self.parameters_with_gradient = set()
+        self._finished.clear()
 
     def push(
         self,
@@ -124,6 +127,7 @@ class GradientPusher:
                 self._push_accumulated(index)
         if is_last_forward and self.is_last_backward and self._exchange and self._thread:
             complete = [index for index in unit.indices if index not in self._accumulated]
+            self._finished.update(complete)
             self._finishing = self._thread.start(self._exchange.finish, complete)
 
     def finish(self) -> None:
@@ -168,6 +172,11 @@ class GradientPusher:
         return flat
 
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
+        if index in self._finished:
+            raise RuntimeError(
+                "expected no backward after that announced by set_is_last_backward(), got gradients of array "
+                f"{index} that are too late for other islands"
+            )
         push = self._store.push
         with self._spans.span("accumulate"):
             self._store.record_event(flat)

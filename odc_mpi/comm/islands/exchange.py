@@ -96,10 +96,7 @@ class IslandExchange(Exchange):
 
     @override
     def finish(self, indices: Iterable[int]) -> Work:
-        finished = [index for index in indices if index not in self._finished and index in self.trainable_numels]
-        if self._finished.intersection(indices):
-            raise RuntimeError("a gradient was pushed after the last backward of the minibatch")
-        self._finish(finished)
+        self._finish([index for index in indices if index in self.trainable_numels and index not in self._finished])
         return Work()
 
     @override

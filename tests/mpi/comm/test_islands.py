@@ -84,8 +84,6 @@ def test_an_array_that_an_island_has_finished_reaches_its_owners_before_the_othe
         finished, other = (transport.gradient_shard(index).clone() for index in (1, 0))
         world.gather_objects(None)
         assert (finished[:numel] == number * world.size).all() and not other.any()
-        with pytest.raises(RuntimeError, match="after the last backward"):
-            transport.exchange.finish([1])
         transport.complete_gradients(torch.zeros(1).numpy())
         for index in range(2):
             transport.gradient_shard(index).zero_()
@@ -97,7 +95,7 @@ def layout_of(numel, world, islands):
 
 
 class Repeated(nn.Module):
-    """Uses two blocks twice, once in a checkpoint that runs them again in the backward, and one outside of its forward."""
+    """Uses two blocks twice, once in a checkpoint that runs them again in the backward, and a weight by itself."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -127,12 +125,13 @@ def test_units_that_are_used_several_times_give_the_sums_of_plain_torch(
     )
     model.cache_bytes = CacheBytes(0, 1 << 20)
     for step in range(3):
-        inputs = torch.randn(world.size, 2, 3, 16, generator=torch.Generator().manual_seed(step)).double()
+        count = 1 + step % 2
+        inputs = torch.randn(world.size, count, 3, 16, generator=torch.Generator().manual_seed(step)).double()
         plain.zero_grad()
         plain(inputs.flatten(0, 2)).square().sum().backward()
         with model.minibatch():
-            for microbatch in range(2):
-                if microbatch == 1:
+            for microbatch in range(count):
+                if microbatch == count - 1:
                     model.set_is_last_backward()
                     time.sleep(0.02 * (world.rank == step % world.size))
                 model(inputs[world.rank, microbatch]).square().sum().backward()
@@ -144,6 +143,18 @@ def test_units_that_are_used_several_times_give_the_sums_of_plain_torch(
             torch.testing.assert_close(own.grad, wanted, rtol=1e-10, atol=1e-10)
         model.publish()
     model.close()
+
+
+def test_a_backward_after_the_last_one_is_refused(world, islands):
+    model = ShardedModel(Block(), window_transport(world, islands=islands), prefetch=1)
+    message = "expected no backward after that announced by set_is_last_backward"
+    with pytest.raises(RuntimeError, match=message), model.minibatch():
+        model.set_is_last_backward()
+        for _ in range(2):
+            model(torch.randn(2, 16)).sum().backward()
+    world.gather_objects(None)
+    with pytest.raises(RuntimeError):
+        model.publish()
 
 
 def test_each_element_has_one_owner(world):
