@@ -69,15 +69,11 @@ class UnitForwards:
     """Tracker of the forwards of units that are in progress, and of those without a backward.
 
     Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
-
-    Args:
-        recomputes: True if activation checkpointing runs forwards again in a backward.
     """
 
-    def __init__(self, unsharded: UnshardedUnits, push: Push, *, recomputes: bool = False) -> None:
+    def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
         self._unsharded = unsharded
         self._push = push
-        self._recomputes = recomputes
         # Number of the nodes of each unit without a backward, for the current version of the parameters.
         self._pending: Counter[Unit] = Counter()
         self._version = 0
@@ -90,14 +86,19 @@ class UnitForwards:
         return self._unsharded.reshard_forbidden
 
     @contextmanager
-    def run(self, unit: Unit) -> Iterator[None]:
-        """Context manager for a forward pass of a unit. The first use of a parameter in the pass fetches the unit."""
-        outer = self._current.get(unit)
+    def run(self, unit: Unit, *, is_recomputation: bool = False) -> Iterator[None]:
+        """Context manager for a forward pass of a unit. The first use of a parameter in the pass fetches the unit.
+
+        `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes have no backward.
+        """
+        outer, num_pending = self._current.get(unit), self._pending[unit]
         with unit.in_use():
             self._current[unit] = {}
             try:
                 yield
             finally:
+                if is_recomputation:
+                    self._pending[unit] = num_pending
                 # Dropped, because the tensors keep the fetch buffer alive.
                 if outer is None:
                     del self._current[unit]
@@ -143,7 +144,7 @@ class UnitForwards:
         if self._version != version:
             self._pending.clear()
             self._version = version
-        if torch.is_grad_enabled() and not (self._recomputes and in_backward()):
+        if torch.is_grad_enabled():
             # The number of nodes that a backward creates is not known in advance, so these are never all done.
             self._pending[unit] += _MANY if in_backward() else 1
         return dict(zip(names, tensors, strict=True))

@@ -104,7 +104,7 @@ class ShardedModel:
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
-        forwards = UnitForwards(self._unsharded, self._pusher.push, recomputes=activation_checkpointing)
+        forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)
         with self.spans.span("weights"):
             self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))

@@ -5,6 +5,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -208,8 +209,8 @@ def wrap_forward(
     """
     forward = module.forward
 
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        with forwards.run(unit):
+    def tracked(runs: Iterator[int], *args: Any, **kwargs: Any) -> Any:
+        with forwards.run(unit, is_recomputation=next(runs) > 0):
             output = forward(*args, **kwargs)
         forwards.register_backward_hook_for(unit, output)
         return output
@@ -222,8 +223,8 @@ def wrap_forward(
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
                 # The arguments are in a closure. As arguments of `checkpoint` each would become a different tensor, and
                 # attention whose query, key and value are one tensor would take a different code path.
-                return checkpoint(functools.partial(tracked, *args, **kwargs), use_reentrant=False)
-            return tracked(*args, **kwargs)
+                return checkpoint(functools.partial(tracked, count(), *args, **kwargs), use_reentrant=False)
+            return tracked(count(), *args, **kwargs)
 
     module.forward = outermost
 
