@@ -103,8 +103,9 @@ class IslandExchange(Exchange):
     def flush(self) -> None:
         """Wait until the gradients of the island are complete, and complete the pushes to their owners."""
         self._finish([index for index in self.trainable_numels if index not in self._finished])
-        island = self._islands.island
-        with island.deadline(f"waiting for the gradients of island {self._islands.index}"):
+        island, what = self._islands.island, f"waiting for the gradients of island {self._islands.index}"
+        island.set_status(what)
+        with island.deadline(what):
             wait_until(self._push_complete_arrays, island.progress.poke)
         self._sums.flush()
 

@@ -203,13 +203,13 @@ def wait_until(condition, seconds=10.0):
 
 
 class Job:
-    """Three ranks of a script."""
+    """Some ranks of a script."""
 
-    def __init__(self, tmp_path, text):
+    def __init__(self, tmp_path, text, ranks=3):
         path = tmp_path / "script.py"
         path.write_text(PRELUDE + text)
-        self.process = start(3, path, tmp_path)
-        files = [tmp_path / f"{rank}.pid" for rank in range(3)]
+        self.process = start(ranks, path, tmp_path)
+        files = [tmp_path / f"{rank}.pid" for rank in range(ranks)]
         assert wait_until(lambda: all(file.exists() for file in files) or self.process.poll() is not None, 60)
         assert self.process.poll() is None, finish(self.process)
         self.pids = [int(file.read_text()) for file in files]
@@ -222,8 +222,8 @@ class Job:
         return [line for line in done.err.splitlines() if line.startswith("odc_mpi: ")], done
 
 
-def the_line(tmp_path, text):
-    lines, done = Job(tmp_path, text).end()
+def the_line(tmp_path, text, ranks=3):
+    lines, done = Job(tmp_path, text, ranks).end()
     # One voice, but rather two than none.
     assert 1 <= len(lines) <= 2, done
     return lines[0]
@@ -288,6 +288,17 @@ LIBRARY = pytest.mark.library
 )
 def test_who_is_waited_for_is_named_with_its_last_activity(tmp_path, text, line):
     assert_line(line + LIMIT, the_line(tmp_path, text))
+
+
+@pytest.mark.library
+def test_a_rank_that_sleeps_is_named_by_its_island_and_by_others(tmp_path):
+    """Each side may be the first to report. The other rank of its island is late, too, since it waits."""
+    model = "odc_mpi.shard_model(module, world, units=[Block], islands=odc_mpi.Islands(world, 2))"
+    line = the_line(tmp_path, f"train({model}, blocks)\n", ranks=4)
+    own = "waiting for the gradients of island 0: it waits for rank 1 on \\S+, "
+    others = "synchronizing at gradients_complete: late are rank 1 on \\S+, "
+    rest = "(?:; rank 0 on .*, waiting for the gradients of island 0)?"
+    assert_line(f"{WAITED}(?:{own}|{others}){LAST_SEEN}in microbatch 2, forward of unit 1{rest}{LIMIT}", line)
 
 
 def test_a_rank_in_the_collective_of_another_unit(tmp_path):
