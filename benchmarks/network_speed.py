@@ -4,12 +4,14 @@
     python benchmarks/network_speed.py --link "netem rate 1gbit delay 500us"
     python benchmarks/network_speed.py --larger                       # a Llama of 9 million parameters
     python benchmarks/network_speed.py --cache-bytes 2M               # also with this size of each of the two caches
+    python benchmarks/network_speed.py --islands --ranks-per-host 2 --link "tbf rate 100mbit burst 128kb latency 400ms"
 
 Jobs with one rank on each of two hosts alternate with jobs with two ranks on one host. Each job compares in rounds, on
 the same minibatches: plain torch in processes that exchange nothing (`apart`), odc_mpi with the default sizes of
 `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes`, with `lb_mini` and with `dynamic`, and odc_mpi without
-caches. Each training is created from scratch, so that no thread of one takes time from another. Speeds are multiples of
-`apart` in the same round, so variations of the machine's speed affect both.
+caches. With `--islands`, only jobs on two hosts compare `apart`, the default and one island per host. Each training is
+created from scratch, so that no thread of one takes time from another. Speeds are multiples of `apart` in the same
+round, so variations of the machine's speed affect both.
 
 Each MPI library has its own environment: run the script with the python of each. `--link` is the argument of `tc qdisc
 add dev eth0 root`, applied to both ends of the link, so that a round trip takes twice its delay. A kernel without netem
@@ -32,7 +34,7 @@ from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
-APART, CACHES, NO_CACHES, DYNAMIC = "apart", "caches", "no caches", "caches, dynamic"
+APART, CACHES, NO_CACHES, DYNAMIC, ISLANDS = "apart", "caches", "no caches", "caches, dynamic", "islands"
 LARGER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -107,6 +109,9 @@ def job(arguments):
         torch.set_num_threads(1)
         dynamic = replace(config, data=replace(config.data, balance="dynamic"))
         ways = {APART: config, NO_CACHES: caches(config, 0), CACHES: config, DYNAMIC: dynamic}
+        if arguments.islands:
+            islands = replace(config, islands=replace(config.islands, by="node"))
+            ways = {APART: config, CACHES: config, ISLANDS: islands}
         if arguments.cache_bytes:
             ways[f"{arguments.cache_bytes} each"] = caches(config, parse_size(arguments.cache_bytes))
         runs = {name: partial(train, world, name, own, arguments.steps) for name, own in ways.items()}
@@ -121,10 +126,12 @@ def run(hosts, arguments):
     command += ["--rounds", arguments.rounds, "--timeout-s", arguments.timeout_s]
     command += ["--larger"] if arguments.larger else []
     command += ["--cache-bytes", arguments.cache_bytes] if arguments.cache_bytes else []
+    command += ["--islands"] if arguments.islands else []
     if hosts == 1:
         done = mpi_launch.finish(mpi_launch.start(2, *command), arguments.timeout_s)
     else:
-        done = launch(1, *command, timeout_s=arguments.timeout_s, **{LINK: arguments.link})
+        ranks = arguments.ranks_per_host
+        done = launch(ranks, *command, timeout_s=arguments.timeout_s, **{LINK: arguments.link})
     if done.code:
         raise SystemExit(f"a job on {hosts} hosts ended with {done.code}:\n{done.out}\n{done.err}")
     return json.loads(done.out.splitlines()[-1])
@@ -142,6 +149,8 @@ def main():
     parser.add_argument(
         "--cache-bytes", default="", metavar="SIZE", help="size of each of the two caches, as a further variant"
     )
+    parser.add_argument("--islands", action="store_true", help="compare one island per host with the default")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="of the jobs on two hosts")
     parser.add_argument("--timeout-s", type=float, default=900, help="of a job")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -156,7 +165,7 @@ def main():
         subprocess.run(command, check=True)
     results = {}
     for _ in range(arguments.jobs):
-        for hosts in (2, 1):
+        for hosts in (2,) if arguments.islands else (2, 1):
             for name, done in run(hosts, arguments).items():
                 results.setdefault((hosts, name), []).extend(done)
     head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'of apart':>8}  {'quartiles':>14}"
