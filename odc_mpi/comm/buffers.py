@@ -1,7 +1,7 @@
 """Pool of reusable buffers.
 
-New memory costs a page fault per 4 KiB. These page faults take longer than the copy that fills the memory. Autograd or
-a user may still reference a buffer that was released. The pool does not reuse the buffer until no reference is left, so
+New memory costs a page fault per 4 KiB, and these page faults take longer than the copy that fills the memory. Autograd
+or a user may still reference a buffer after its release. The pool reuses a buffer only once no references are left, so
 a late reader never sees the parameters of another unit (parameters that are fetched and released together).
 """
 
@@ -18,7 +18,7 @@ def empty_host(num_bytes: int) -> torch.Tensor:
 
 
 def copy_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous host tensor `[n]` to another one of the same dtype and size, using only the calling thread.
+    """Copy a contiguous host tensor `[n]` to another of the same dtype and size, using only the calling thread.
 
     `Tensor.copy_` would start a team of OpenMP threads for each thread that calls it.
     """
@@ -44,7 +44,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized buffer, `[numel]` of `dtype`. Reuses an idle buffer if possible."""
+        """Return an uninitialized buffer, `[numel]` of `dtype`. Reuses an idle buffer if one is large enough."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -58,7 +58,7 @@ class BufferPool:
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Return a buffer from `acquire` to the pool. It is not reused while other tensors share its memory."""
+        """Return a buffer from `acquire` to the pool, which does not reuse it while other tensors share its memory."""
         with self._lock:
             self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 
@@ -96,5 +96,5 @@ def _references(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-#: References to a storage that only the pool holds. Counted, since the number depends on the version of torch.
+#: Number of references to a storage held only by the pool. It is measured, because it depends on the torch version.
 _POOL_REFERENCES = _references(torch.empty(1))

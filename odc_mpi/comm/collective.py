@@ -1,19 +1,19 @@
-"""Parameter and gradient stores that use MPI collectives: the baseline, which shards like FSDP and ZeRO-3.
+"""Baseline parameter and gradient stores that use MPI collectives and shard like FSDP and ZeRO-3.
 
     fetch    all-gather of a unit (parameters fetched together), before its forward and again before its backward pass
-    push     reduce-scatter of the full gradient of a unit; each rank adds its part of the sum to its shard
-    A, N, B  synchronization points, the same as with windows (`comm.transport`)
+    push     reduce-scatter of a unit's full gradient; each rank adds its part of the sum to its shard
+    A, N, B  synchronization points, as with windows (`comm.transport`)
 
-All ranks must make the same calls in the same order, so ranks wait for each other at each unit. A rank with fewer
-microbatches than others runs dummy microbatches with a loss of zero.
+All ranks must make the same calls in the same order, so they wait for each other at every unit. A rank with fewer
+microbatches than others runs dummy microbatches whose loss is zero.
 
 Note: the same order on all ranks
     The sequence of fetches depends only on the control flow of the model (`shard.units.unsharded`). No unit is
-    prefetched. Only the root unit stays unsharded after its forward or backward pass. All units are sharded when a
-    microbatch begins. A push covers the full array, even if some parameters in the array have no gradient. As with
-    FSDP, control flow that depends on data must not make a rank skip a unit. Each array has a communicator for gathers
-    and one for reductions. If one rank fetches or pushes a different array, the other ranks wait until the deadline and
-    print that rank's activity. With a single communicator, MPI would silently mix up arrays of the same size.
+    prefetched. Except for the root, a unit is resharded after its forward pass and at the next fetch of a backward
+    pass. All units are sharded when a microbatch begins. A push covers the full array, even if some parameters in the
+    array have no gradient. As with FSDP, data-dependent control flow must not make a rank skip a unit. Each array has
+    one communicator for gathers and one for reductions. If a rank fetches or pushes a different array, the others wait
+    until the deadline and print its status. With a single communicator, MPI would silently mix up arrays of equal size.
 
 `CollectiveCommunicator` provides blocking calls for benchmarks.
 """
@@ -33,14 +33,14 @@ from odc_mpi.comm.windows.rma import COPY_DTYPES, MPI_DTYPES
 from odc_mpi.comm.work import FetchWork, Work
 from odc_mpi.runtime.world import World
 
-#: Maximum number of communicators of a store. A store with more arrays reuses them. MPICH has about 2000 in total.
+#: Maximum number of communicators per store; a store with more arrays reuses them. MPICH allows about 2000 in total.
 MAX_COMMUNICATORS = 400
 
 
 class CollectiveCommunicator:
-    """Blocking all-gather and reduce-scatter of shards of equal size. Construction is collective.
+    """Blocking all-gather and reduce-scatter of equal-sized shards. Construction is collective.
 
-    Tensors must be contiguous and on the host. `all_gather` and `reduce_scatter` busy-wait for the lowest latency.
+    Tensors must be contiguous and on the host. For the lowest latency, `all_gather` and `reduce_scatter` busy-wait.
     """
 
     def __init__(self, world: World) -> None:
@@ -49,8 +49,8 @@ class CollectiveCommunicator:
             self._comm = world.comm.Dup()
 
     def barrier(self) -> None:
-        """Synchronize all ranks. All ranks return at nearly the same time. Collective."""
-        # The first wait leaves the core to ranks that are still busy. The second is short.
+        """Synchronize all ranks so that they return at nearly the same time. Collective."""
+        # The first wait leaves the core to ranks that are still busy, and the second is short.
         self._world.wait(self._comm.Ibarrier(), "waiting at a barrier")
         with self._world.deadline("waiting at a barrier"):
             self._comm.Barrier()
@@ -65,7 +65,7 @@ class CollectiveCommunicator:
 
         Args:
             gradient: `[size * n]`, float32, float64 or int64.
-            shard: Output, `[n]` of the same dtype: elements `[rank * n, (rank + 1) * n)` of the sum.
+            shard: Output, `[n]` of the same dtype, for elements `[rank * n, (rank + 1) * n)` of the sum.
         """
         element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
@@ -78,10 +78,10 @@ class CollectiveCommunicator:
 
 
 class CollectiveParameters(ShardStorage, ParameterStore):
-    """Parameter store with shards in private memory. Each fetch is an all-gather.
+    """Parameter store that keeps its shards in private memory and fetches by all-gather.
 
     Fetches are collective, and so are all operations that fetch, such as forward and backward passes and `state_dict`.
-    Only the main thread may call the store, since with two threads the order of the calls could differ between ranks.
+    Only the main thread may call the store, because with two threads, the order of calls could differ between ranks.
     """
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
@@ -99,9 +99,9 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         return self._shards[index]
 
     def fetch(self, index: int) -> FetchWork:
-        """Start gathering array `index` from all ranks. Collective. The handle's method `wait` returns the array."""
+        """Start gathering array `index` from all ranks. Collective. The handle's `wait` method returns the array."""
         layout = self.layouts[index]
-        # The last shards reach beyond the end of the array.
+        # The last shards may extend beyond the end of the array.
         buffer = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
         return FetchWork(buffer[: layout.numel], self.start_fetch(index, buffer))
 
@@ -123,7 +123,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
 
 class CollectiveGradients(ShardStorage, GradientStore):
-    """Gradient store with shards in private memory. Each push is a reduce-scatter."""
+    """Gradient store that keeps its shards in private memory and pushes by reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -142,9 +142,9 @@ class CollectiveGradients(ShardStorage, GradientStore):
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        """Start summing a gradient over all ranks. Collective. On completion, each rank adds its part to its shard.
+        """Start summing a gradient over all ranks, each of which then adds its part to its shard. Collective.
 
-        `gradient` begins at element `start` of array `index`. The elements that a rank does not pass count as zero.
+        `gradient` begins at element `start` of array `index`. Elements that a rank does not provide count as zero.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
@@ -179,7 +179,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
 
 
 class _Communicators:
-    """Communicators, one per array. If there are more than `MAX_COMMUNICATORS` arrays, arrays share communicators."""
+    """One communicator per array, or shared communicators if there are more than `MAX_COMMUNICATORS` arrays."""
 
     def __init__(self, world: World, group: Group) -> None:
         self._world, self._group = world, group
@@ -191,7 +191,7 @@ class _Communicators:
             self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
     def comm_of(self, index: int) -> MPI.Intracomm:
-        """Return the communicator of an array, and add 1 to the number of collectives of the group."""
+        """Return the communicator of an array, and increment the group's `num_collectives`."""
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
 

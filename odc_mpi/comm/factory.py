@@ -1,8 +1,8 @@
-"""Factories of transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
+"""Factories for transports (`comm.transport`), which combine a group, a parameter store and a gradient store.
 
-Creating a transport does not communicate; `Transport.allocate` is collective. The functions that build a transport
-raise ValueError if `param_dtype`, the dtype of the parameters, or `reduce_dtype`, the dtype of the gradients, is not
-supported. When the `World` closes, it also closes its transports.
+Building a transport does not communicate, but `Transport.allocate` is collective. The functions that build a transport
+raise ValueError if they do not support `param_dtype`, the parameter dtype, or `reduce_dtype`, the gradient dtype. When
+the `World` closes, it also closes its transports.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,18 +32,18 @@ from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
-#: Function that creates the gradient store of a world, for gradients of a dtype.
+#: Function that creates a gradient store for a world and a gradient dtype.
 GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 
 
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return a factory of gradient stores for each value of the setting `comm.reduction` except "auto".
+    """Return a gradient store factory for each value of the setting `comm.reduction` except "auto".
 
     Args:
-        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used by "mailbox" only.
-        device: Device whose memory the MPI windows use. None means host memory.
+        mailbox_bytes: Maximum memory per rank for received gradients, in bytes. Used only by "mailbox".
+        device: Device in whose memory the MPI windows are allocated. None means host memory.
     """
     kind = HOST_WINDOW if device is None else device_windows(device)
     slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
@@ -65,18 +65,18 @@ def window_transport(
     progress: bool = False,
     islands: Islands | None = None,
 ) -> Transport:
-    """Build a transport with the shards in MPI windows.
+    """Build a transport whose shards are in MPI windows.
 
     Args:
-        device: Device of the windows and the model. None means the host. Must be None on all ranks or on no rank.
-        zero_copy: If True, ranks of the same node map each other's parameter shards into their address space and read
+        device: Device of the windows and the model, or None for the host. Must be None either on all ranks or on none.
+        zero_copy: If True, ranks on the same node map each other's parameter shards into their address spaces and read
             them directly. Ignored if `device` is not None.
-        node_cache: If True, the ranks of a node share arrays fetched from other nodes. Ignored unless `zero_copy`
-            applies, `CAN_DETACH_STORAGE` is True, and there are several nodes and several ranks on this node.
-        reduction: Factory of the gradient store, one of the values of `gradient_store_factories` for this device.
-        progress: If True, a thread drives the progress of MPI in the background (`comm.progress`).
-        islands: Islands of `world`. The ranks of each island then shard the arrays among them. Requires windows on the
-            host.
+        node_cache: If True, ranks on the same node share the arrays that they fetch from other nodes. Ignored unless
+            `zero_copy` applies, `CAN_DETACH_STORAGE` is True, and the arrays are sharded across several nodes with
+            several ranks on this one.
+        reduction: Gradient store factory: one of the values of `gradient_store_factories` for this device.
+        progress: If True, a background thread drives MPI progress (`comm.progress`).
+        islands: Islands of `world`, each of which then shards the arrays among its own ranks. Requires host windows.
     """
     sharing = islands.island if islands else world
     gradients = reduction(sharing, reduce_dtype)
@@ -109,18 +109,18 @@ def window_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Build a transport for a single rank. Shards are in device memory, and no data is transferred."""
+    """Build a transport for a single rank, with shards in device memory and without any data transfer."""
     assert world.size == 1
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
     storages = (parameters, gradients)
-    # Without threads: kernels that a second thread enqueued would have no order relative to those of the first.
+    # Without threads, because kernels enqueued by a second thread would not be ordered with those of the first.
     return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, thread_safe=False)
 
 
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
-    """Build the baseline transport, which uses MPI collectives and keeps the shards in private memory."""
+    """Build the baseline transport, which uses MPI collectives and keeps its shards in private memory."""
     group = WorldGroup(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
@@ -128,10 +128,10 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap the transport `inner`, whose shards are in host memory, for a model on a device. Returns the new transport.
+    """Wrap the transport `inner`, whose shards are in host memory, for a model on a device. Returns the wrapper.
 
-    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and must not be allocated
-    yet. Do not use it directly afterwards.
+    Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated. Do
+    not use it directly afterwards.
     """
     pinned = PinnedMemory(inner.storages, device)
     return replace(

@@ -1,6 +1,6 @@
-"""Group of all ranks of a `World`. It uses non-blocking MPI collectives and sleeps between polls for completion.
+"""Group of all ranks in a `World`, based on non-blocking MPI collectives. Ranks sleep while polling for completion.
 
-`gradients_complete` and `norm` are all-gathers of a few numbers. `parameters_published` is a barrier.
+`gradients_complete` and `norm` are all-gathers of a few numbers, and `parameters_published` is a barrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from odc_mpi.runtime.world import World
 
 
 class WorldGroup(Group):
-    """Group of all ranks of a `World`. If `progress` is True, a background thread drives MPI progress."""
+    """Group of all ranks in a `World`. If `progress` is True, a background thread drives MPI progress."""
 
     def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
         self.rank, self.size = world.rank, world.size
@@ -54,8 +54,8 @@ class WorldGroup(Group):
         self._world.on_close(close)
         self._close = close
         self._world.job.num_models += 1
-        # Each collective has its own communicator. A rank that skips a collective then waits in the next one until the
-        # deadline, whose message names the collective. Otherwise, it would receive the numbers of another collective.
+        # Each collective has its own communicator. A rank that skips a collective therefore waits in the next one until
+        # the deadline, whose message names it, instead of receiving the numbers of another collective.
         with self._world.collective("duplicating the communicator"):
             self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:
@@ -68,7 +68,7 @@ class WorldGroup(Group):
 
     @override
     def norm(self, values: np.ndarray) -> np.ndarray:
-        # Not an all-reduce: in some libraries its order of addition differs from rank to rank.
+        # Not an all-reduce, whose order of addition differs from rank to rank in some libraries.
         return self._allgather(self._norm_comm, values, "synchronizing at grad_norm").sum(axis=0)
 
     @override

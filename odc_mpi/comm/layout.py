@@ -1,16 +1,16 @@
-"""Layout of parameters in flat arrays: order, padding and owners. This module only computes; it does not use MPI.
+"""Layout of parameters in flat arrays: order, padding and owners. This module does not use MPI.
 
-The parameters of a unit (parameters that are fetched together) are concatenated into a flat array. The flat array is
-split into shards of equal length, one per rank:
+The parameters of a unit, which are fetched together, are concatenated into a flat array. The array is split into shards
+of equal length, one per rank:
 
     flat      [ q_proj.weight | pad | k_proj.weight | pad | norm.weight | ... ]
     shards    [      rank 0       |       rank 1       |       rank 2        | pad ]
 
-A rank is the owner of the elements in its shard. A shard may begin or end in the middle of a parameter, so a rank may
-own only a slice of a parameter.
+Each rank owns the elements in its shard. Since a shard may begin or end in the middle of a parameter, a rank may own
+only a slice of a parameter.
 
-With islands (`comm.islands`), the shards of one island form one of its larger shards: rank r of the R ranks of each of
-K islands stores shards `[r * K, (r + 1) * K)`, and is the owner of one of them. The k-th island owns shard `r * K + k`.
+With K islands (`comm.islands`), each island stores all shards. The rank with number r in each island stores shards `[r
+* K, (r + 1) * K)` as one larger shard, but owns only one of them: shard `r * K + k` in island k.
 """
 
 import math
@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-#: Parameters and shards begin at multiples of 32 elements: 128 bytes of fp32 and 64 bytes of bf16, which is at least a
-#: cache line and the alignment of vectorized kernels. Parameters and gradients of different dtypes have equal layouts.
+#: Parameters and shards begin at multiples of 32 elements: 128 bytes of fp32 or 64 bytes of bf16. This is at least a
+#: cache line and the alignment of vectorized kernels. Layouts are the same for all dtypes of parameters and gradients.
 ALIGNMENT_NUMEL = 32
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Dotted name, full shape and dtype of a parameter."""
+    """Specification of a parameter: its dotted name, full shape and dtype, and whether it is trainable."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,9 +55,9 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a parameter that one rank owns: elements `[start, stop)` of the flattened parameter. It can be empty.
+    """Part of a parameter that one rank owns: elements `[start, stop)` of the flattened parameter. May be empty.
 
-    The first element of the slice is at index `offset` of the rank's shard.
+    The first element of the slice is at index `offset` in the rank's shard.
     """
 
     spec: ParameterSpec
@@ -77,10 +77,10 @@ class FlatLayout:
 
     Attributes:
         numel: Number of elements, including the padding between parameters.
-        num_owners: Number of ranks. Without islands, rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
-        shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
+        num_owners: Number of ranks. Without islands, rank r owns elements `[r * shard_numel, (r + 1) * shard_numel)`.
+        shard_numel: Number of elements per shard. The last shards may extend beyond `numel` or begin after it.
         dtype: Dtype in the shards. None means the dtype of the parameter store.
-        num_islands: Number of islands, each of `num_owners / num_islands` consecutive ranks.
+        num_islands: Number of islands, each with `num_owners / num_islands` consecutive ranks.
     """
 
     name: str
@@ -94,9 +94,9 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int, num_islands: int = 1) -> "FlatLayout":
-        """Create the layout of a flat array with the given parameters, divided among `num_owners` ranks.
+        """Create the layout of a flat array that holds the given parameters and is divided among `num_owners` ranks.
 
-        The parameters must have the same dtype and must be either all trainable or all frozen.
+        All parameters must have the same dtype, and either all or none of them must be trainable.
         """
         assert specs and num_owners > 0
         assert len({(spec.requires_grad, spec.dtype) for spec in specs}) == 1, (
@@ -113,7 +113,7 @@ class FlatLayout:
 
     @property
     def island_layout(self) -> "FlatLayout":
-        """Layout of the copy of the array that each island stores, divided among the ranks of the island."""
+        """Layout of each island's copy of the array, which is divided among the ranks in the island."""
         return replace(
             self,
             num_owners=self.num_owners // self.num_islands,
@@ -122,13 +122,13 @@ class FlatLayout:
         )
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the range `(start, stop)` of the elements that a rank owns. The range can be empty."""
+        """Return the range `(start, stop)` of elements that a rank owns, which may be empty."""
         island, local_rank = divmod(rank, self.num_owners // self.num_islands)
         start = min((local_rank * self.num_islands + island) * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return a rank's slice of each parameter, in the order of `ranges`. Slices can be empty."""
+        """Return a rank's slice of each parameter, in the order of `ranges`. Slices may be empty."""
         first, last = self.owned(rank)
         slices = []
         for whole in self.ranges:

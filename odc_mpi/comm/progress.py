@@ -1,12 +1,12 @@
-"""Progress thread, which lets one-sided operations of other ranks complete while this rank computes.
+"""Progress thread that lets other ranks' one-sided operations complete while this rank computes.
 
-Where MPI implements one-sided operations with messages, as between hosts over TCP, one-sided operations complete only
-when a thread of the target enters MPI. The progress thread probes for a message that never arrives, on a separate
-communicator. Each probe drives the progress engine of MPI. The thread also adds the gradients in the mailbox of this
-rank to its shards.
+Where MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
+the target enters MPI. The progress thread therefore probes a separate communicator for a message that never arrives,
+because each probe drives MPI's progress engine. The thread also adds the gradients in this rank's mailbox to its
+shards.
 
-The thread sleeps between polls. A thread that spins or blocks in a receive takes half a core from the rank that
-computes (figures: docs/windows.md). Over TCP, the kernel wakes the thread when data arrives (`comm.socket_waiter`).
+The thread sleeps between polls, since spinning or blocking in a receive would take half a core from the computing rank
+(figures: docs/windows.md). Over TCP, the kernel wakes the thread when data arrives (`comm.socket_waiter`).
 """
 
 import sys
@@ -18,35 +18,35 @@ from typing import ClassVar
 from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
-#: Sleep after a poll that found no work, in seconds. It delays small operations that no socket reports. With 1 ms,
-#: polling took 3 to 6 % of the time of two busy ranks on two cores; with 0.2 ms, 13 %.
+#: Sleep after a poll that found no work, in seconds. It delays small operations that no socket reports. On two cores
+#: with two busy ranks, polling took 3 to 6 % of the time with 1 ms, and 13 % with 0.2 ms.
 SLEEP_S = 1e-3
-#: After a longer time without work, each sleep takes this share of that time, but at most `IDLE_SLEEP_S`.
+#: After a longer time without work, each sleep lasts this fraction of that time, but at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
-#: A poll that takes more CPU time than this, in seconds, has found work and is repeated without a sleep. A poll without
-#: work takes 2 to 5 µs, up to 40 while the rank computes, and rarely more. Where sockets report data, a single long
-#: poll is therefore no evidence of work. Wall time is not used, since a poll may wait long for the GIL.
+#: A poll that takes more CPU time than this, in seconds, is assumed to have found work and is repeated without a sleep.
+#: A poll without work takes 2 to 5 µs, up to 40 µs while the rank computes, and rarely more. Where sockets report data,
+#: a single long poll is therefore no evidence of work. Wall time is not used, because a poll may wait long for the GIL.
 BUSY_POLL_S = 40e-6
-#: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like work.
+#: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like one with work.
 MAX_CONSECUTIVE_POLLS = 100
-#: Sleep between polls until `EAGER_S` after work, so that an operation of many messages waits little at each message.
+#: Sleep between polls in the first `EAGER_S` after work, so that an operation of many messages is not delayed at each.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
-#: Switch interval of the GIL while the thread runs. The default of 5 ms would be added to every poll: with it, a Get of
-#: 64 bytes took 7 ms instead of 3, and a Get of 16 MB took 32 ms instead of 13 (MPICH).
+#: Switch interval of the GIL while the thread runs. The default of 5 ms would delay every poll by as much: with it, a
+#: Get of 64 bytes took 7 ms instead of 3, and a Get of 16 MB took 32 ms instead of 13 (MPICH).
 SWITCH_INTERVAL_S = 0.5e-3
 
 
 class ProgressThread:
     """Background thread that drives MPI progress until `close`. Construction is collective.
 
-    While the thread runs, the thread switch interval of the Python interpreter is at most `SWITCH_INTERVAL_S`. An
-    uncaught exception in the thread ends the job.
+    While the thread runs, Python's thread switch interval is at most `SWITCH_INTERVAL_S`. An uncaught exception in the
+    thread ends the job.
 
     Args:
         world: World whose MPI library provides MPI_THREAD_MULTIPLE.
-        make_progress: Function that the thread calls at every poll. It returns True if it did work.
+        make_progress: Function that the thread calls on every poll, and that returns True if it did any work.
     """
 
     _num_running: ClassVar[int] = 0

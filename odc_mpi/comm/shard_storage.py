@@ -8,10 +8,10 @@ from odc_mpi.comm.layout import FlatLayout
 
 
 def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Split the range `[start, stop)` of array elements by owner, and yield `(owner, start, stop)` for each part.
+    """Split the range `[start, stop)` of array elements by owner and yield `(owner, start, stop)` for each part.
 
-    The owners are in cyclic order, beginning with the first one after `rank`, so that not all ranks access rank 0
-    first. Cache the result: with a thousand owners, computing it takes longer than issuing the operations.
+    Owners come in cyclic order, beginning with the first one after `rank`, so that ranks do not all access rank 0
+    first. Cache the result, because with a thousand owners, computing it takes longer than issuing the operations.
     """
     owners = range(start // shard_numel, -(-stop // shard_numel)) if start < stop else ()
     for owner in sorted(owners, key=lambda owner: (owner <= rank, owner)):
@@ -19,46 +19,46 @@ def ranges_by_owner(shard_numel: int, rank: int, start: int, stop: int) -> Itera
 
 
 class ShardStorage:
-    """Base class of objects that own the memory of parameter or gradient shards.
+    """Base class for owners of the memory of parameter or gradient shards.
 
-    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before and `complete` after
-    `Group.gradients_complete`, `publish` before and `sync` before and after `Group.parameters_published`. By default,
-    `plan` records the layouts and returns 0, as for private memory. The other methods do nothing by default.
+    A `Transport` calls `plan` and `allocate` once, and `free` at the end. It calls `flush` before
+    `Group.gradients_complete` and `complete` after it, `publish` before `Group.parameters_published`, and `sync` both
+    before and after it. By default, `plan` records the layouts and returns 0, and the other methods do nothing.
     """
 
     layouts: Sequence[FlatLayout] = ()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Record the layouts of the arrays, and return the number of bytes of shared host memory that `allocate` needs.
+        """Record the layouts of the arrays and return how many bytes of shared host memory `allocate` needs.
 
-        Raises `UserError` if a setting, such as a buffer size, is too small for them.
+        Raises `UserError` if a setting, such as a buffer size, is too small for the layouts.
         """
         self.layouts = tuple(layouts)
         return 0
 
     @property
     def trainable_numels(self) -> dict[int, int]:
-        """Number of elements of this rank's shard of each trainable array, by the index of the array."""
+        """Number of elements in this rank's shard of each trainable array, by array index."""
         return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
-        """Allocate the memory that `plan` computed, filled with zeros. Collective. Call it once."""
+        """Allocate zero-filled memory for the planned layouts. Collective. Call this method only once."""
 
     def flush(self) -> None:
         """Complete all gradient pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Add received gradients to this rank's shards, unless they have been added already."""
+        """Add received gradients to this rank's shards, unless they have already been added."""
 
     def publish(self) -> None:
-        """Send the parameters of this rank to the ranks that store copies of them. One-sided."""
+        """Send this rank's parameters to the ranks that store copies of them. One-sided."""
 
     def sync(self) -> None:
         """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the host memory mapped by this rank from which a device can copy if it is pinned. Empty by default."""
+        """Return the mapped host memory from which a device can copy once it is pinned. Empty by default."""
         return []
 
     def free(self) -> None:
-        """Free the memory. Collective. Call it within `World.collective`, and do not access the shards afterwards."""
+        """Free the memory. Collective. Call this within `World.collective`, and do not access the shards afterwards."""

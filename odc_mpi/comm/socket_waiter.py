@@ -1,7 +1,7 @@
-"""Sleep that ends early when data arrives on a TCP connection of this process.
+"""Sleep that ends early when data arrives on one of this process's TCP connections.
 
-MPI libraries do not report that a message has arrived, but the kernel does: `poll(2)` on the TCP sockets of the process
-returns the sockets with data to read. This module does not read the data.
+MPI libraries do not report the arrival of a message, but the kernel does: `poll(2)` returns which of the process's TCP
+sockets have data to read. This module does not read the data.
 """
 
 import os
@@ -11,19 +11,19 @@ import stat
 import time
 from pathlib import Path
 
-#: Directory that lists the open file descriptors of this process.
+#: Directory that lists this process's open file descriptors.
 OPEN_FILES = Path("/proc/self/fd")
-#: Time between two searches for new connections, in seconds.
+#: Time between searches for new connections, in seconds.
 RESCAN_S = 1.0
-#: Shortest time between two polls, in seconds. `poll(2)` waits in units of `POLL_S`, so shorter waits are sleeps.
+#: Minimum time between polls, in seconds. `poll(2)` waits in units of `POLL_S`, so shorter waits use `time.sleep`.
 MIN_WAIT_S = 50e-6
 POLL_S = 1e-3
-#: Maximum number of polls in a row that find the same socket readable. The socket is then ignored until it was read.
+#: Maximum number of consecutive polls that find a socket readable. After that, it is ignored until its data is read.
 MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Sleeper that wakes early when data arrives on a TCP connection of this process. Not thread-safe."""
+    """Sleeper that wakes up early when data arrives on one of this process's TCP connections. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")
@@ -33,11 +33,11 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """True if `wait` currently polls any TCP connection. Connections whose data stays unread are not polled."""
+        """True if `wait` currently polls any TCP connections. Connections whose data remains unread are not polled."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until data arrives. Sleeps shorter than `POLL_S` do not end early."""
+        """Sleep for `seconds` or until data arrives. Sleeps shorter than `POLL_S` never end early."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:
@@ -60,7 +60,7 @@ class SocketWaiter:
     def _scan(self) -> None:
         self._scanned = time.perf_counter()
         connections = _connections()
-        # Ignored sockets whose data was read are polled again.
+        # Ignored sockets whose data has been read are polled again.
         self._ignored = {fd for fd in self._ignored & connections if _is_readable(fd)}
         for fd in set(self._num_consecutive) - connections:
             self._ignore(fd)

@@ -1,13 +1,13 @@
-"""Dynamic distribution of microbatches by shared counters, from which an idle rank draws its next microbatch.
+"""Dynamic distribution of microbatches through shared counters, from which idle ranks draw their next microbatch.
 
 A ticket is the right to process one item, identified by its position in a list that all ranks know. The lowest rank of
-each node hosts a counter in an MPI window. A rank draws a ticket with one MPI_Fetch_and_op, in which the host does not
-participate. Each node has a share of the positions. A rank draws from its own node until the share of the node is used
-up, and then from the other nodes. A second counter on each node counts the nodes without tickets left, so that not
-every rank asks all nodes.
+each node hosts a counter in an MPI window. A rank draws a ticket with a single MPI_Fetch_and_op, without any
+involvement of the host. Each node has a share of the positions. A rank first draws from its own node until that node's
+share is used up, and then from the other nodes. A second counter on each node counts the nodes that have run out of
+tickets, so that not every rank needs to ask all nodes.
 
-`reset` cannot overlap with a draw: ranks draw tickets only within a minibatch, and reset the counters between the
-synchronization points at which gradients are complete and parameters are published.
+`reset` cannot overlap with a draw, because ranks draw tickets only within a minibatch and reset the counters only after
+gradients are complete and before parameters are published.
 """
 
 from collections.abc import Iterator
@@ -17,29 +17,29 @@ import torch
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
-#: Elements of the window of a host: number of positions drawn, and number of other nodes known to have no tickets left.
+#: Elements of a host's window: number of positions drawn, and number of other nodes known to be out of tickets.
 _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Shared counters from which ranks draw positions in a list that all ranks know. Construction is collective."""
+    """Shared counters from which ranks draw positions in a list known to all ranks. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         nodes = world.gather_objects(world.node)
-        # Beginning with the next node, so that nodes without tickets do not all ask the same one.
+        # Beginning with the next node, so that nodes that are out of tickets do not all ask the same one.
         self._others = [(world.node + i) % world.num_nodes for i in range(1, world.num_nodes)]
-        # Among `size` consecutive positions, those of a node are at the offsets that equal its ranks.
+        # Among `size` consecutive positions, a node's positions are at the offsets that equal its ranks.
         self._offsets = [[rank for rank, of in enumerate(nodes) if of == node] for node in range(world.num_nodes)]
         self._window = Window(world, 2, torch.int64)
         world.on_close(self.close)
         world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
     def draw(self, count: int) -> Iterator[int]:
-        """Yield positions from 0 to `count - 1` until none is left. Each position goes to only one rank. One-sided.
+        """Yield positions from 0 to `count - 1` until none are left. Each position goes to only one rank. One-sided.
 
-        A position is drawn when the iterator advances, so a fast rank gets more positions. `count` must be the same on
-        all ranks.
+        A position is drawn whenever the iterator advances, so faster ranks get more positions. `count` must be the same
+        on all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position
@@ -49,18 +49,18 @@ class Tickets:
             if position < count:
                 yield position
             else:
-                # If this overwrites a larger number of another rank, an empty node is asked again. That is harmless.
+                # If this overwrites another rank's larger number, an empty node is asked again, which is harmless.
                 with self._world.deadline("recording which nodes have tickets left", [host]):
                     self._window.atomic_store(host, _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
-        """Set the counters that this rank hosts, if any, to zero. One-sided.
+        """Set the counters hosted by this rank, if any, to zero. One-sided.
 
-        All ranks must call it when gradients are complete, before parameters are published.
+        All ranks must call this method after gradients are complete and before parameters are published.
         """
         host = self._host(self._world.node)
         if self._world.rank == host:
-            # Atomic, as draws are: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic like the draws: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("setting the ticket counters to zero", [host]):
                 self._window.atomic_store(host, _DRAWN, 0)
                 self._window.atomic_store(host, _EMPTY, 0)

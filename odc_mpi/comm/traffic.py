@@ -1,7 +1,7 @@
-"""Counter of the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
+"""Counter for the bytes that this rank fetches from and pushes to other ranks, within its node and between nodes.
 
-Not counted are accesses to the shards of this rank, zero-copy fetches, arrays that another rank of the node has fetched
-(`comm.windows.node_cache`), and message headers.
+It does not count accesses to this rank's own shards, zero-copy fetches, fetches of arrays that are already in the
+node's cache (`comm.windows.node_cache`), or message headers.
 """
 
 import functools
@@ -10,16 +10,16 @@ from collections import Counter
 from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Transport
 
-#: Where the other ranks are: on the node of this rank, or on other nodes.
+#: Places where other ranks can be: on this rank's node, or on other nodes.
 PLACES = ("same_node", "other_nodes")
 
 
 class TrafficCounter:
-    """Counter of the bytes that this rank fetches from and pushes to other ranks. Not thread-safe.
+    """Counter for the bytes that this rank fetches from and pushes to other ranks. Not thread-safe.
 
     Attributes:
-        fetched: Bytes fetched since construction, from ranks of the same node and of other nodes (keys: `PLACES`).
-            Fetches that another rank of the node made for this rank count until `bytes_since_last_call` subtracts them.
+        fetched: Bytes fetched since construction from ranks on the same node and on other nodes (keys: `PLACES`).
+            Fetches served by the node's cache are included until `bytes_since_last_call` subtracts them.
         pushed: Bytes pushed since construction, with the same keys.
     """
 
@@ -32,7 +32,7 @@ class TrafficCounter:
         self._by_owner = functools.cache(self._by_place)
 
     def add_fetch(self, index: int) -> None:
-        """Count the bytes that a fetch of the full array `index` transfers from other ranks."""
+        """Count the bytes that a fetch of array `index` transfers from other ranks."""
         if self._transport.parameters.access.transfers:
             self.fetched = self.fetched + self._bytes_of(index)
 
@@ -41,7 +41,7 @@ class TrafficCounter:
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes since the last call: fetched, then pushed, each for the same node and for other nodes."""
+        """Return the bytes fetched and then the bytes pushed since the last call, each in the order of `PLACES`."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:

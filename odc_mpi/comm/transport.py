@@ -1,17 +1,17 @@
 """Communication interface of a sharded model.
 
-    Group            the ranks, their collectives, and the status that each rank publishes for time-out messages
+    Group            the ranks, their collectives, and the status that each rank publishes for timeout messages
     ParameterStore   this rank's shard of every flat array (`comm.layout`); fetches and releases full arrays
-    GradientStore    this rank's shard of every trainable array; pushes gradients to the owners of the elements
+    GradientStore    this rank's gradient shard of every trainable array; pushes gradients to the owners of the elements
 
-A `Transport` combines a group, a parameter store and a gradient store. It runs the synchronization points between two
-minibatches:
+A `Transport` combines a group, a parameter store and a gradient store. Between minibatches, it runs up to three
+synchronization points:
 
     A  complete_gradients   all pushes have completed at their targets; owners may read their gradient shards
     N  group.norm           only if gradients are clipped by their norm
     B  publish_parameters   all parameter shards are written, all gradient shards zero; fetches and pushes may start
 
-Within a minibatch, ranks communicate only by fetches and pushes. `comm.factory` builds these transports:
+Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
     transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
     window       windows on the host       host          any            yes               yes       yes
@@ -20,12 +20,12 @@ Within a minibatch, ranks communicate only by fetches and pushes. `comm.factory`
     single_rank  memory of the device      device        KEEP           no                no        yes
     collective   private memory            host          COPY           yes               no        no
 
-The transport `window` has VIEW access, or KEEP if torch allows it, when zero-copy is on and all ranks are on one node.
-On several nodes, ranks that share a cache with other ranks of their node (`comm.windows.node_cache`) have NODE access.
-Otherwise it has COPY access. Threads require MPI_THREAD_MULTIPLE.
+When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
+supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
+(`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE.
 
-A `comm.shard_storage.ShardStorage` owns the memory of the shards. Often one class is both store and storage. A store
-can wrap another store, as in `comm.device.staged`; the storage of the inner store is then used.
+A `comm.shard_storage.ShardStorage` owns the memory of the shards. One class is often both a store and a storage. A
+store can also wrap another store and use its storage, as in `comm.device.staged`.
 """
 
 from abc import ABC, abstractmethod
@@ -44,13 +44,13 @@ from odc_mpi.comm.work import FetchWork, Work
 
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: Dtypes of gradients: those that MPI can sum at the target, which excludes bf16. int64 represents fixed-point numbers
-#: (`shard.gradient_format.fixed_point`), which a transport adds as integers.
+#: Dtypes of gradients. MPI must be able to sum them at the target, which rules out bf16. int64 holds fixed-point
+#: numbers (`shard.gradient_format.fixed_point`), which a transport adds as integers.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Access(Enum):
-    """Kinds of memory in which a fetch returns an array. The value of each member describes it."""
+    """Kinds of memory in which a fetch returns an array, each described by its value."""
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
@@ -59,24 +59,24 @@ class Access(Enum):
 
     @property
     def transfers(self) -> bool:
-        """True if a fetch may transfer data. If False, a fetch only returns a view."""
+        """True if a fetch may transfer data. If False, a fetch merely returns a view."""
         return self in (Access.COPY, Access.NODE)
 
 
 class Group(ABC):
-    """Ranks among which the parameters are sharded, and their collective operations."""
+    """Ranks across which the parameters are sharded, with their collective operations."""
 
     rank: int
     size: int
-    #: Number of collectives so far: synchronization points, and fetches and pushes that are collective.
+    #: Number of collectives so far: synchronization points, plus fetches and pushes if they are collective.
     num_collectives: int = 0
 
-    #: Number of islands (`comm.islands`); 1 without islands.
+    #: Number of islands (`comm.islands`), or 1 if there are none.
     num_islands: int = 1
 
     @property
     def island(self) -> "Group":
-        """Group of the ranks of this island, from and to which ranks fetch and push; `self` without islands."""
+        """Group of the ranks in this rank's island, which fetch from and push to each other; `self` without islands."""
         return self
 
     def is_on_this_node(self, rank: int) -> bool:
@@ -89,7 +89,7 @@ class Group(ABC):
 
     @abstractmethod
     def reserve(self, plan: Callable[[], int]) -> None:
-        """Call `plan` on every rank, and check that each node has enough shared memory for its ranks. Collective.
+        """Call `plan` on every rank and check that each node has enough shared memory for its ranks. Collective.
 
         `plan` returns the number of bytes that this rank needs. Raises `AllRanksUserError` on every rank if the check
         fails or `plan` raises `UserError` or `OSError` on any rank.
@@ -99,16 +99,16 @@ class Group(ABC):
     def open(self, close: Callable[[], None]) -> None:
         """Start the progress thread, if the group uses one, and synchronize all ranks. Collective.
 
-        `close` is called when the `World` closes, unless `free` was called before.
+        `close` is called when the `World` closes, unless `free` has been called by then.
         """
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        """Gather the `report` of each rank, `[k]` float64, and return the reports as `[size, k]`. Collective."""
+        """Gather the reports of all ranks, each `[k]` float64, and return them as `[size, k]`. Collective."""
 
     @abstractmethod
     def norm(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of `values`, `[k]` float64, over all ranks, bitwise identical on all ranks. Collective."""
+        """Return the sum of `values`, `[k]` float64, over all ranks, bitwise identical on every rank. Collective."""
 
     @abstractmethod
     def parameters_published(self) -> None:
@@ -116,11 +116,11 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor of rank 0. Collective."""
+        """Overwrite `tensor`, a contiguous CPU tensor, with the tensor from rank 0. Collective."""
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish this rank's activity, which other ranks print if they wait too long. See `World.set_status`."""
+        """Publish this rank's activity, which other ranks print if they time out. See `World.set_status`."""
 
     @abstractmethod
     def free(self, storages: Sequence["ShardStorage"]) -> None:
@@ -128,11 +128,11 @@ class Group(ABC):
 
 
 class ParameterStore(ABC):
-    """Parameter shards of this rank, and fetches of full arrays, which combine the shards of all ranks.
+    """Store for this rank's parameter shards, which fetches full arrays from the shards of all ranks.
 
     Args:
-        dtype: Default dtype of parameters in shards and transfers. The `dtype` of a layout takes precedence.
-        buffers: Pool of buffers for fetched arrays. By default, they are in host memory.
+        dtype: Default dtype of parameters in shards and transfers. A layout with a `dtype` overrides it.
+        buffers: Buffer pool for fetched arrays. The default is a pool in host memory.
     """
 
     #: Kind of memory in which a fetch returns an array.
@@ -155,7 +155,7 @@ class ParameterStore(ABC):
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's shard of array `index`, `[shard_numel]` of `dtype_of(index)`.
 
-        The tensor is not a copy: other ranks read the same memory.
+        The tensor is not a copy: other ranks read from the same memory.
         """
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
@@ -169,44 +169,44 @@ class ParameterStore(ABC):
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
         """Record an event on the current stream. The next `start_fetch` into `buffer` waits for the event.
 
-        Call this method on the computing thread, after all kernels that use `buffer` were enqueued. `start_fetch` may
-        then run on another thread.
+        Call this method on the computing thread after enqueuing all kernels that use `buffer`. `start_fetch` may then
+        run on another thread.
         """
 
     def acquire_buffer(self, index: int) -> torch.Tensor:
-        """Return a buffer for `start_fetch`, and record its event. Call this method on the computing thread."""
+        """Acquire a buffer for `start_fetch` and record its event. Call this method on the computing thread."""
         buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
         self.record_event(buffer)
         return buffer
 
     def fetch(self, index: int) -> FetchWork:
-        """Start fetching the full array `index`. One-sided. The handle's method `wait` returns the array."""
+        """Start fetching the full array `index`. One-sided. The `wait` method of the handle returns the array."""
         buffer = self.acquire_buffer(index)
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Release a fetched array. A buffer that the fetch filled is reused when no other tensor shares its memory."""
+        """Release a fetched array. Its buffer, if it has one, is reused once no other tensor shares its memory."""
         self.buffers.release(fetched)
 
     @property
     def node_cache_bytes(self) -> int:
-        """Size of this rank's share of the memory in which its node caches parameters, in bytes. 0 without a cache."""
+        """Size in bytes of this rank's share of the node's parameter cache, or 0 without such a cache."""
         return 0
 
     def take_shared_fetches(self) -> list[int]:
-        """Return the array index of each fetch that another rank of the node made for this one since the last call."""
+        """Return the array index of each fetch since the last call that the node cache served without a transfer."""
         return []
 
     @property
     def shard_bytes(self) -> int:
-        """Total size of the shards of this rank, in bytes."""
+        """Total size of this rank's shards, in bytes."""
         return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
 
 
 class GradientStore(ABC):
-    """Gradient shards of this rank, and pushes, which add gradients to the shards of all ranks."""
+    """Store for this rank's gradient shards, which pushes gradients to the shards of all ranks."""
 
-    #: False if a push only adds locally (one rank on a GPU). Accumulating gradients before such a push saves nothing.
+    #: False if a push only adds locally (one rank on a GPU), so that accumulating gradients beforehand saves nothing.
     pushes_to_peers: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -224,7 +224,7 @@ class GradientStore(ABC):
             index: Index of a trainable array.
             gradient: Gradient of `n` consecutive elements of the array, `[n]` of `dtype`, contiguous. Call
                 `record_event(gradient)` first. Do not modify it until `wait` of the returned handle has returned.
-            start: Index in the array of the first of the `n` elements.
+            start: Index of the first of these elements in the array.
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -234,50 +234,50 @@ class GradientStore(ABC):
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event
         """Record an event on the current stream. The next `push` of `gradient` waits for the event.
 
-        Call this method on the computing thread, after the kernels that compute `gradient` were enqueued.
+        Call this method on the computing thread after enqueuing the kernels that compute `gradient`.
         """
 
 
 class Exchange(ShardStorage, ABC):
-    """Exchange of gradients and parameters between islands, each of which stores copies of all arrays.
+    """Exchange of gradients and parameters between islands, each of which stores a copy of all arrays.
 
-    A rank is the owner of a part of its shard: it updates this part on behalf of all islands.
+    Each rank owns a part of its shard, which it updates on behalf of all islands.
     """
 
     @abstractmethod
     def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return the parameters of an array that this rank owns, without a copy."""
+        """Return the parameters of array `index` that this rank owns, without copying them."""
 
     @abstractmethod
     def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients of the same elements, summed over all islands, without a copy."""
+        """Return the gradients of these parameters, summed over all islands, without copying them."""
 
     @abstractmethod
     def finish(self, indices: Iterable[int]) -> Work:
-        """Announce that this rank pushes no more gradients of some arrays in this minibatch. One-sided.
+        """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
 
-        Arrays that all ranks of the island have finished are pushed to their owners. The flush finishes the others.
+        An array is pushed to its owners once all ranks in the island have finished it. `flush` finishes the others.
         """
 
     @abstractmethod
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes that this rank receives from and pushes to other islands in a minibatch, by rank."""
+        """Return the bytes that this rank receives from and pushes to other islands per minibatch, each by rank."""
 
 
 @dataclass(eq=False, repr=False)
 class Transport:
     """A group, a parameter store and a gradient store, with the synchronization points between minibatches.
 
-    Construction raises ValueError if the dtype of the parameters is not in `PARAMETER_DTYPES`, or the dtype of the
-    gradients is not in `REDUCE_DTYPES`.
+    Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
+    `REDUCE_DTYPES`.
 
     Attributes:
-        storages: Storages of the shards, in the order of allocation. They are freed in reverse order.
-        exchange: Exchange between islands, the last of the storages; None without islands.
-        device: Device of the model, of fetched arrays and of pushed gradients.
-        thread_safe: True if several threads may call the stores concurrently. If False, only the computing thread may.
-        one_sided: True if a fetch or push completes without calls by other ranks. If False, each fetch and push is
-            collective: all ranks must make the same fetches and pushes in the same order, so no rank may skip a fetch.
+        storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
+        exchange: Exchange between islands, which is also the last of the `storages`. None without islands.
+        device: Device of the model, the fetched arrays and the pushed gradients.
+        thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
+        one_sided: True if a fetch or push completes without calls by other ranks. If False, fetches and pushes are
+            collective: all ranks must make the same ones in the same order, and no rank may skip any.
     """
 
     group: Group
@@ -300,7 +300,7 @@ class Transport:
     def allocate(self, layouts: Sequence[FlatLayout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards for arrays with the given layouts. Collective. Call this method only once.
 
-        `close` is called if the `World` closes before this transport does. It must call the transport's method `close`,
+        `close` is called if the `World` closes before this transport does. It must call the transport's `close` method,
         which is also the default. Raises `AllRanksUserError` on every rank if any node has too little shared memory.
         """
         assert not self.parameters.layouts, "a transport allocates once"
@@ -315,22 +315,22 @@ class Transport:
         self._is_open = True
 
     def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return the parameters of an array that this rank updates, in the memory that other ranks read."""
+        """Return the parameters of array `index` that this rank updates, in the memory that other ranks read."""
         return self.exchange.parameter_shard(index) if self.exchange else self.parameters.shard(index)
 
     def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients of the elements of `parameter_shard`, summed over all ranks, when they are complete."""
+        """Return the gradients of `parameter_shard(index)`, which are summed over all ranks once they are complete."""
         return self.exchange.gradient_shard(index) if self.exchange else self.gradients.shard(index)
 
     @property
     def gradient_shard_bytes(self) -> int:
-        """Total size of the gradient shards of this rank, in bytes."""
+        """Total size of this rank's gradient shards, in bytes."""
         numel = sum(layout.shard_numel for layout in self.parameters.layouts if layout.trainable)
         numel += numel // self.group.num_islands if self.exchange else 0
         return numel * self.gradients.dtype.itemsize
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete the pushes of all ranks, and return all reports, each `[k]` float64, as `[size, k]`. Collective."""
+        """Complete the pushes of all ranks and return their reports, each `[k]` float64, as `[size, k]`. Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()
@@ -340,7 +340,7 @@ class Transport:
         return reports
 
     def publish_parameters(self) -> None:
-        """Make the values that each rank has written into its parameter shards visible to all ranks. Collective."""
+        """Make the parameters that each rank has written to its shards visible to all ranks. Collective."""
         for storage in self.storages:
             storage.publish()
         self._sync()

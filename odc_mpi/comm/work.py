@@ -1,4 +1,4 @@
-"""Handles of asynchronous fetches and pushes, similar to `torch.distributed.Work`."""
+"""Handles for asynchronous fetches and pushes, similar to `torch.distributed.Work`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ import torch
 
 
 class Work:
-    """Handle of a fetch or push in flight.
+    """Handle for a fetch or push in flight.
 
     Args:
-        operation: Function that completes the fetch or push. The handle keeps a reference to the function, and thus to
-            its buffers, until the function has returned. None means that the fetch or push is already complete.
+        operation: Function that completes the fetch or push. Until it returns, the handle keeps a reference to it and
+            thus to its buffers. None means that the fetch or push is already complete.
     """
 
     def __init__(self, operation: Callable[[], object] | None = None) -> None:
@@ -23,9 +23,9 @@ class Work:
         return self._operation is None
 
     def wait(self) -> None:
-        """Wait until this rank's part of the operation is complete, so that its buffers may be used.
+        """Wait until this rank's part of the operation is complete and its buffers may be used.
 
-        Further calls do nothing. If the operation raised an error, the next call tries it again.
+        Further calls do nothing, but if the operation raised an exception, the next call retries it.
         """
         if self._operation is not None:
             self._operation()
@@ -34,12 +34,12 @@ class Work:
 
 @dataclass
 class FetchWork:
-    """Handle of a fetch in flight, with the buffer that the fetch fills."""
+    """Handle for a fetch in flight, with the buffer that it fills."""
 
     buffer: torch.Tensor
     work: Work
 
     def wait(self) -> torch.Tensor:
-        """Wait for the fetch, and return the full array, one-dimensional and without the padding of the last shard."""
+        """Wait for the fetch and return the full one-dimensional array, without the padding of the last shard."""
         self.work.wait()
         return self.buffer

@@ -1,22 +1,22 @@
-"""Work queue of items that one rank has produced, such as generated groups, and that any idle rank can claim.
+"""Work queue for items, such as generated groups, that one rank has produced and any idle rank can claim.
 
-Items are numbered from 0, and all ranks know the number of items. The state of an item is a 64-bit word in a window of
-rank 0, the *board*. The content of an item is in a window of the rank that produced it (its *owner*). This window is
-the *store* of the owner and has a fixed size. All accesses are one-sided: neither rank 0 nor the owner takes part.
+Items are numbered from 0, and all ranks know how many there are. The state of an item is a 64-bit word in a window of
+rank 0, the *board*. Its content is in the *store*, a fixed-size window of the rank that produced the item (its
+*owner*). All accesses are one-sided: neither rank 0 nor the owner takes part.
 
-    mark_started   this rank works on the item
-    publish        the item can be claimed: its content is in the store of this rank (written before the board)
+    mark_started   this rank is working on the item
+    publish        the item can be claimed: its content is in this rank's store (written before the board)
     mark_done      the item is finished, and no rank needs to claim it
-    claim          take published items, the largest first (MPI_Fetch_and_op on a counter of each item)
-    has_changed    poll a single counter of the board, which every change of a state except to FETCHED increments
+    claim          take published items, largest first (MPI_Fetch_and_op on a counter per item)
+    has_changed    poll a single counter on the board, which counts all state changes except those to FETCHED
     reset          clear the board and the stores, after gradients are complete and before parameters are published
 
 Note: each item once
-    The word of an item is changed only by its owner, from NOT_STARTED to STARTED to PUBLISHED. Then the first rank that
-    increments the item's counter of claims changes the word to CLAIMED. After this rank has read the content, it sets
-    the word to FETCHED, and the owner may reuse the memory. An item that needs no claim is set to DONE by its owner.
-    Ranks reach the synchronization point of complete gradients only when no word is NOT_STARTED, STARTED or PUBLISHED.
-    Then no rank can claim an item, so no claim can overlap with `reset`.
+    At first, only the owner of an item changes its word: from NOT_STARTED to STARTED to PUBLISHED, or to DONE if no
+    rank needs to claim the item. The first rank to increment the claim counter of a published item changes the word to
+    CLAIMED. After reading the content, this rank sets the word to FETCHED, and the owner may reuse the memory. Ranks
+    reach the synchronization point at which gradients are complete only when no word is NOT_STARTED, STARTED or
+    PUBLISHED. No rank can then claim an item, so no claim can overlap with `reset`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,18 @@ from odc_mpi.runtime.world import World
 
 #: States of an item, the lowest bits of its word.
 _NOT_STARTED, _STARTED, _PUBLISHED, _CLAIMED, _DONE, _FETCHED = range(6)
-#: Layout of a word: 3 bits of state, 16 of the rank of the owner, 44 of the size in bytes.
+#: Layout of a word: 3 bits for the state, 16 for the owner's rank, and 44 for the size in bytes.
 _RANK_SHIFT, _SIZE_SHIFT, _RANK_MASK = 3, 19, 0xFFFF
 
 
 class QueueState(NamedTuple):
-    """Snapshot of the states of the items in a `WorkQueue`.
+    """Snapshot of the item states in a `WorkQueue`.
 
     Attributes:
-        in_progress: For each item that is started but not published or done, the rank that works on it.
-        published: Items that can be claimed, in descending order of size.
+        in_progress: For each item that is started but not published or done, the rank that is working on it.
+        published: Items that can be claimed, largest first.
         num_done: Number of items that are claimed or done.
-        num_changes: Number of state changes before the snapshot, with which `WorkQueue.has_changed` compares.
+        num_changes: Number of state changes before the snapshot, for `WorkQueue.has_changed`.
     """
 
     in_progress: dict[int, int]
@@ -55,14 +55,14 @@ class WorkQueue:
     """Queue of work items, numbered from 0. At most one rank claims each item. Construction is collective.
 
     Args:
-        max_count: Maximum number of items between two calls of `reset`. Must be the same on all ranks.
-        store_bytes: Size of this rank's store, the memory for the content of items that it publishes, in bytes.
+        max_count: Maximum number of items between two calls to `reset`. Must be the same on all ranks.
+        store_bytes: Size in bytes of this rank's store, which holds the content of the items that it publishes.
     """
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
         self._world = world
         store_bytes = align_up(store_bytes)
-        # After the words of the items: offset of each item in the store of its owner, claims of each item, changes.
+        # After the items' words: each item's offset in its owner's store, claims of each item, number of changes.
         self._first_offset, self._first_claims, self._changes = max_count, 2 * max_count, 3 * max_count
         board_numel = 3 * max_count + 1
         world.require_shared_memory(store_bytes + 8 * board_numel, "the work queue")
@@ -73,7 +73,7 @@ class WorkQueue:
         world.wait_collective(world.comm.Ibarrier(), "allocating the work queue")
 
     def mark_started(self, item: int) -> None:
-        """Record that this rank works on an item. All ranks can see this in a `snapshot`. One-sided."""
+        """Record that this rank is working on an item. One-sided. All ranks can see this in a `snapshot`."""
         self._write(item, _word(_STARTED, self._world.rank))
 
     def mark_done(self, item: int) -> None:
@@ -96,7 +96,7 @@ class WorkQueue:
 
     def snapshot(self, count: int) -> QueueState:
         """Return the states of the first `count` items. One-sided."""
-        num_changes = self._num_changes()  # first: a change during the snapshot is found by `has_changed`
+        num_changes = self._num_changes()  # first, so that `has_changed` detects changes during the snapshot
         words = self._words(count)
         states, sizes = words & 7, words >> _SIZE_SHIFT
         published = np.flatnonzero(states == _PUBLISHED)
@@ -117,11 +117,11 @@ class WorkQueue:
     def claim(self, published: Sequence[int]) -> Iterator[tuple[int, int, bytes]]:
         """Claim the items in `published`, except those that another rank claims first. One-sided.
 
-        `published` is the list in a `QueueState`, so the claims begin with the largest item. After the first item that
-        another rank has claimed, this rank skips to a position in the list that depends on its rank, so that idle ranks
-        do not compete for the same items.
+        `published` is the list in a `QueueState`, so claiming begins with the largest item. After finding the first
+        item that another rank has claimed, this rank skips to a position in the list that depends on its rank, so that
+        idle ranks do not compete for the same items.
 
-        Yields `(item, owner, content)` for each claimed item. The owner is the rank that published the item.
+        Yields `(item, owner, content)` for each claimed item, where `owner` is the rank that published it.
         """
         left, position = list(published), 0
         while left:
@@ -132,15 +132,15 @@ class WorkQueue:
                 position = len(left) * self._world.rank // self._world.size
 
     def reset(self) -> None:
-        """Remove all items. One-sided. All ranks must call it after all items are claimed or done."""
+        """Remove all items. One-sided. All ranks must call this method, after all items are claimed or done."""
         self._held.clear()
         if self._world.rank == 0:
-            # Atomic, as claims are: where network cards do the addition, a plain store may stay in the CPU cache.
+            # Atomic like the claims: where network cards do the addition, a plain store may stay in the CPU cache.
             with self._world.deadline("clearing the work queue", [0]):
                 self._board.atomic_store_all(0, np.zeros(self._changes + 1, dtype=np.int64))
 
     def close(self) -> None:
-        """Free the memory of the queue. Collective. Further calls do nothing."""
+        """Free the queue's memory. Collective. Further calls do nothing."""
         if self._changes:
             self._changes = 0
             with self._world.collective("freeing the work queue"):
@@ -149,7 +149,7 @@ class WorkQueue:
             self._world.cancel_on_close(self.close)
 
     def _try_claim(self, item: int) -> tuple[int, bytes] | None:
-        """Claim an item and return its owner and content, or None if another rank was first."""
+        """Claim an item and return its owner and content, or return None if another rank was first."""
         with self._world.deadline("claiming finished work", [0]):
             if self._board.fetch_and_add(0, self._first_claims + item, 1):
                 return None

@@ -1,1 +1,1 @@
-"""Context parallelism: exchange of keys, values and their gradients between the ranks of a split sequence."""
+"""Context parallelism: exchange of keys, values and their gradients between ranks that share a sequence."""

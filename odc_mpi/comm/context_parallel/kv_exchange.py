@@ -1,10 +1,10 @@
 """Exchange of keys, values and their gradients between the ranks of a split sequence (context parallelism).
 
 A split sequence is divided into chunks of tokens, one per rank. In every attention layer, a rank writes the keys and
-values of its chunk to its window, and the ranks of later chunks read them. In the backward pass, a rank writes its
-contributions to the gradients of earlier chunks' keys and values to its window, and the ranks of the earlier chunks
-read these contributions. Thus only the owner of a window writes tensors to it. Ranks of the same node read the window
-directly, other ranks with MPI_Get. Four kinds of flags synchronize the ranks:
+values of its chunk to its own window, and the ranks with later chunks read them. In the backward pass, a rank writes
+its contributions to the gradients of earlier chunks' keys and values to its own window, and the ranks with those chunks
+read them. Only the owner of a window thus writes tensors to it. Ranks on the same node read the window directly, and
+other ranks use MPI_Get. Four kinds of flags synchronize the ranks:
 
     KV_READY        to later chunks: keys and values can be read, up to the layer in the flag
     GRAD_READY      to earlier chunks: gradients can be read, down to the layer in the flag
@@ -12,19 +12,19 @@ directly, other ranks with MPI_Get. Four kinds of flags synchronize the ranks:
     KV_RELEASED     to earlier chunks: this rank has finished its backward pass and reads no more keys and values
 
 A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
-integers that never decrease, even from one sequence to the next. Flags need no reset, and a torn read returns at most
-the new value (see `comm.reduce.mailbox`).
+integers that never decrease, even from one sequence to the next. They therefore need no reset, and a torn read returns
+at most the new value (see `comm.reduce.mailbox`).
 
 Note: slots
-    Keys and values have one slot per layer. These slots are free after KV_RELEASED from all later chunks. Gradients
-    have two slots, which the layers use alternately. A slot is free after GRAD_CONSUMED from all earlier chunks.
+    Keys and values have one slot per layer. These slots become free after KV_RELEASED from all later chunks. Gradients
+    have two slots, which alternate between layers. Each becomes free after GRAD_CONSUMED from all earlier chunks.
 
 Note: deadlock freedom
     All ranks process split sequences in the same order. Within a sequence, the forward pass of a layer waits only for
     earlier chunks in the same layer. The backward pass of a layer first publishes gradients, for which it waits only
-    for GRAD_CONSUMED of higher layers. Then it reads gradients, for which it waits only for later chunks that publish
-    in the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; by then, all chunks of
-    earlier sequences can finish.
+    for GRAD_CONSUMED of higher layers. It then reads gradients, for which it waits only for later chunks to publish
+    theirs in the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence, when all chunks
+    of earlier sequences can already finish.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,12 +44,12 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """Context manager that encloses the forward and backward pass of this rank's chunk of a split sequence.
+    """Context manager for the forward and backward pass of this rank's chunk of a split sequence.
 
     Args:
         sequence_number: Number of this split sequence, starting at 1. Must be the same on all ranks.
-        bounds: Token offsets of the chunk boundaries, including 0 and the sequence length, `[chunks + 1]`.
-        ranks: Rank that processes each chunk, in the order of the chunks.
+        bounds: Token offsets of the chunk boundaries, `[chunks + 1]`, including 0 and the sequence length.
+        ranks: Ranks that process the chunks, in the order of the chunks.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._chunk = self._ranks.index(windows.world.rank)
         self._earlier_ranks, self._later_ranks = self._ranks[: self._chunk], self._ranks[self._chunk + 1 :]
         self._num_published = 0
-        # One token of keys and values of each layer, for their shapes, type and device.
+        # Keys and values of one token in each layer, for their shapes, dtype and device.
         self._templates: list[KVPair] = []
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an exception the other ranks wait until their deadline, which ends the job.
+        # After an exception, the other ranks wait until their deadline, which ends the job.
         if kind is None:
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
         """Make the keys and values that a layer computed for this chunk available to later chunks. One-sided.
 
-        Raises RuntimeError if a layer is skipped. A second call for a layer, as in activation recomputation, does
-        nothing. The call for layer 0 waits until this rank's previous chunk is no longer read.
+        Raises RuntimeError if a layer is skipped. A second call for the same layer, as in activation recomputation,
+        does nothing. The call for layer 0 waits until no rank reads this rank's previous chunk any more.
         """
         if layer < self._num_published:
             return
@@ -92,7 +92,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Wait for the keys and values of a layer in each earlier chunk, and yield them in chunk order. One-sided."""
+        """Wait for the keys and values of each earlier chunk in a layer, and yield them in chunk order. One-sided."""
         for chunk in range(self._chunk):
             what = self._describe(chunk, layer)
             self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
@@ -101,7 +101,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
         """Make this rank's contributions to the gradients of earlier chunks' keys and values available. One-sided.
 
-        Waits for a free slot. `grads` has one pair of tensors per earlier chunk, in the order of chunks.
+        Waits for a free slot. `grads` has one pair of tensors per earlier chunk, in chunk order.
         """
         assert len(grads) == self._chunk
         if not grads:
@@ -115,10 +115,10 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Return the sum of `grads` and the contributions of all later chunks to the same gradients. One-sided.
+        """Return the sum of `grads` and all later chunks' contributions to the same gradients. One-sided.
 
-        Waits for the contributions and adds them in the order of chunks, in float32 or in the dtype of `grads` if that
-        is wider. The result has the dtype of `grads`.
+        Waits for the contributions and adds them in chunk order, in float32 or in the dtype of `grads` if that is
+        wider. The result has the dtype of `grads`.
         """
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)
@@ -132,7 +132,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Notify the ranks of earlier chunks that this rank no longer reads their keys and values. One-sided."""
+        """Notify the ranks with earlier chunks that this rank no longer reads their keys and values. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)
@@ -142,7 +142,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         return self._windows.sizes.num_layers - layer
 
     def _gradient_offset(self, chunk: int, layer: int) -> int:
-        """Return the byte offset of the gradients of a chunk in the window of a later chunk."""
+        """Return the byte offset of a chunk's gradients in the window of a later chunk."""
         token_bytes = sum(part.nbytes for part in self._templates[layer])
         return self._windows.gradient_slot_offset(layer) + self._bounds[chunk] * token_bytes
 

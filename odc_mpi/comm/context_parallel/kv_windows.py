@@ -1,4 +1,4 @@
-"""Windows and flags with which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients."""
+"""Windows and flags through which `comm.context_parallel.kv_exchange` exchanges keys, values and their gradients."""
 
 import time
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from odc_mpi.runtime.world import World
 #: Kinds of flags (see `comm.context_parallel.kv_exchange`).
 KV_READY, GRAD_READY, GRAD_CONSUMED, KV_RELEASED = range(4)
 _FLAG_NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
-#: Upper bound of the number of layers. A flag has the value `sequence number * MAX_LAYERS + number of layers done`.
+#: Upper bound on the number of layers. The value of a flag is `sequence_number * MAX_LAYERS + layers_done`.
 MAX_LAYERS = 1 << 20
-#: Number of slots for gradients. A rank fills one slot while other ranks read the other.
+#: Number of slots for gradients. A rank fills one while other ranks read from the other.
 _GRADIENT_SLOTS = 2
 
 #: Keys and values of a chunk in one layer, or their gradients, each `[1, key_value_heads, tokens, head_dim]`.
@@ -31,7 +31,7 @@ class KVSizes:
 
     Attributes:
         token_bytes: Size of the keys and values of one token in one layer, in bytes.
-        max_earlier_tokens: Maximum number of tokens before a chunk in its sequence.
+        max_earlier_tokens: Maximum number of tokens that precede a chunk in its sequence.
     """
 
     num_layers: int
@@ -56,14 +56,14 @@ class KVSizes:
 
 
 class KVWindows:
-    """MPI windows with the keys, values and gradients that this rank publishes to other ranks, and with flags.
+    """MPI windows for the keys, values and gradients that this rank publishes, and for flags.
 
     The memory is divided into slots: one per layer for keys and values, and two for gradients. Construction is
     collective, and raises `AllRanksUserError` on all ranks if a node has too little memory.
 
     Args:
-        sizes: Sizes of the memory. Must be the same on all ranks.
-        shared: If True, ranks of the same node map each other's memory and read it directly.
+        sizes: Sizes of the slots. Must be the same on all ranks.
+        shared: If True, ranks on the same node map each other's memory and read it directly.
 
     Attributes:
         waited_s: Total time that this rank has waited for flags, in seconds.
@@ -79,7 +79,7 @@ class KVWindows:
         # Origin buffers of the last Put of each flag. They must not change before a flush.
         self._outgoing = np.zeros(len(_FLAG_NAMES) * world.size, dtype=np.int64)
         self._unflushed: set[int] = set()
-        # Flags to wait for before a slot is free, by the offset of the slot: kind, rank, value.
+        # Flags (kind, rank, value) to wait for before a slot is free, by the offset of the slot.
         self._busy_until: dict[int, list[tuple[int, int, int]]] = {}
         self.waited_s = 0.0
         self._open = True
@@ -97,7 +97,7 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the byte offset in the window of the slot for the keys and values of `layer`."""
+        """Return the byte offset in the window of the key and value slot of `layer`."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
@@ -108,17 +108,17 @@ class KVWindows:
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
         """Record that a slot is in use until each rank in `ranks` has set its flag of kind `kind` to at least `value`.
 
-        `slot` is the byte offset of the slot in the window. Offset 0 stands for all slots of keys and values.
+        `slot` is the byte offset of the slot in the window. Offset 0 stands for all key and value slots.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait for the flags recorded by `mark_busy_until` for a slot, described by `what` in messages. One-sided."""
+        """Wait for the flags that `mark_busy_until` recorded for a slot, which messages call `what`. One-sided."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's window at byte offset `start`. Returns the byte offset after the tensor."""
+        """Copy a tensor into this rank's window at byte offset `start`, and return the byte offset after it."""
         stop = start + tensor.nbytes
         self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return stop
@@ -126,8 +126,8 @@ class KVWindows:
     def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
         """Read keys and values, or their gradients, from the window of `rank` at byte offset `start`. One-sided.
 
-        The result has the device, dtypes and shapes of `template`, but `tokens` tokens. It is a view of the window if
-        this rank maps the window and `template` is in host memory. `what` describes the read in messages.
+        The result has the device, dtypes and shapes of `template`, except for the number of tokens, which is `tokens`.
+        It is a view if this rank maps the window and `template` is on the host. `what` describes the read in messages.
         """
         shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
         sizes = [part.nbytes // part.shape[2] * tokens for part in template]
@@ -156,7 +156,7 @@ class KVWindows:
                 target_index = kind * self.world.size + self.world.rank
                 self._flags.put(rank, target_index, self._outgoing[i : i + 1].view(np.uint8))
                 self._unflushed.add(rank)
-        # Over a network a Put may leave only at a later call of MPI.
+        # Over a network, a Put may not leave before a later MPI call.
         self.world.comm.Iprobe()
 
     def flush(self, what: str) -> None:

@@ -1,1 +1,1 @@
-"""Streams and copies of a GPU, and stores for models on a GPU with shards in device memory or in host memory."""
+"""GPU streams and copies, and stores for models on a GPU whose shards are in device or host memory."""

@@ -1,14 +1,14 @@
 """CUDA device of a rank. This module does not use MPI.
 
-Kernels run asynchronously, in the order of a stream. Another stream or MPI may access a buffer only after the kernels
-that use it have finished. For this, an event is recorded after these kernels. Waiting for an event releases the GIL and
-does not spin. Copies between host and device run on one stream per direction, and each copy waits for the event that is
-passed to it. No copy or addition synchronizes the whole device.
+Kernels run asynchronously, in stream order. Another stream or MPI may access a buffer only after the kernels that use
+it have finished, so an event is recorded after these kernels. Waiting for an event releases the GIL and does not spin.
+Copies between host and device run on one stream per direction, and each waits for the event that is passed to it. No
+copy or addition synchronizes the whole device.
 
-Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch by DLPack. The allocator of torch
-may use memory that cannot be exported to another process (`expandable_segments`, `cudaMallocAsync`).
+Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch through DLPack, because memory
+from the torch allocator may not be exportable to other processes (`expandable_segments`, `cudaMallocAsync`).
 
-Tests replace `Device` by a class that uses host memory and delays copies.
+Tests replace `Device` with a class that uses host memory and delays copies.
 """
 
 import mmap
@@ -24,10 +24,10 @@ from odc_mpi.errors import UserError, one_line_message
 
 
 class Device:
-    """A GPU, identified by its index among the GPUs that are visible to this process.
+    """GPU, identified by its index among the GPUs visible to this process.
 
     Attributes:
-        name: GPU model, number of visible GPUs and CUDA version, on which the behavior of MPI may depend.
+        name: GPU model, number of visible GPUs and CUDA version, on all of which the behavior of MPI may depend.
     """
 
     def __init__(self, index: int) -> None:
@@ -39,11 +39,11 @@ class Device:
         self._add_stream = torch.cuda.Stream(self.torch_device)
 
     def set_current(self) -> None:
-        """Make this device the current CUDA device of the calling thread. MPI uses the current device, too."""
+        """Make this device the calling thread's current CUDA device, which MPI uses, too."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Return the free device memory in bytes, including unused memory that the torch allocator has cached."""
+        """Return the free device memory in bytes, including unused memory cached by the torch allocator."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached
@@ -51,13 +51,13 @@ class Device:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialized device memory, `[num_bytes]` uint8.
 
-        The torch allocator assumes that only the computing stream uses this memory. Copy streams use it as well, so do
-        not free it before copies from or to it have completed.
+        The torch allocator assumes that only the computing stream uses this memory. Since copy streams use it as well,
+        do not free it before copies from or to it have completed.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized device memory that may be passed to MPI, `[num_bytes]` uint8.
+        """Return uninitialized device memory that can be passed to MPI, `[num_bytes]` uint8.
 
         The call is slow and may wait for all kernels on the device, so do not call it in every step. Raises `UserError`
         if CuPy cannot be imported or the device has too little memory.
@@ -81,15 +81,15 @@ class Device:
         try:
             return cupy.cuda.Memory(num_bytes)
         except cupy.cuda.runtime.CUDARuntimeError:
-            torch.cuda.empty_cache()  # the cache of the torch allocator may hold the missing bytes
+            torch.cuda.empty_cache()  # the torch allocator may have cached the missing bytes
             return cupy.cuda.Memory(num_bytes)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
-        The memory is freed when no tensor references it. PyTorch's allocator of pinned memory is not used, since it
-        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin enough
-        memory.
+        The memory is freed when no tensor references it any more. PyTorch's pinned-memory allocator is not used,
+        because it rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin
+        enough memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -102,16 +102,16 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin existing host memory, and return True if the driver was able to. Slow, since the driver pins every page.
+        """Pin existing host memory, and return True on success. This is slow, because the driver pins every page.
 
-        If the result is True, call `unregister` before the memory is freed.
+        If the result is True, call `unregister` before freeing the memory.
         """
         self.set_current()
         if memory.numel() == 0:
             return True
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        # The driver returns the error again to the next query, which torch makes after its next kernel.
+        # The driver reports the error again at the next query, which torch makes after its next kernel.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
         return False
@@ -122,13 +122,13 @@ class Device:
             self._unregister(memory.data_ptr())
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the current stream of the calling thread, and return it."""
+        """Record an event on the calling thread's current stream, and return the event."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: torch.cuda.Event) -> torch.cuda.Event:
         """Start an asynchronous copy between pinned host and device memory, or within device memory. Thread-safe.
 
-        The copy waits for the event `wait_for`. Both tensors must have the same shape and dtype. Do not access
+        The copy waits for the event `wait_for`. The tensors must have the same shape and dtype. Do not access
         `destination` or modify `source` before the returned event has completed.
         """
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
@@ -141,8 +141,8 @@ class Device:
         """Start adding tensors to a shard, in order. Thread-safe.
 
         `slots` contains pairs of an offset in the shard and a tensor of the same dtype. All earlier kernels that use
-        the shard, and all copies that fill the tensors, must have finished. Do not modify the tensors before the
-        returned event has completed. Additions complete in the order of the calls.
+        the shard and all copies that fill the tensors must have finished. Do not modify the tensors before the returned
+        event has completed. Additions complete in the order of the calls.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -172,10 +172,10 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the GPU of a rank and make it the current CUDA device, or return None if `kind` is "cpu".
+    """Return a rank's GPU and make it the current CUDA device, or return None if `kind` is "cpu".
 
-    `host_rank` is `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs. Raises `UserError` if `kind`
-    is "cuda" and no GPU is available.
+    `host_rank` is the rank's `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs. Raises `UserError`
+    if `kind` is "cuda" but no GPU is available.
     """
     if kind == "cpu":
         return None
@@ -183,7 +183,7 @@ def find_device(kind: str, host_rank: int) -> Device | None:
         built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA and"
         raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees none: set it to cpu")
     index = host_rank % torch.cuda.device_count()
-    # Tensors for which no device index is given, such as a user's own, are created there, too.
+    # Tensors created without a device index, such as a user's own, are then on this GPU, too.
     torch.cuda.set_device(index)
     return Device(index)
 

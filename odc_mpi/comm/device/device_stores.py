@@ -1,17 +1,17 @@
-"""Stores for models on a GPU with shards in device memory, transferred through windows in device memory.
+"""Stores for models on a GPU whose shards are in device memory and are transferred through device windows.
 
-This package copies no parameters or gradients through the host. A fetch reads from the devices of the owners into a
-buffer on the device of this rank. A push sends from such a buffer. MPI and CUDA do not synchronize with each other, so
-the stores do this:
+This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
+this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
+do it:
 
-    fetch                  wait for the kernels that read the old content of the buffer; MPI_Get from the other owners,
+    fetch                  wait for the kernels that read the buffer's old content; MPI_Get from the other owners,
                            overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy
     push                   wait for the kernels that compute the gradient; push it to the owners
     gradients complete     as with host memory: flush all pushes, all-gather; kernels enqueued later read the sums
     parameters published   wait for the kernels that update parameters and clear gradients; barrier
 
-Each wait is for one event, never for the whole device. Fetches and pushes wait in the threads that run them, overlapped
-with computation.
+Each wait is for a single event, never for the whole device. Fetches and pushes wait on the threads that run them, so
+the waits overlap with computation.
 """
 
 from functools import partial
@@ -29,11 +29,11 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
-    """Parameter store with the shards in device memory. Fetches fill buffers on the device of this rank."""
+    """Parameter store with its shards in device memory. Fetches fill buffers on this rank's device."""
 
     def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
         super().__init__(world, dtype, device_windows(device))
-        # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
+        # Not from the torch allocator, because MPI may have to export it to another process or to a network card.
         self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
         self._events = BufferEvents()
@@ -69,7 +69,7 @@ class DeviceParameters(WindowParameters):
 
 
 class DeviceGradients(GradientStore):
-    """Gradient store that waits for the kernels that compute a gradient before the store `inner` pushes it."""
+    """Gradient store that waits until the kernels that compute a gradient finish before the store `inner` pushes it."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)

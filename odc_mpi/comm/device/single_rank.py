@@ -1,7 +1,7 @@
-"""Stores for a single rank with a device. Shards are full arrays in device memory, and nothing is communicated.
+"""Stores for a single rank with a GPU. Shards are full arrays in device memory, and nothing is communicated.
 
-A fetch returns a view of the array. A push enqueues an addition on the current stream. The synchronization points need
-no action, since in stream order the optimizer runs after the backward pass and before the next forward pass.
+A fetch returns a view of the array, and a push enqueues an addition on the current stream. The synchronization points
+require no action, because in stream order, the optimizer runs after the backward pass and before the next forward pass.
 """
 
 import torch
@@ -37,7 +37,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
-        pass  # the memory stays
+        pass  # the memory remains allocated
 
     @override
     def free(self) -> None:
@@ -68,7 +68,7 @@ class SingleRankGradients(ShardStorage, GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        # A torch operator: `add_segments_` takes longer to launch, and there is no cast to save.
+        # A torch operator, because `add_segments_` takes longer to launch and there is no cast to save.
         self._sums[index][start : start + gradient.numel()].add_(gradient)
         return Work()
 

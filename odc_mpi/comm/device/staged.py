@@ -1,20 +1,20 @@
-"""Stores for models on a GPU with shards in host memory.
+"""Stores for models on a GPU whose shards are in host memory.
 
-A store wraps an inner store, which has the shards in host memory. Parameters and gradients pass through pinned memory:
+Each store wraps an inner store with shards in host memory. Parameters and gradients pass through pinned memory:
 
-    fetch   the inner store fetches into pinned memory, or returns a view of a window; copy to the device
-    push    copy from the device into pinned memory; the inner store pushes from there
+    fetch   the inner store fetches into pinned memory or returns a view of a window; copy to the device
+    push    copy from the device into pinned memory, from which the inner store pushes
 
-The windows are registered with the CUDA driver. Fetches and an optimizer on the device can then copy directly from the
-windows. If the driver refuses, for example because small arrays share a page, the CPU first copies the array into
+The windows are registered with the CUDA driver, so that fetches and an optimizer on the device can copy from them
+directly. If the driver refuses, for example because small arrays share a page, the CPU first copies the array into
 pinned memory.
 
-Fetches and pushes complete in `wait()`, on the threads that fetch and push, overlapped with computation. A copy waits
-for the event that the computing thread recorded for the buffer. Thus a buffer is not overwritten while kernels enqueued
-earlier still read it, and a gradient is not copied before the kernels that compute it have finished. After `wait()`, a
-fetched array may be read on any stream.
+Fetches and pushes complete in `wait()`, on the threads that fetch and push, and thus overlap with computation. A copy
+waits for the event that the computing thread has recorded for the buffer. A buffer is therefore not overwritten while
+kernels enqueued earlier still read it, and a gradient is not copied before the kernels that compute it have finished.
+After `wait()`, a fetched array may be read on any stream.
 
-The device holds only the units in use, so the shards of a model may be larger than device memory.
+The device holds only the units in use, so a model's shards may be larger than device memory.
 """
 
 from collections.abc import Sequence
@@ -58,11 +58,11 @@ class PinnedMemory(ShardStorage):
 
 
 class StagedParameters(ParameterStore):
-    """Parameter store that fetches arrays to the host with the store `inner`, and copies them to a device.
+    """Parameter store that uses the store `inner` to fetch arrays to the host and copies them to a device.
 
     Args:
-        inner: Store with the shards in host memory. From now on, it takes its buffers from `pinned`.
-        pinned: Pinned memory. Its `storages` must include the storage of `inner`.
+        inner: Store with shards in host memory. From now on, it acquires its buffers from `pinned`.
+        pinned: Pinned memory, whose `storages` must include the storage of `inner`.
     """
 
     def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
@@ -105,7 +105,7 @@ class StagedParameters(ParameterStore):
         if self._inner.access is Access.COPY or self._pinned.is_pinned(array):
             self._device.copy(buffer, array, wait_for).synchronize()
         else:
-            # A view of a window that the driver did not register: only the CPU can copy from it.
+            # A view of a window that the driver has not registered, from which only the CPU can copy.
             pinned = self._pinned.pool.acquire(array.numel(), array.dtype)
             copy_host(pinned, array)
             self._device.copy(buffer, pinned, wait_for).synchronize()

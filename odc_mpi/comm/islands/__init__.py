@@ -1,1 +1,1 @@
-"""Islands of ranks, each with a full copy of the parameters, and the exchange between them (hybrid sharding)."""
+"""Hybrid sharding: islands of ranks that each hold all parameters, and the exchange between them."""

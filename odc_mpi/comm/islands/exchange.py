@@ -1,14 +1,14 @@
-"""Exchange of gradients and parameters between islands (`comm.islands.islands`), for each column of ranks.
+"""Exchange of gradients and parameters between islands (`comm.islands.islands`), within each column of ranks.
 
-    minibatch     ranks fetch from and push to their island only
-    finish        a rank announces that it pushes no more of an array. When all ranks of the island have, each of them
-                  pushes its shard of the island's sum to the owners in its column. Other ranks may still compute
+    minibatch     ranks fetch from and push to ranks in their own island only
+    finish        a rank announces that it will push no more gradients of an array. Once all ranks in the island have,
+                  each pushes its shard of the island's sum to the owners in its column. Other ranks may still compute
     flush         finish the remaining arrays; wait until all arrays have been pushed to their owners
     complete      each owner has the sum over all islands
     publish       each owner Puts its new parameters into the shards of the other islands
 
-The result is that of sharding over all ranks. Between islands, a rank sends and receives its shards once per minibatch,
-whatever the caches of its island hold.
+The result is the same as with sharding over all ranks. Whatever is cached within an island, each rank sends and
+receives its shards only once per minibatch between islands.
 """
 
 from collections import Counter
@@ -33,15 +33,15 @@ from odc_mpi.runtime.world import World
 
 
 class IslandExchange(Exchange):
-    """The part of a transport that exchanges gradients and parameters between islands.
+    """Part of a transport that exchanges gradients and parameters between islands.
 
-    The shards of the stores are those of an island. This class divides each of them into the shards of the owners in
-    the column, of which this rank has one.
+    The stores hold this rank's shards of the island's arrays. This class divides each of these shards among its owners,
+    the ranks in the column.
 
     Args:
-        parameters: Parameter store of the island, in host memory.
-        gradients: Gradient store of the island, in host memory.
-        sums: Gradient store of the column, not allocated. Its shards are the sums over all islands.
+        parameters: The island's parameter store, in host memory.
+        gradients: The island's gradient store, in host memory.
+        sums: The column's gradient store, not yet allocated. Its shards receive the sums over all islands.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class IslandExchange(Exchange):
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
         self._has_sent_frozen = False
         self._num_minibatches = 1
-        # Indices of the arrays that this rank has finished, and of those that it has pushed, in this minibatch.
+        # Indices of the arrays that this rank has finished and of those that it has pushed in this minibatch.
         self._finished: set[int] = set()
         self._pushed: set[int] = set()
 
@@ -69,9 +69,9 @@ class IslandExchange(Exchange):
         column, [memory] = self._islands.column, self._parameters.mapped_memory()
         self._window = _ExposedWindow(column, memory.view(torch.uint8))
         starts = [self._parameters.shard(i).data_ptr() - memory.data_ptr() for i in range(len(self.layouts))]
-        #: First byte of the shard of each array, by rank of the column.
+        #: First byte of the shard of each array, by rank in the column.
         self._starts = column.gather_objects(starts)
-        # For each array, how often a rank of the island has finished it.
+        # For each array, how often ranks in the island have finished it.
         self._counters = Window(self._islands.island, len(self.layouts), torch.int64)
         self._counts = self._counters.tensor.numpy()
 
@@ -101,7 +101,7 @@ class IslandExchange(Exchange):
 
     @override
     def flush(self) -> None:
-        """Wait until the gradients of the island are complete, and complete the pushes to their owners."""
+        """Wait until the island's gradients are complete, and complete the pushes to their owners."""
         self._finish([index for index in self.trainable_numels if index not in self._finished])
         island, what = self._islands.island, f"waiting for the gradients of island {self._islands.index}"
         island.set_status(what)
@@ -112,7 +112,7 @@ class IslandExchange(Exchange):
     @override
     def complete(self) -> None:
         self._sums.complete()
-        # Ranks of the island push again only after the parameters are published.
+        # Ranks in the island push again only after the parameters are published.
         for index in self.trainable_numels:
             self._gradients.shard(index).zero_()
         self._num_minibatches += 1
@@ -120,7 +120,7 @@ class IslandExchange(Exchange):
         self._pushed.clear()
 
     def _finish(self, indices: Sequence[int]) -> None:
-        """Announce to the island that this rank pushes no more of some arrays in this minibatch. One-sided."""
+        """Announce to the island that this rank will push no more of the given arrays in this minibatch. One-sided."""
         with self._islands.island.deadline("flushing gradients"):
             self._gradients.flush()
             one = np.ones(1, dtype=np.int64)
@@ -131,7 +131,7 @@ class IslandExchange(Exchange):
         self._push_complete_arrays()
 
     def _push_complete_arrays(self) -> bool:
-        """Push the arrays that all ranks of the island have finished, and return True if no arrays are left."""
+        """Push the arrays that all ranks in the island have finished, and return True if no arrays are left."""
         self._counters.sync()
         wanted = self._num_minibatches * self._islands.island.size
         complete = {index for index in self.trainable_numels if self._counts[index] == wanted} - self._pushed
@@ -172,25 +172,25 @@ class IslandExchange(Exchange):
         self._sums.free()
 
     def _column_layout(self, layout: FlatLayout) -> FlatLayout:
-        """Return the layout of this rank's shard of an array, divided among the ranks of the column."""
+        """Return the layout of this rank's shard of an array, which is divided among the ranks in the column."""
         start, stop = layout.owned(self._islands.island.rank)
         numel, size = stop - start, self._islands.size
         return replace(layout, ranges=(), numel=numel, num_owners=size, shard_numel=layout.shard_numel // size)
 
     def _owned(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the first element in the island's shard that a rank of the column owns, and the number of elements."""
+        """Return the first element of this rank's shard that a rank in the column owns, and the number of elements."""
         start, stop = self._sums.layouts[index].owned(rank)
         return start, stop - start
 
     def _parts(self, index: int, target: int) -> Iterator[Message]:
-        """Return the messages with the parameters that this rank owns to a rank of the column, in bytes."""
+        """Return the messages, in bytes, that send the parameters owned by this rank to a rank in the column."""
         start, numel = self._owned(index, self._islands.index)
         itemsize = self._parameters.dtype_of(index).itemsize
         return messages(target, self._starts[target][index] + start * itemsize, numel * itemsize)
 
 
 class _ExposedWindow(Window):
-    """Window of existing memory, into which other ranks Put. Its `tensor` is empty. Construction is collective."""
+    """Window over existing memory, into which other ranks Put. Construction is collective. Its `tensor` is empty."""
 
     def __init__(self, world: World, memory: torch.Tensor) -> None:
         self._memory = MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes)

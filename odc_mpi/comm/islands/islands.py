@@ -1,12 +1,12 @@
-"""Division of the ranks of a world into islands of equal size, for example one for each node.
+"""Division of a world's ranks into islands of equal size, for example one per node.
 
     island 0   rank 0   rank 1   rank 2
     island 1   rank 3   rank 4   rank 5
                   |        |        |
                column   column   column
 
-Each island stores all parameters and all gradient sums of its ranks, divided among them. The ranks of a column store
-the same part. Each of them is the owner of an equal share of it: it updates this share for all islands.
+The ranks in an island divide all parameters, and the sums of the island's gradients, among themselves. All ranks in a
+column store the same part. Each of them owns an equal share of this part, which it updates for all islands.
 """
 
 from odc_mpi.errors import UserError
@@ -14,21 +14,21 @@ from odc_mpi.runtime.world import World
 
 
 class Islands:
-    """Islands of a world. Construction is collective.
+    """Division of a world into islands. Construction is collective.
 
     Args:
-        world: World to divide. The worlds of islands and columns close when it closes.
-        by: Number of ranks of an island, or "node" for one island per node.
+        world: World to divide. The worlds of the island and the column close when it closes.
+        by: Number of ranks per island, or "node" for one island per node.
 
     Raises:
-        AllRanksUserError: The world cannot be divided into islands of equal size and of consecutive ranks.
+        AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.
 
     Attributes:
         size: Number of islands.
-        index: Index of the island of this rank.
-        island: World of the ranks of this island.
-        column: World of the ranks that have the same rank in their islands, in the order of the islands.
-        column_ranks: Ranks of the column in `world`.
+        index: Index of this rank's island.
+        island: World of the ranks in this rank's island.
+        column: World of the ranks that have the same rank in their islands as this rank, in the order of the islands.
+        column_ranks: Ranks in `world` that form the column.
     """
 
     def __init__(self, world: World, by: str | int) -> None:
@@ -45,7 +45,7 @@ class Islands:
 
 
 def _num_ranks(world: World, by: str | int) -> int:
-    """Return the number of ranks of an island."""
+    """Return the number of ranks per island."""
     if by != "node":
         if not isinstance(by, int) or by < 1 or world.size % by:
             raise UserError(f"islands.by: expected node or a divisor of the number of ranks, {world.size}, got {by}")

@@ -1,1 +1,1 @@
-"""CUDA kernels of `src`, called from Python, and torch operators that replace them."""
+"""Python interface to the CUDA kernels in `src/`, with torch operators as a fallback."""

@@ -1,19 +1,18 @@
-"""Calls of the CUDA kernels in `src/`, with torch operators as fallback. This module does not use MPI.
+"""Functions that launch the CUDA kernels in `src/`, or fall back to torch operators. This module does not use MPI.
 
-    flatten          copies gradients of several dtypes into one flat array and finds the largest magnitude
+    flatten          copies gradients of several dtypes into one flat array and returns the largest magnitude
     add_segments_    adds segments (parts of gradients) to a shard, in order
 
-Each function launches a kernel if the target is float32 or float64 on an NVIDIA GPU, CuPy is installed, and
-ODC_MPI_KERNELS is not off. Otherwise it calls torch operators. The results are bitwise identical, except for the bits
-of a NaN. A kernel makes a single pass over the data; torch operators make several. CuPy compiles a kernel with NVRTC
-when it is first used. Later processes load the kernel from the disk cache of CuPy, `~/.cupy/kernel_cache` or
-CUPY_CACHE_DIR.
+Each function launches a kernel if the target is a float32 or float64 tensor on an NVIDIA GPU, CuPy is installed, and
+`ODC_MPI_KERNELS` is not "off". Otherwise it calls torch operators. The results are bitwise identical, except for the
+bits of a NaN, but a kernel makes a single pass over the data where torch operators make several. CuPy compiles a kernel
+with NVRTC on first use. Later processes load it from CuPy's disk cache, `~/.cupy/kernel_cache` or `CUPY_CACHE_DIR`.
 
 Note: streams
-    A kernel is launched on the current stream of torch for the device of the tensors, so the rules of torch operators
-    apply: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any operator.
-    All arguments except the tensors are passed by value with the launch. The caller need not keep them until the kernel
-    has run, no argument is copied to the GPU separately, and the CPU does not wait.
+    A kernel is launched on torch's current stream for the device of the tensors, so the same rules apply as for torch
+    operators: the caller synchronizes with other streams, and the torch allocator may reuse memory as after any
+    operator. All arguments except the tensors are passed by value at launch. The caller therefore need not keep them
+    until the kernel has run, nothing is copied to the GPU separately, and the CPU does not wait.
 """
 
 import functools
@@ -31,13 +30,13 @@ import torch
 import odc_mpi
 from odc_mpi.errors import one_line_message
 
-#: Offset in a flat array, in elements, and the tensor at this offset: `(offset, tensor)`.
+#: Tensor and its offset in a flat array, in elements: `(offset, tensor)`.
 Segment = tuple[int, torch.Tensor]
 
-#: Options for NVRTC, also valid for nvcc. CuPy adds -ftz=true, which does not change the results of these sources.
+#: Options for NVRTC, also valid for nvcc. CuPy adds `-ftz=true`, which does not change the results of these kernels.
 COMPILE_OPTIONS = ("-std=c++17",)
 
-#: Number of each dtype, and maximum number of segments per launch. Both must agree with `src/segments.cuh`.
+#: Code of each dtype, and maximum number of segments per launch. Both must match `src/segments.cuh`.
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 MAX_SEGMENTS = 128
 _TABLE = np.dtype(
@@ -54,23 +53,23 @@ _TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 THREADS = 256
 #: Number of elements that a block processes at a time (a tile).
 BLOCK_NUMEL = 8 * THREADS
-#: Maximum number of blocks per multiprocessor, which runs 4 blocks of `flatten` at once. On an H100, 32 was faster than
-#: 4 and 8.
+#: Maximum number of blocks per multiprocessor, each of which runs 4 blocks of `flatten` at once. On an H100, 32 was
+#: faster than 4 or 8.
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Copy tensors into a flat array and return the largest magnitude. Elements that no tensor covers become zero.
+    """Copy tensors into a flat array and return the largest magnitude. Elements not covered by a tensor become zero.
 
-    Asynchronous on a GPU: kernels that are enqueued later on the same stream can use the results.
+    Asynchronous on a GPU: kernels enqueued later on the same stream can use the results.
 
     Args:
         segments: Pairs of an offset in `flat` and a tensor of any shape, dtype, strides and layout, in ascending order
-            of the offsets. The tensors must not overlap in `flat`.
-        flat: Output array, `[n]`, contiguous. All elements are overwritten.
+            of offset. The tensors must not overlap in `flat`.
+        flat: Contiguous output array `[n]`, which is overwritten completely.
 
     Returns:
-        The largest magnitude in `flat`, or NaN if `flat` contains a NaN: a float64 scalar on the device of `flat`.
+        The largest magnitude in `flat`, or NaN if `flat` contains a NaN, as a float64 scalar on the same device.
     """
     filled = 0
     for start, tensor in segments:
@@ -87,13 +86,13 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Do the same as `flatten`, with torch operators only."""
+    """Do the same as `flatten`, but only with torch operators."""
     filled = 0
     for start, tensor in segments:
         if filled < start:
             flat[filled:start].zero_()
         filled = start + tensor.numel()
-        # One pass casts, copies and makes contiguous.
+        # A single pass casts, copies and makes the values contiguous.
         flat[start:filled].view(tensor.shape).copy_(_dense(tensor))
     if filled < flat.numel():
         flat[filled:].zero_()
@@ -112,13 +111,13 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add segments to a shard, in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
     Each segment is cast to the dtype of the shard before it is added, and every sum is rounded to this dtype, so the
-    result depends only on the order. Elements outside of all segments are not accessed. Asynchronous on a GPU: do not
-    modify the segments before the kernels enqueued so far have finished.
+    result depends only on the order. Elements outside all segments are not accessed. Asynchronous on a GPU: do not
+    modify the segments until the kernels enqueued so far have finished.
 
     Args:
-        shard: Array to update in place, `[n]`, contiguous.
-        segments: Pairs of an offset in the shard and a tensor of any shape, layout and floating-point dtype on the
-            device of the shard. Segments may overlap in the shard, but must not share memory with it.
+        shard: Contiguous array `[n]` to update in place.
+        segments: Pairs of an offset in the shard and a tensor of any shape, layout and floating-point dtype on the same
+            device. Segments may overlap within the shard, but must not share memory with it.
     """
     for start, tensor in segments:
         stop = start + tensor.numel()
@@ -129,28 +128,28 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     inputs = [(start, _as_contiguous_input(tensor, shard)) for start, tensor in segments if tensor.numel()]
     for i in range(0, len(inputs), MAX_SEGMENTS):
         batch = inputs[i : i + MAX_SEGMENTS]
-        # A multiple of the elements of a block, so that tiles are aligned as the shard is.
+        # A multiple of the tile size, so that tiles are aligned like the shard.
         first = min(start for start, _ in batch) // BLOCK_NUMEL * BLOCK_NUMEL
         stop = max(start + tensor.numel() for start, tensor in batch)
         _launch("add_segments", shard, batch, first, stop)
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do the same as `add_segments_`, with torch operators only.
+    """Do the same as `add_segments_`, but only with torch operators.
 
-    Each segment is added in one pass. It is copied first if its layout is not strided, or if torch would compute the
+    Each segment is added in one pass, but is first copied if its layout is not strided or if torch would compute the
     sum in a dtype other than that of the shard.
     """
     for start, tensor in segments:
         dense = _dense(tensor)
-        # The addition casts narrower types itself, without a copy.
+        # The addition itself casts narrower dtypes, without a copy.
         is_narrower = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
         values = dense if is_narrower else dense.to(shard.dtype)
         shard[start : start + tensor.numel()].view(tensor.shape).add_(values)
 
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
-    """Return the reason why torch operators replace the kernels on a device, or None if the kernels are used.
+    """Return the reason for using torch operators instead of kernels on a device, or None if kernels are used.
 
     Raises RuntimeError if CuPy is installed but cannot be imported.
     """
@@ -166,7 +165,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the CUDA sources: `src` in the installed package, or next to it in a checkout."""
+    """Return the directory of the CUDA sources: `src` in an installed package, or beside the package in a checkout."""
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():
@@ -175,7 +174,7 @@ def source_dir() -> Path:
 
 
 def read_source(name: str) -> str:
-    """Return the text of `src/NAME.cu` with its header inlined, since CuPy's cache does not detect header changes."""
+    """Return the text of `src/NAME.cu` with its header inlined, because CuPy's cache does not detect header changes."""
     directory = source_dir()
     header = (directory / "segments.cuh").read_text().replace("#pragma once\n", "")
     return (directory / f"{name}.cu").read_text().replace('#include "segments.cuh"\n', header)
@@ -192,13 +191,13 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a strided, contiguous tensor that a kernel can read, usually the tensor itself."""
-    # Checked first: with many small gradients, calling the operators below takes longer than the kernel.
+    # Checked first, because with many small gradients, calling the operators below takes longer than the kernel.
     is_readable = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
     if is_readable and tensor.dtype in TYPES and tensor.device == target.device:
         return tensor
     dense = _dense(tensor.detach())
     dtype = dense.dtype if dense.dtype in TYPES else target.dtype
-    # The imaginary part of a conjugate is negative only by a flag of the tensor, which a kernel cannot see.
+    # The imaginary part of a conjugate is negated only by a flag of the tensor, which a kernel cannot see.
     return dense.to(target.device, dtype).resolve_neg().contiguous()
 
 
@@ -236,11 +235,11 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device current. Does nothing, to save time, if it is current already."""
+    """Return a context manager that makes a device current. To save time, it does nothing if the device already is."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
     guard = ExitStack()
-    # Both guards: torch must restore the previous device, whichever one CuPy restores.
+    # Both guards, because torch must restore the previous device, whichever one CuPy restores.
     guard.enter_context(torch.cuda.device(device))
     guard.enter_context(cupy.cuda.Device(device.index))
     return guard
@@ -248,7 +247,7 @@ def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextMana
 
 @functools.cache
 def _stream(address: int) -> Any:
-    """Return the CuPy object of a stream. The cache is small: torch has few streams, which are never destroyed."""
+    """Return the CuPy object for a stream. The cache stays small: torch has few streams and never destroys them."""
     cupy = _cupy()
     assert cupy is not None
     return cupy.cuda.Stream.from_external(_Stream(address))
@@ -260,7 +259,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class _Stream:
-    """A stream with the CUDA stream protocol, which torch streams do not have in all versions."""
+    """Stream that implements the CUDA stream protocol, which torch streams do not implement in all versions."""
 
     def __init__(self, address: int) -> None:
         self._address = address

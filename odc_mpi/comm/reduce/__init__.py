@@ -1,1 +1,1 @@
-"""Addition of gradients to the shards of their owners, by MPI_Accumulate or by the owners from mailboxes."""
+"""Addition of gradients to their owners' shards, either by MPI_Accumulate or by the owners from mailboxes."""

@@ -1,10 +1,10 @@
-"""Gradient stores over windows: the base class, and the store that uses MPI_Accumulate.
+"""Window-based gradient stores: the base class, and the store that uses MPI_Accumulate.
 
-    push       start to add a gradient to the shards of its owners, during a minibatch. One-sided
-    flush      complete all pushes of this rank at their targets, before ranks synchronize. One-sided
-    complete   make the sums available in the shards, after all ranks have flushed and synchronized
+    push       during a minibatch, start adding a gradient to its owners' shards. One-sided
+    flush      before ranks synchronize, complete all pushes of this rank at their targets. One-sided
+    complete   after all ranks have flushed and synchronized, make the sums available in the shards
 
-The store in `comm.reduce.mailbox` does not use MPI_Accumulate: the owners add the gradients.
+The store in `comm.reduce.mailbox` does not use MPI_Accumulate. There, the owners add the gradients.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ from odc_mpi.comm.work import Work
 from odc_mpi.runtime.library import is_mpich
 from odc_mpi.runtime.world import World
 
-#: Maximum number of windows, and thus of ranks of a node that can add concurrently. More were not measured.
+#: Maximum number of windows, and thus of ranks on a node that can add concurrently. More have not been measured.
 MAX_WINDOWS = 4
-#: Maximum number of plans that a store caches. Few different ranges are pushed. A plan for 1000 owners takes 0.3 MB.
+#: Maximum number of plans that a store caches. Few distinct ranges are pushed. A plan for 1000 owners takes 0.3 MB.
 MAX_PLANS = 256
 
 
 class WindowGradientStore(GradientStore, ShardStorage):
-    """Base class of gradient stores that transfer gradients through MPI windows."""
+    """Base class for gradient stores that transfer gradients through MPI windows."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -48,16 +48,16 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def add_received(self) -> None:
-        """Make the gradients that have arrived available in the shards, while others are still pushed."""
+        """Make the gradients that have arrived so far available in the shards, while others are still being pushed."""
         self.sync()
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """Gradient store that pushes with MPI_Accumulate(MPI_SUM) into windows. The owners do not participate.
+    """Gradient store that pushes into windows by MPI_Accumulate with MPI_SUM. The owners do not participate.
 
-    The shards of all trainable arrays of a rank are contiguous in one window. Within a node, MPICH serializes all
-    MPI_Accumulate operations on a window, even to different owners. With MPICH, the ranks are therefore spread over up
-    to `MAX_WINDOWS` windows. Two concurrent pushes of 16 MB then take half the time.
+    A rank's shards of all trainable arrays are contiguous in one window. Within a node, MPICH serializes all
+    MPI_Accumulate operations on a window, even those to different owners. With MPICH, the ranks are therefore spread
+    across up to `MAX_WINDOWS` windows, which halves the time of two concurrent pushes of 16 MB.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
@@ -102,7 +102,7 @@ class AccumulateGradientStore(WindowGradientStore):
         with self.world.deadline(what, owners):
             for number, parts in by_window.items():
                 self._windows[number].accumulate_messages(values, parts, self._starts[index])
-        # Local completion: the buffer may be reused. `flush` completes the operation at the targets.
+        # Local completion, after which the buffer may be reused. `flush` completes the operation at the targets.
         return deferred_flush(self.world, self._flush_local, what, owners, gradient)
 
     @override
@@ -126,7 +126,7 @@ class AccumulateGradientStore(WindowGradientStore):
             self._windows.pop().free()
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> tuple[tuple[int, ...], dict[int, list[Message]]]:
-        """Return the owners of a range of elements, and the messages to the owners by window number."""
+        """Return the owners of a range of elements, and the messages to them by window number."""
         by_window: dict[int, list[Message]] = {}
         ranges = tuple(ranges_by_owner(shard_numel, self.world.rank, start, stop))
         for owner, begin, end in ranges:

@@ -1,11 +1,11 @@
-"""Shards and mailbox slots on a device. Elements are in device memory, headers in host memory.
+"""Shards and mailbox slots on a device, with elements in device memory and headers in host memory.
 
     put     Put the header into the owner's inbox, and the elements into the window on the owner's device
     flush   complete both Puts at the owner
     add     on the owner, the CPU reads the headers, and the device adds the elements in the order of the headers
 
-`add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
-must have waited for the kernels that compute the elements.
+`add` returns after the device has finished, so no slot is overwritten while the device reads it. Before calling `put`,
+wait for the kernels that compute the elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from odc_mpi.runtime.world import World
 class DeviceSlots(HostSlots):
     """Gradient shards and received gradient elements in device memory, with the headers in host memory."""
 
-    #: Slots begin at multiples of 4096 bytes in a ring, so the headers take 1/128 of its size, in host memory.
+    #: Slots begin at multiples of 4096 bytes in a ring, so the headers take up 1/128 of its size in host memory.
     alignment = 4096
     values_offset = 0
 

@@ -1,32 +1,32 @@
-"""Gradient store for networks without fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
+"""Gradient store for networks without a fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
 
-Every rank has an inbox with one ring buffer for each other rank, the origin of the content of the ring. A ring contains
-slots of varying length. A slot is a header followed by gradient elements. An origin splits gradients larger than a
-quarter of a ring.
+Every rank has an inbox with one ring buffer for each other rank, which is the origin of the ring's content. A ring
+contains slots of varying length, each of which is a header followed by gradient elements. An origin splits gradients
+that are larger than a quarter of a ring.
 
 Each ring has two 64-bit byte counters, which never decrease:
 
     head   in the owner's memory, written by the origin: slots before this position are complete
     tail   in the origin's memory, written by the owner: slots before this position were added and may be overwritten
 
-    push            the origin Puts header and elements into all rings with room, flushes, and Puts their `head`
+    push            the origin Puts headers and elements into all rings with room, flushes, and Puts their `head`
     make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
-    flush           the origin reads `head` back from every owner until it equals the value sent, since MPI_Win_flush
-                    does not ensure on all networks that `head` has arrived
+    flush           the origin reads `head` back from every owner until it equals the value sent, because on some
+                    networks, MPI_Win_flush does not ensure that `head` has arrived
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
-so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
-memory. One pass over the inbox adds slots in the order of ranks, and slots of the same rank in the order of pushes.
+so two ranks that have filled each other's rings do not deadlock. Only the owner adds to its shard, so shards are in
+private memory. A pass over the inbox adds slots in rank order, and those from the same rank in the order of the pushes.
 
 Note: torn counters
-    All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
-    is not larger than the value sent. In shared memory an aligned 8-byte store is atomic. If a network writes a counter
+    A value of `head` is sent only after all slots before it are complete. A reader may therefore use any value that
+    does not exceed the value sent. In shared memory, an aligned 8-byte store is atomic. If a network writes a counter
     byte by byte in ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of
-    the old value. The result is at most the new value, possibly less than the old value. A small `head` means no new
-    slots yet; a small `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The
-    mailbox is used where Accumulate is slow, waits for its target, or fails, so it does not rely on this (measurements:
-    benchmarks/notes/one-sidedness.md).
+    the old one. The result is at most the new value, and possibly less than the old one. Too small a `head` means no
+    new slots yet, and too small a `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with
+    MPI_REPLACE, on which the mailbox does not rely, because it is used where MPI_Accumulate is slow, waits for its
+    target, or fails (measurements: benchmarks/notes/one-sidedness.md).
 """
 
 import threading
@@ -50,23 +50,23 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Function that creates the shards and slots of a mailbox, for elements of a dtype.
+#: Function that creates the shards and slots of a mailbox for a world and an element dtype.
 SlotsFactory = Callable[[World, torch.dtype], HostSlots]
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
-#: Minimum number of slots that fit into a ring, so that the owner adds one while the origin fills the next.
+#: Minimum number of slots that fit into a ring, so that the owner can add one while the origin fills the next.
 SLOTS_PER_RING = 4
 COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients with MPI_Put into memory of the owners, which add them to their shards.
+    """Gradient store that pushes gradients by MPI_Put into the memory of the owners, which add them to their shards.
 
     An owner adds received gradients when it calls `make_progress`, which is thread-safe, or `complete`. Only one thread
-    at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
+    at a time may call `push`, `flush`, or the `wait` method of the `Work` that `push` returns.
 
     Args:
-        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes.
+        mailbox_bytes: Maximum memory in bytes for gradients that this rank has received but not yet added.
         slots: Function that creates the shards and the memory for received gradients, on the host or on a device.
     """
 
@@ -83,13 +83,13 @@ class MailboxGradientStore(WindowGradientStore):
         # The inbox begins with the heads of all origins.
         self._counters_bytes = align_up(world.size * COUNTER_BYTES)
         self._plan_of = lru_cache(MAX_PLANS)(self._plan_push)
-        # Pushes with elements that are not in the rings yet, the oldest first.
+        # Pushes with elements that are not in the rings yet, oldest first.
         self._queue: deque[_PendingPush] = deque()
-        # End of the slots that were written into this rank's ring in the inbox of each owner.
+        # End of the slots written to this rank's ring in each owner's inbox.
         self._ends = np.zeros(world.size, dtype=np.int64)
-        # Source of the last Put of each counter: not modified before the flush.
+        # Source of the last Put of each counter, not to be modified before the flush.
         self._outgoing_heads = np.zeros(world.size, dtype=np.int64)
-        # Heads that were read back from the owners.
+        # Heads read back from the owners.
         self._confirmed = np.zeros(world.size, dtype=np.int64)
         self._consumed = np.zeros(world.size, dtype=np.int64)
         self._consumed_bytes = memoryview(self._consumed.view(np.uint8))  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class MailboxGradientStore(WindowGradientStore):
                 f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
                 f"{num_rings} other ranks), got {self._mailbox_bytes!r}"
             )
-        # More room than for the gradients of two backward passes would not be used.
+        # Room beyond the gradients of two backward passes would remain unused.
         useful = 2 * sum(self._slot_bytes(numel) for numel in self.trainable_numels.values())
         share = self._mailbox_bytes // max(1, num_rings)
         self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
@@ -117,7 +117,7 @@ class MailboxGradientStore(WindowGradientStore):
 
     @override
     def allocate(self) -> None:
-        # Two windows, so that the thread that pushes and the thread that adds never Put to or flush the same one.
+        # Two windows, so that the pushing thread and the adding thread never Put to or flush the same one.
         self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
         self._credit_window = Window(self.world, self._counters_bytes, torch.uint8)
         self._heads_bytes = memoryview(self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes])  # type: ignore[arg-type]
@@ -153,15 +153,15 @@ class MailboxGradientStore(WindowGradientStore):
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add all received gradients to the shards, and notify the senders of the free memory. One-sided. Thread-safe.
+        """Add all received gradients to the shards and notify the senders of the freed memory. One-sided. Thread-safe.
 
-        Returns False, after a few microseconds, if there is nothing to do or if another thread is adding gradients.
+        Returns False, after a few microseconds, if there is nothing to do or another thread is adding gradients.
         """
         self._inbox.sync()
-        # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
+        # Compared as bytes, which is cheapest. While a rank computes, a thread does this every other millisecond.
         if not self._unflushed and self._heads_bytes == self._consumed_bytes:
             return False
-        if not self._drain_lock.acquire(blocking=False):  # another thread adds at this moment
+        if not self._drain_lock.acquire(blocking=False):  # another thread is adding right now
             return False
         try:
             self._drain()
@@ -190,7 +190,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._inbox.free()
 
     def _wait(self, push: "_PendingPush") -> None:
-        """Wait until a push is in the rings of its owners, and add received slots while waiting. One-sided."""
+        """Wait until a push is in the rings of its owners, adding received slots in the meantime. One-sided."""
         while push.numels.any():
             owner = int(push.owners[push.numels > 0][0])
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
@@ -202,7 +202,7 @@ class MailboxGradientStore(WindowGradientStore):
         self.world.progress.poke()
 
     def _fill_rings(self) -> bool:
-        """Put queued elements into rings that have room. Return True if any elements were put. One-sided."""
+        """Put queued elements into rings that have room, and return True if there were any. One-sided."""
         self._credit_window.sync()
         headers = []  # kept until the flush
         waiting = np.zeros(self.world.size, dtype=np.bool_)  # owners whose ring has no room for an earlier push
@@ -214,7 +214,7 @@ class MailboxGradientStore(WindowGradientStore):
             self._queue.popleft()
         if not headers:
             return False
-        # A round trip over a network, so one for all slots. It also completes the Puts of the previous heads.
+        # One flush for all slots, because it is a network round trip. It also completes the Puts of the previous heads.
         self._slots.flush()
         owners = np.flatnonzero(self._ends != self._outgoing_heads)
         self._outgoing_heads[owners] = self._ends[owners]
@@ -222,15 +222,15 @@ class MailboxGradientStore(WindowGradientStore):
         return True
 
     def _confirm_heads(self) -> None:
-        """Wait until the memory of every owner contains the head that was sent. Call after a flush."""
+        """Wait until every owner's memory contains the head that was sent. One-sided. Call this after a flush."""
         while (late := np.flatnonzero(self._confirmed != self._outgoing_heads)).size:
             self._inbox.get_messages(self._confirmed, self._counters_of(late))
             self._inbox.flush()
 
     def _put_slots(self, push: "_PendingPush", waiting: np.ndarray) -> np.ndarray:
-        """Start to Put the next slot of a push into each ring that has room, if its owner is not `waiting`. One-sided.
+        """Start Putting the next slot of a push into each ring that has room, unless its owner is `waiting`. One-sided.
 
-        Returns the headers of the slots, which must be kept until the flush.
+        Returns the slots' headers, which must be kept alive until the flush.
         """
         ends = self._ends[push.owners]
         # A slot does not wrap around the end of the ring. At least one element fits after a header.
@@ -260,7 +260,7 @@ class MailboxGradientStore(WindowGradientStore):
         """Add all received slots, in the order of ranks. The caller holds `_drain_lock`."""
         what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
-            # Usually complete since the last call. A counter may be Put again only after this.
+            # Usually complete by now. A counter may be Put again only after this.
             if self._unflushed:
                 self._credit_window.flush()
                 self._unflushed.clear()
@@ -270,13 +270,13 @@ class MailboxGradientStore(WindowGradientStore):
                 headers, end = self._headers(origin, int(self._consumed[origin]), int(self._heads[origin]))
                 self._slots.add(origin, headers)
                 self._consumed[origin] = end
-                self._inbox.sync()  # no load of a slot may move after the Put that allows the origin to overwrite it
+                self._inbox.sync()  # no load of a slot may move past the Put that lets the origin overwrite it
                 self._credit_window.put_messages(self._consumed, self._counters_of(np.array([origin])))
                 self._unflushed.append(origin)
 
     def _headers(self, origin: int, tail: int, head: int) -> tuple[list[Header], int]:
-        """Return the headers of an origin's slots from byte `tail` on, and the byte after the last slot."""
-        self._inbox.sync()  # no load of a slot may move before the load of the counter
+        """Return the headers of an origin's slots from byte `tail` on, and the position after the last slot."""
+        self._inbox.sync()  # no load of a slot may move ahead of the load of the counter
         headers = []
         # The last slot may end after `head`, which may be a torn read.
         while tail < head:
@@ -289,7 +289,7 @@ class MailboxGradientStore(WindowGradientStore):
         return headers, tail
 
     def _slot_bytes(self, numel: Any) -> Any:
-        """Return the size of slots with `numel` elements, an integer or an array of integers."""
+        """Return the size in bytes of a slot with `numel` elements, or of several slots if `numel` is an array."""
         return align_up(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> "_PushPlan":
@@ -304,9 +304,9 @@ class _PushPlan(NamedTuple):
     """Division of a pushed range of elements among its owners.
 
     Attributes:
-        ranks: Owners of the range, except for this rank.
+        ranks: Owners of the range other than this rank.
         parts: Initial `owners`, `starts`, `firsts` and `numels` of a `_PendingPush`, int64 `[4, n]`.
-        own: Start in this rank's shard, and the part of the range that this rank owns. Empty if it owns no part.
+        own: Start in this rank's shard and the part of the range that this rank owns. Empty if it owns none.
     """
 
     ranks: tuple[int, ...]
@@ -316,13 +316,13 @@ class _PushPlan(NamedTuple):
 
 @dataclass
 class _PendingPush:
-    """Gradient that is being pushed. The store references it until all elements are in the rings of the owners.
+    """Gradient that is being pushed. The store references it until all its elements are in the owners' rings.
 
     Attributes:
-        values: Memory of `gradient` that can be passed to MPI.
+        values: Memory of `gradient`, in a form that can be passed to MPI.
         owners: Ranks to which the gradient is pushed, int64 `[n]`.
-        starts: For each owner, index in its shard of the first element that is not yet in its ring.
-        firsts: For each owner, index of the same element in the gradient.
+        starts: For each owner, the index in its shard of the first element that is not yet in its ring.
+        firsts: For each owner, the index of the same element in the gradient.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Shards and mailbox slots in host memory, and the addition of slots to shards.
 
-A slot is a part of a received gradient: a header and elements. In this module, header and elements are contiguous in
-the inbox of the owner. With `comm.reduce.device_slots`, the elements are in device memory. `comm.reduce.mailbox`
-determines when a rank may write to a slot.
+A slot holds a part of a received gradient as a header and elements. Here, the two are contiguous in the owner's inbox;
+in `comm.reduce.device_slots`, the elements are in device memory. `comm.reduce.mailbox` determines when a rank may write
+to a slot.
 """
 
 import threading
@@ -22,11 +22,11 @@ Index: TypeAlias = Any
 
 
 class Header(NamedTuple):
-    """Header of a slot, a part of a gradient that this rank has received.
+    """Header of a slot, which holds a part of a gradient that this rank has received.
 
     Attributes:
-        start: Index of the first element in this rank's shard of array `array`.
-        offset: Offset of the slot in its ring buffer, in bytes.
+        start: Index of the slot's first element in this rank's shard of array `array`.
+        offset: Byte offset of the slot in its ring buffer.
     """
 
     array: int
@@ -36,11 +36,11 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Gradient shards of this rank in private memory, and slots: memory for parts of gradients received by Put."""
+    """Gradient shards of this rank in private memory, and slots, the memory for parts of gradients received by Put."""
 
     #: Slots begin at multiples of this number of bytes in a ring.
     alignment = ALIGNMENT
-    #: Offset of the elements from the start of a slot in its ring, in bytes.
+    #: Byte offset of the elements from the start of a slot in its ring.
     values_offset = HEADER_BYTES
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
@@ -48,20 +48,20 @@ class HostSlots:
         self.dtype = dtype
         self.shards: dict[int, torch.Tensor] = {}
         self._sums: dict[int, np.ndarray] = {}
-        # Not `_drain_lock` of the mailbox, whose holder may wait for other ranks. An addition never waits.
+        # Not the mailbox's `_drain_lock`, whose holder may wait for other ranks. An addition never waits.
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the size of the host part of a ring buffer, which is in the inbox, in bytes."""
+        """Return the size in bytes of the host part of a ring buffer, which is in the inbox."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
-        """Allocate the shards, and the memory of slots outside of the inbox. Collective. Call it only once.
+        """Allocate the shards and any slot memory outside the inbox. Collective. Call this method only once.
 
         Args:
             inbox: Window that contains the ring buffers of all other ranks, contiguously.
-            rings_start: Offset of the first ring buffer in the inbox, in bytes.
-            numels: Number of elements of this rank's shard, by array index.
+            rings_start: Byte offset of the first ring buffer in the inbox.
+            numels: Number of elements in this rank's shard, by array index.
         """
         self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes
         self._memory = inbox.tensor.numpy()
@@ -72,11 +72,11 @@ class HostSlots:
         return gradient.numpy()
 
     def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
-        """Start sending one part of a gradient (slot) to each rank in `owners`. One-sided. `flush` completes it.
+        """Start sending one slot, a part of a gradient, to each rank in `owners`. One-sided. `flush` completes this.
 
         Args:
-            headers: Header of each slot, int64 `[n, 4]`, as returned by `header`. Do not modify them before the flush.
-            values: Memory of the gradient, as returned by the method `values`. Do not modify it before the flush.
+            headers: Header of each slot, int64 `[n, 4]`, laid out as in `header`. Do not modify it before the flush.
+            values: Memory of the gradient, as returned by the `values` method. Do not modify it before the flush.
             firsts: Index in the gradient of the first element of each slot, int64 `[n]`.
         """
         self._put_headers(owners, headers)
@@ -84,7 +84,7 @@ class HostSlots:
         self._inbox.put_messages(values, self._messages(owners, starts, headers[:, 2], firsts))
 
     def flush(self) -> None:
-        """Complete all calls of `put` by this rank at the owners. One-sided."""
+        """Complete all of this rank's calls to `put` at the owners. One-sided."""
         self._inbox.flush()
 
     def header(self, origin: int, offset: int) -> list[int]:
@@ -93,7 +93,7 @@ class HostSlots:
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, origin: int, headers: Sequence[Header]) -> None:
-        """Add received parts of gradients to the shards, in order. On return, their memory may be overwritten."""
+        """Add the received parts of gradients to the shards, in order. On return, their memory may be overwritten."""
         for index, start, numel, offset in headers:
             at = self._header_start(origin, self.world.rank, offset) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
@@ -104,7 +104,7 @@ class HostSlots:
         self._add(index, start, values.numpy())
 
     def free(self) -> None:
-        """Free the shards and all memory outside of the inbox. Collective. Call it before the inbox is freed."""
+        """Free the shards and all memory outside the inbox. Collective. Call this before freeing the inbox."""
         self.shards, self._sums = {}, {}
         del self._memory
 
@@ -123,7 +123,7 @@ class HostSlots:
         return to_messages(owners, starts, numels * self.dtype.itemsize, firsts * self.dtype.itemsize)
 
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
-        # Not torch: it would start a thread pool for every thread that adds. inf - inf needs no warning here.
+        # Not torch, which would start a thread pool for every thread that adds. inf - inf needs no warning here.
         shard = self._sums[index][start : start + values.size]
         with self._add_lock, np.errstate(all="ignore"):
             np.add(shard, values, out=shard)
@@ -133,7 +133,7 @@ class HostSlots:
 
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
-    """Return one message per owner, in bytes: start in the owner's window, size, and offset in the buffer."""
+    """Return one message per owner: start in the owner's window, size, and offset in the buffer, all in bytes."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)
 
 

@@ -1,1 +1,1 @@
-"""MPI windows on host memory and on GPUs, and the parameter store over them."""
+"""MPI windows in host and GPU memory, and the parameter store based on them."""

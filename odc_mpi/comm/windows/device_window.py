@@ -1,11 +1,11 @@
 """MPI windows in device memory (`Win.Create`).
 
 MPI does not allocate device memory. `Device.empty_for_windows` allocates it directly from CUDA, because memory from a
-pool may have no handle for other processes. Without such a handle, MPI libraries copy through the host or fail.
+pool may have no handle that other processes can open. Without one, MPI libraries copy through the host or fail.
 
-The MPI library determines which operations work on such a window, and whether they wait for their target. Device
-windows are used where `odc-mpi doctor` found that they work (`probe.device_probe`), or where the settings require them.
-A window orders only MPI operations. `comm.device.device_stores` synchronizes windows with streams.
+Which operations work on such a window, and whether they wait for their target, depends on the MPI library. Device
+windows are used where `odc-mpi doctor` has found that they work (`probe.device_probe`) or where the settings require
+them. A window orders only MPI operations, so `comm.device.device_stores` synchronizes windows with streams.
 """
 
 from functools import partial
@@ -22,18 +22,18 @@ from odc_mpi.runtime.world import World
 class DeviceWindow(Window):
     """A `Window` in device memory. Construction is collective.
 
-    A kernel on the current stream fills the shard with zeros. Construction raises `AllRanksUserError` on every rank if
-    any rank has too little device memory or cannot import CuPy.
+    A kernel on the current stream fills the shard with zeros. Raises `AllRanksUserError` on every rank if any rank has
+    too little device memory or cannot import CuPy.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:
-        # Fail on all ranks: if one rank raised alone, the others would wait in the collective.
+        # Fail on all ranks, because if only one raised, the others would wait in the collective.
         self._memory = world.run_on_all(lambda: device.empty_for_windows(numel * dtype.itemsize))
         super().__init__(world, numel, dtype, same_size=same_size)
 
     @override
     def free(self) -> None:
-        self._mapped_shards.clear()  # MPI does not own their memory, which stays while other tensors share it
+        self._mapped_shards.clear()  # MPI does not own their memory, which remains while other tensors share it
         super().free()
         self._memory = torch.empty(0)
 

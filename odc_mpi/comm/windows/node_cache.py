@@ -1,21 +1,21 @@
-"""Cache of parameters in memory that the ranks of a node share. A node fetches each array once per publication.
+"""Cache of parameters in memory shared by the ranks on a node. A node fetches each array once per publication.
 
-Each array has a word in shared memory: version of the parameters, rank that fetches, and whether the fetch is complete.
+Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
-    claim    the first rank that needs an array sets its word by compare-and-swap, and fetches the array
-    ready    after the transfer it sets the word again; the other ranks wait for this, and read the array in place
-    sync     each publication raises the version on every rank; a word of an earlier version counts as not claimed
+    claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
+    ready    after the transfer, it sets the word again; the other ranks wait for this and read the array in place
+    sync     each publication increments the version on every rank; a word with an earlier version counts as unclaimed
 
-Ranks need no other coordination, since parameters do not change between two publications.
+Ranks need no other coordination, because parameters do not change between publications.
 
 Note: no stale read
     A rank overwrites an array only after claiming it for the current version, and thus after a barrier that ranks enter
-    only when they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
+    only once they have released their earlier fetches. A rank reads an array only if its word is ready in this version.
 
 Note: no deadlock
-    A rank that holds a claim is fetching a unit: it claims arrays of the unit, starts their transfers, and completes
-    all arrays of the unit in an order that is the same on all ranks. Consider the first array in this order for which a
-    rank waits. The rank that claimed this array waits only for its own transfer, not for another rank of the node.
+    A rank that holds a claim is fetching a unit: it claims arrays in the unit, starts their transfers, and completes
+    all arrays in the unit in an order that is the same on all ranks. Consider the first array in this order for which a
+    rank waits. The rank that has claimed it waits only for its own transfer, not for another rank on the node.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from odc_mpi.runtime.deadline import wait_until
 
 
 class NodeCache(ShardStorage, ParameterStore):
-    """Parameter store that fetches arrays with the store `inner` into memory shared by the ranks of a node.
+    """Parameter store that uses the store `inner` to fetch arrays into memory shared by the ranks on a node.
 
     A fetch returns a view of this memory. The transport allocates and frees `inner`, which must be one of its storages.
     """
@@ -63,7 +63,7 @@ class NodeCache(ShardStorage, ParameterStore):
         self._node = self._world.split("node")
         self._memory = SharedWindow(self._node, self._rank_bytes, torch.uint8)
         self._words = SharedWindow(self._node, len(self.layouts), torch.int64)
-        # The words of rank 0 of the node are used.
+        # Only the words of rank 0 on the node are used.
         self._state = self._words.node_view(0, torch.int64, len(self.layouts)).numpy()
         self._arrays = [
             self._memory.node_view(start, self.dtype_of(index), layout.numel)
@@ -72,7 +72,7 @@ class NodeCache(ShardStorage, ParameterStore):
 
     @override
     def sync(self) -> None:
-        # No rank fetches between the two calls of a publication, so ranks need not make these calls at the same time.
+        # No rank fetches between the two calls in a publication, so ranks need not make these calls at the same time.
         self._version += 1
 
     @override
@@ -102,7 +102,7 @@ class NodeCache(ShardStorage, ParameterStore):
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
-        pass  # the memory stays
+        pass  # the memory remains allocated
 
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
@@ -119,7 +119,7 @@ class NodeCache(ShardStorage, ParameterStore):
         return taken
 
     def _word(self, local_rank: int) -> int:
-        """Return the word of an array that a rank of the node has claimed. The word of a ready array is 1 more."""
+        """Return the word of an array claimed by a rank on the node. The word of a ready array is larger by 1."""
         return 2 * (self._version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:
@@ -135,7 +135,7 @@ class NodeCache(ShardStorage, ParameterStore):
         fetching = (int(self._state[index]) // 2) % self._world.local_size
         what = f"fetching unit {self.layouts[index].name}, which another rank fetches for this node"
         with self._world.deadline(what, [self._world.node_ranks[fetching]]):
-            # Ranks of other nodes may need this rank in MPI, and the transfer that it waits for may need them.
+            # Ranks on other nodes may need this rank to enter MPI, and the transfer that it waits for may need them.
             wait_until(lambda: self._is_ready(index), self._world.progress.poke)
         self._words.sync()
         self._memory.sync()

@@ -1,10 +1,10 @@
-"""Parameters in an MPI window that contains the shards of all arrays.
+"""Parameter store with the shards of all arrays in one MPI window.
 
-If all ranks are on one node and map each other's shards, the memory of the node contains the full arrays one after
-another, and a fetch returns a view. Otherwise, the memory of a rank contains its shards one after another. A fetch then
-starts MPI_Gets of the shards that this rank does not map, copies the mapped shards meanwhile, and flushes the window.
-Arrays of equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight: usually one,
-since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
+If all ranks are on one node and map each other's shards, the node's memory holds the full arrays one after another, and
+a fetch returns a view. Otherwise, each rank's memory holds its shards one after another. A fetch then starts an MPI_Get
+for each shard that this rank does not map, copies the mapped shards in the meantime, and flushes the window. Arrays of
+equal size share the steps of a fetch (`FetchPlan`). A flush completes all fetches in flight, of which there is usually
+one, since a single thread prefetches (`shard.prefetch`). `comm.device.device_stores` fetches arrays to a device.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ from odc_mpi.runtime.world import World
 
 
 class FetchPlan(NamedTuple):
-    """Steps of a fetch, which arrays of equal size share. Sizes and offsets are in bytes.
+    """Steps of a fetch, shared by arrays of equal size. Sizes and offsets are in bytes.
 
     Attributes:
         owners: Ranks from which this rank fetches with MPI_Get.
-        gets: Parts to fetch with MPI_Get. Offsets in the window are relative to the start of the array's shard, and
-            offsets in the buffer to the start of the array.
+        gets: Parts to fetch with MPI_Get. Window offsets are relative to the start of the array's shard, and buffer
+            offsets to the start of the array.
         mapped: `(owner, start, stop)` for each shard that this rank maps. `start` and `stop` are offsets in the array.
     """
 
@@ -49,9 +49,9 @@ class FetchPlan(NamedTuple):
 
 
 class WindowParameters(ShardStorage, ParameterStore):
-    """Parameter store with the shards in an MPI window, which `kind` creates.
+    """Parameter store with its shards in an MPI window created by `kind`.
 
-    If all ranks are on one node and map each other's shards, a fetch returns a view, otherwise a copy.
+    A fetch returns a view if all ranks are on one node and map each other's shards, and a copy otherwise.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
@@ -59,8 +59,8 @@ class WindowParameters(ShardStorage, ParameterStore):
         self.world = world
         self._kind = kind
         self._shards: list[torch.Tensor] = []
-        # Full arrays, if fetches do not copy. For torch, they share no storage with `_shards`: autograd must not regard
-        # a change of a shard as a change of a saved tensor.
+        # Full arrays, if fetches do not copy. To torch, they share no storage with `_shards`, because autograd must not
+        # mistake a change of a shard for a change of a saved tensor.
         self._arrays: list[torch.Tensor] = []
         self._plan_of = cache(self._plan_fetch)
 
@@ -76,7 +76,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         self._window: Window = self._kind.create(self.world, self.shard_bytes, torch.uint8)
         arrays = [(start, self.dtype_of(i), self.layouts[i].shard_numel) for i, start in enumerate(self._starts)]
         if isinstance(self._window, SharedWindow) and self.world.num_nodes == 1:
-            # In the memory of the node, the shards of an array follow each other.
+            # In the node's memory, the shards of an array are contiguous.
             self.access = Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
             rank, size, view = self.world.rank, self.world.size, self._window.node_view
             self._arrays = [view(size * start, dtype, size * numel) for start, dtype, numel in arrays]
@@ -87,12 +87,12 @@ class WindowParameters(ShardStorage, ParameterStore):
             self._shards = [self._window.tensor[start:].view(dtype)[:numel] for start, dtype, numel in arrays]
 
     def fetch_plan(self, index: int) -> FetchPlan:
-        """Return the steps of a fetch of array `index`."""
+        """Return the steps for fetching array `index`."""
         layout, itemsize = self.layouts[index], self.dtype_of(index).itemsize
         return self._plan_of(layout.numel * itemsize, layout.shard_numel * itemsize)
 
     def start_gets(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start reading the shards that this rank does not map into `buffer`, which holds the full array. One-sided."""
+        """Start fetching the unmapped shards of array `index` into `buffer`, which holds the full array. One-sided."""
         owners, gets, _ = self.fetch_plan(index)
         window, what = self._window, f"fetching unit {self.layouts[index].name}"
         with self.world.deadline(what, owners):
@@ -133,7 +133,7 @@ class WindowParameters(ShardStorage, ParameterStore):
         assert self.access is Access.COPY
         self.world.progress.run_tasks()
         work = self.start_gets(index, buffer)
-        # While the Gets are in flight:
+        # While the Gets are in flight, copy the mapped shards.
         data, first = buffer.view(torch.uint8), self._starts[index]
         for owner, start, stop in self.fetch_plan(index).mapped:
             shard = self._window.mapped_shard(owner)

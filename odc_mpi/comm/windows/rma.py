@@ -1,13 +1,13 @@
-"""MPI windows: memory of every rank that other ranks access by RMA operations.
+"""MPI windows: memory on every rank that other ranks access by RMA operations.
 
     Window         `Win.Allocate`
-    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): ranks of the same node map each other's
-                   memory; ranks of other nodes read it with MPI_Get
+    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): ranks on the same node map each other's
+                   memory; ranks on other nodes read it with MPI_Get
     DeviceWindow   device memory (`comm.windows.device_window`)
 
-A window has one passive-target epoch, Lock_all(NOCHECK), from its creation until it is freed (MPI-4.1, 12.5.3). The
-memory model must be unified, since each rank accesses its own memory by load and store. With MPICH and Open MPI, a Get
-from the same node waits until the target calls MPI if the window was made from host memory by `Win.Create`.
+A window has a single passive-target epoch, `Lock_all(MODE_NOCHECK)`, from its creation until it is freed (MPI-4.1,
+12.5.3). The memory model must be unified, because each rank accesses its own memory by load and store. With MPICH and
+Open MPI, a Get within a node waits until the target calls MPI if `Win.Create` made the window from host memory.
 `SharedWindow` therefore uses `Win.Create` only for Gets between nodes.
 """
 
@@ -26,24 +26,24 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
-#: Flat buffer of an RMA operation: a host array, or a view of device memory that only MPI may access. Both support
-#: `len` (number of elements) and slicing.
+#: Flat buffer for an RMA operation: a host array, or a view of device memory that only MPI may access. Both support
+#: slicing and `len`, which returns the number of elements.
 Memory: TypeAlias = np.ndarray | memoryview
-#: Part of an RMA operation between a buffer and the windows of other ranks: the target rank, the first element in its
-#: shard, and the pair `(numel, first element in the buffer)`, as mpi4py expects it. All count elements of the window.
+#: Part of an RMA operation between a buffer and other ranks' windows: the target rank, the first element in its shard,
+#: and a pair `(numel, first element in the buffer)`, as mpi4py expects. All are counted in elements of the window.
 Message: TypeAlias = tuple[int, int, tuple[int, int]]
-#: MPI datatypes of the dtypes that MPI can sum. MPI has no bf16.
+#: MPI datatypes for the dtypes that MPI can sum, which exclude bf16.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
-#: MPI datatypes for elements that are only copied, by element size: MPI has no bf16, and counts in bytes overflow a C
-#: int earlier.
+#: MPI datatypes for elements that are only copied, by element size, because MPI has no bf16 and counts in bytes would
+#: overflow a C int earlier.
 COPY_DTYPES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
-#: Format characters of `memoryview`. Elements that are only copied are bytes.
+#: Format characters for `memoryview`. Elements that are only copied are treated as bytes.
 _TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
-#: Maximum number of elements per message, since counts are C ints in many MPI libraries.
+#: Maximum number of elements per message. In many MPI libraries, counts are C ints.
 MAX_MESSAGE_NUMEL = 1 << 27
 #: Alignment of data in a window, in bytes: the size of a cache line.
 ALIGNMENT = 64
-#: True if this version of torch can replace the memory of a tensor. Views of a window then stay valid when it is freed.
+#: True if this torch version can replace the memory of a tensor, so that views of a window outlive the window.
 CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
@@ -63,7 +63,7 @@ class Window:
         self._views: list[torch.Tensor] = []
         self._copied, self._summed = COPY_DTYPES[dtype.itemsize], MPI_DTYPES.get(dtype)
         with world.collective("allocating a window"):
-            # `same_size` saves the library a table of sizes. No other hint was found to matter.
+            # `same_size` saves the library a table of sizes. No other hint has been found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._wins, self._mapped_shards = self._make(world, numel, dtype, info)
             info.Free()
@@ -71,38 +71,38 @@ class Window:
         # Operations use the first window. Others own its memory.
         self._win = self._wins[0]
         self.tensor = self._mapped_shards[world.rank]
-        # This first touch of the pages would otherwise slow down the first fetch.
+        # Touch the pages now, because otherwise this would slow down the first fetch.
         self.tensor.zero_()
         # Other ranks may access the shard after this call and a collective.
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return a view of the shard of rank `target`, or None if it is not mapped into this rank's address space."""
+        """Return a view of the shard of rank `target`, or None if this rank does not map it."""
         return self._mapped_shards.get(target)
 
     @property
     def mapped_memory(self) -> torch.Tensor:
-        """Memory of all shards that are mapped into this rank's address space, as one tensor."""
+        """Memory of all shards that this rank maps into its address space, as one tensor."""
         return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start copying from the shard of rank `target`, beginning at element `start`, into `buffer`. One-sided.
 
-        `buffer` is a buffer of bytes, whose size determines how much is copied. The copy is complete after `flush`.
+        `buffer` is a byte buffer, whose size determines how much is copied. The copy is complete after `flush`.
         """
         self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
         """Start overwriting the shard of rank `target` with `values`, beginning at element `start`. One-sided.
 
-        `values` is a buffer of bytes. Do not modify it before `flush`, which completes the operation.
+        `values` is a byte buffer. Do not modify it before `flush`, which completes the operation.
         """
         self.put_messages(values, messages(target, start, len(values) // self.tensor.itemsize))
 
     def get_messages(self, buffer: Memory, parts: Iterable[Message], base: int = 0) -> None:
         """Start copying parts of other ranks' shards into `buffer`, a contiguous buffer of any dtype. One-sided.
 
-        `base` is added to the first element of each part. The copies are complete after `flush`.
+        `base` is added to the first element of each part in its shard. The copies are complete after `flush`.
         """
         get, element = self._win.Get, self._copied
         for target, start, span in parts:
@@ -121,7 +121,7 @@ class Window:
         """Start adding parts of `values` to parts of other ranks' shards. One-sided.
 
         `base` is added to the first element of each part in its shard. `values` has the dtype of the shards. Do not
-        modify `values` before `flush_local`.
+        modify it before `flush_local`.
         """
         assert self._summed is not None, "MPI cannot add this type"
         accumulate, element, operation = self._win.Accumulate, self._summed, MPI.SUM
@@ -148,11 +148,11 @@ class Window:
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Return the first `count` int64 elements of the shard of rank `target`, each read atomically. One-sided."""
+        """Return the first `count` int64 elements of rank `target`'s shard, each read atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Atomically overwrite each of the first elements of the shard of `target` with int64 `values`. One-sided."""
+        """Overwrite the first elements of rank `target`'s shard with int64 `values`, each atomically. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
@@ -170,14 +170,14 @@ class Window:
         return int(before[0])
 
     def flush(self, target: int | None = None) -> None:
-        """Complete the operations of this rank at rank `target`, or at all ranks if `target` is None. One-sided."""
+        """Complete this rank's operations at rank `target`, or at all ranks if `target` is None. One-sided."""
         if target is None:
             self._win.Flush_all()
         else:
             self._win.Flush(target)
 
     def flush_local(self) -> None:
-        """Complete this rank's operations locally, so that buffers passed to them may be modified. One-sided."""
+        """Complete this rank's operations locally, so that the buffers passed to them may be modified. One-sided."""
         self._win.Flush_local_all()
 
     def sync(self) -> None:
@@ -186,7 +186,7 @@ class Window:
             win.Sync()
 
     def free(self) -> None:
-        """Free the window. Collective. Views of it keep a copy, or become invalid without `CAN_DETACH_STORAGE`."""
+        """Free the window. Collective. Views of it keep a copy, or become invalid if `CAN_DETACH_STORAGE` is False."""
         views = (*self._mapped_shards.values(), *self._views)
         storages = [StorageWeakRef(view.untyped_storage()) for view in views]
         del views
@@ -194,7 +194,7 @@ class Window:
         self._mapped_shards.clear()
         self._views.clear()
         for reference in storages:
-            # An access to freed memory would crash.
+            # Accessing freed memory would crash.
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None and CAN_DETACH_STORAGE:
                 storage._swap_data_ptr_(storage.clone())  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ class Window:
         return [win], {world.rank: tensor}
 
     def _open_epochs(self, world: World) -> None:
-        """Begin the passive-target epochs, or free the windows and raise `UserError` if MPI does not support them."""
+        """Begin the passive-target epochs, or free the windows and raise `UserError` if they are not unified."""
         models = {memory_model(win) for win in self._wins}
         for win in self._wins:
             if models == {"unified"}:
@@ -230,10 +230,10 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowFactory:
-    """Factory of windows of one kind.
+    """Factory for windows of one kind.
 
     Attributes:
-        create: Function that creates a window. It has the signature of `Window`. Collective.
+        create: Function that creates a window. It has the same signature as `Window`. Collective.
         on_host: True if the windows are in host memory.
     """
 
@@ -247,7 +247,7 @@ HOST_WINDOW = WindowFactory(Window)
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous float32, float64, int64 or uint8 tensor `[n]` as a buffer for MPI.
 
-    Only MPI may access device memory: reading it from Python would crash. The buffer does not keep the tensor alive.
+    Only MPI may access device memory; reading it from Python would crash. The buffer does not keep the tensor alive.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous()
     view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]
@@ -262,11 +262,11 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> Work:
-    """Return a handle of operations in flight. Its method `wait` completes them by calling `flush`.
+    """Return a handle for operations in flight, whose `wait` method completes them by calling `flush`.
 
     Args:
-        what: Description of the operations. If the deadline expires, the error message contains `what` and `owners`.
-        memory: Buffer of the operations. The handle references it until they are complete, since MPI does not.
+        what: Description of the operations. If the deadline expires, the error message contains it and `owners`.
+        memory: Buffer used by the operations. The handle references it until they are complete, because MPI does not.
     """
 
     def complete(_memory: torch.Tensor) -> None:
@@ -277,6 +277,6 @@ def deferred_flush(
 
 
 def messages(target: int, start: int, numel: int, first: int = 0) -> Iterator[Message]:
-    """Yield messages for `numel` elements that begin at `start` in the shard and at `first` in the buffer."""
+    """Yield messages for `numel` elements, beginning at `start` in the shard and at `first` in the buffer."""
     for done in range(0, numel, MAX_MESSAGE_NUMEL):
         yield target, start + done, (min(MAX_MESSAGE_NUMEL, numel - done), first + done)

@@ -1,4 +1,4 @@
-"""MPI window whose memory the ranks of a node share. Ranks of other nodes read it with MPI_Get."""
+"""MPI window whose memory is shared by the ranks on a node. Ranks on other nodes read it with MPI_Get."""
 
 import torch
 from mpi4py import MPI
@@ -9,9 +9,9 @@ from odc_mpi.runtime.world import World
 
 
 class SharedWindow(Window):
-    """Window whose zero-filled shards, `[numel]` per rank, are mapped by all ranks of the same node.
+    """Window whose zero-filled shards, `[numel]` per rank, are mapped by all ranks on the same node.
 
-    Construction is collective. `numel` must be the same on all ranks. The shards of a node are contiguous in memory, in
+    Construction is collective. `numel` must be the same on all ranks. The shards on a node are contiguous in memory, in
     the order of the ranks (MPI-4.1, 12.2.3).
     """
 
@@ -34,7 +34,7 @@ class SharedWindow(Window):
         return torch.frombuffer(self._node_memory, dtype=torch.uint8)
 
     def node_view(self, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return a view of the memory of all shards of the node, `[numel]` of `dtype`, beginning at byte `start`.
+        """Return a view of the memory of all shards on the node, `[numel]` of `dtype`, beginning at byte `start`.
 
         Each view has its own storage. If `CAN_DETACH_STORAGE` is True, a view that is still referenced when the window
         is freed keeps a copy of its elements.
