@@ -254,7 +254,8 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {warmup_steps: -1}", "optim.warmup_steps: expected an integer, 0 or more"),
         (
             "- 1\n- 2",
-            "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got [1, 2]",
+            "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got "
+            "[1, 2]",
         ),
         ("#" * ((1 << 20) + 1), "expected a configuration file of at most 1048576 bytes, got more"),
         ("model: {path: m}", "data.path is missing: expected "),
