@@ -13,6 +13,9 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch_stats import TRAFFIC
 from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
+#: Name of the metric with the bytes that a rank exchanges with other islands per minibatch.
+BETWEEN_ISLANDS = "bytes_between_islands"
+
 
 class StartReport(Callback):
     """Adds the duration of each phase of the start to the summary: the maximum over all ranks, in seconds.
@@ -136,14 +139,25 @@ class StepTimeMetrics(Callback):
 class TrafficReport(Callback):
     """Adds bytes fetched and pushed per minibatch, within and between nodes, as means over ranks, to the metrics.
 
-    Bytes fetched during an evaluation are counted in the next minibatch.
+    Bytes fetched during an evaluation are counted in the next minibatch. With islands, the sum of the bytes that a rank
+    exchanges with other islands is added, too.
     """
 
-    summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
+    summary: ClassVar = {
+        key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC, BETWEEN_ISLANDS)
+    }
+
+    def __init__(self, model: sharded.ShardedModel) -> None:
+        self._bytes_between_islands = model.bytes_between_islands
+        self.gathered_names = (BETWEEN_ISLANDS,) if model.num_islands > 1 else ()
+
+    @override
+    def local_values(self) -> tuple[float, ...]:
+        return tuple(float(self._bytes_between_islands) for _ in self.gathered_names)
 
     @override
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
+        means = {name: float(gathered.per_rank(name).mean()) for name in (*TRAFFIC, *self.gathered_names)}
         for key in ("bytes_fetched", "bytes_pushed"):
             step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]
         step.metrics |= means

@@ -9,6 +9,7 @@
 Construction, forward and backward passes, `unsharded`, `state_dict`, `close` and `cache_bytes = ...` communicate, too.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -344,6 +345,17 @@ class ShardedModel:
     def peak_gradient_bytes(self) -> int:
         """Peak memory of this rank for gradient shards, accumulated gradients and pushes in flight, in bytes."""
         return self._transport.gradient_shard_bytes + self._pusher.buffers.peak_bytes
+
+    @property
+    def num_islands(self) -> int:
+        """Number of islands, each of which holds all parameters; 1 without islands."""
+        return self._transport.group.num_islands
+
+    @property
+    def bytes_between_islands(self) -> int:
+        """Bytes that this rank sends to and receives from other islands per minibatch; 0 without islands."""
+        exchange = self._transport.exchange
+        return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 
     @property
     def num_collectives(self) -> int:

@@ -195,7 +195,7 @@ def build_trainer(
         return perf_counter() - (windows.waited_s if windows else 0.0)
 
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
+    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport(model)]
     source: MinibatchSource
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):

@@ -78,7 +78,7 @@ def startup_lines(
 def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str, str]:
     if config.islands.by == "off":
         return {}
-    num_islands = model.layouts[0].num_islands
+    num_islands = model.num_islands
     if num_islands == 1:
         return {"islands": "1, so the parameters are sharded over all ranks"}
     num_ranks = world.size // num_islands

@@ -15,6 +15,11 @@ def random_layout(rng: random.Random) -> FlatLayout:
     return FlatLayout.build("unit", specs, rng.randint(1, 9))
 
 
+def with_islands(layout: FlatLayout, num_islands: int) -> FlatLayout:
+    specs = [slot.spec for slot in layout.ranges]
+    return FlatLayout.build("unit", specs, layout.num_owners * num_islands, num_islands)
+
+
 LAYOUTS = [random_layout(random.Random(seed)) for seed in range(200)]
 
 
@@ -37,6 +42,19 @@ def test_shards_cover_the_flat_array_exactly_once() -> None:
     for layout in LAYOUTS:
         covered = [i for rank in range(layout.num_owners) for i in range(*layout.owned(rank))]
         assert covered == list(range(layout.numel))
+
+
+@pytest.mark.parametrize("num_islands", [1, 2, 5])
+def test_each_island_covers_the_flat_array_and_each_element_has_one_owner(num_islands: int) -> None:
+    for layout in (with_islands(layout, num_islands) for layout in LAYOUTS):
+        island, size = layout.island_layout, layout.num_owners // num_islands
+        assert (island.num_owners, island.numel, island.num_islands) == (size, layout.numel, 1)
+        owned = sorted(layout.owned(rank) for rank in range(layout.num_owners))
+        assert [i for start, stop in owned for i in range(start, stop)] == list(range(layout.numel))
+        for rank in range(layout.num_owners):
+            start, stop = layout.owned(rank)
+            first, last = island.owned(rank % size)
+            assert start == stop or first <= start < stop <= last
 
 
 def test_shards_are_aligned_and_no_larger_than_alignment_asks() -> None:

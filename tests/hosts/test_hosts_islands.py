@@ -41,3 +41,4 @@ def test_islands_exchange_half_the_bytes_and_give_the_same_bits(data, tmp_path):
     crossing = {name: run["bytes_fetched_other_nodes"] + run["bytes_pushed_other_nodes"] for name, run in runs.items()}
     assert 0 < crossing["islands"] <= 0.51 * crossing["flat"]
     assert crossing["islands"] <= 0.68 * crossing["cached"]
+    assert runs["islands"]["bytes_between_islands"] == pytest.approx(crossing["islands"], rel=1e-6)

@@ -100,6 +100,7 @@ def test_the_later_of_steps_and_epochs_wins(order):
         ("checkpoint.folder here", "set run.checkpoint_every, run.keep_checkpoints"),
         ("lr_scheduler.total_steps 9", "set run.steps"),
         ("parallelism.context_parallel_degree 2", "set data.context_parallel"),
+        ("parallelism.data_parallel_replicate_degree 2", "set islands.by"),
         # axolotl
         ("rl grpo", "set run.objective"),
         ("eval_sample_packing false", "always packed"),

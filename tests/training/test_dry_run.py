@@ -12,6 +12,7 @@ from peak_memory import estimated_and_measured
 from small_run import MODEL, write_config, write_sequences
 
 from odc_mpi.cli import main as cli
+from odc_mpi.errors import UserError
 from odc_mpi.models.build import from_config
 from odc_mpi.training import settings as configuration
 from odc_mpi.training.dry_run.memory import estimate_memory
@@ -103,6 +104,18 @@ def test_ranks_of_a_node_among_several_share_one_copy_of_the_model():
     assert "node cache" not in sizes(MODEL, ranks=8)[0]
     on_gpus, on_gpu = sizes(MODEL, "--run.device=cuda", "--comm.parameter_cache_bytes=0", ranks=8, per_node=4)
     assert on_gpus["node cache"] == shared["node cache"] and "node cache" not in on_gpu and "fetched units" in on_gpu
+
+
+def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_others():
+    flat = sizes(MODEL, ranks=8, per_node=4)[0]
+    for by in ("node", "4"):
+        islands = sizes(MODEL, f"--islands.by={by}", ranks=8, per_node=4)[0]
+        assert islands["parameters"] == 2 * flat["parameters"] and islands["optimizer"] == flat["optimizer"]
+        assert islands["gradients"] == 3 * flat["gradients"]
+        assert islands["of other ranks, in place"] == pytest.approx(3 * islands["parameters"], rel=0.05)
+        assert "node cache" not in islands
+    with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of .* 8, got 3$"):
+        sizes(MODEL, "--islands.by=3", ranks=8, per_node=4)
 
 
 def test_the_activations_are_those_that_autograd_saves():

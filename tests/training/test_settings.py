@@ -254,7 +254,8 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {warmup_steps: -1}", "optim.warmup_steps: expected an integer, 0 or more"),
         (
             "- 1\n- 2",
-            "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, optim, run, got [1, 2]",
+            "expected a mapping of the sections model, data, lora, rl, dpo, reward, comm, islands, optim, run, got "
+            "[1, 2]",
         ),
         ("#" * ((1 << 20) + 1), "expected a configuration file of at most 1048576 bytes, got more"),
         ("model: {path: m}", "data.path is missing: expected "),
@@ -340,6 +341,12 @@ def test_files_that_are_not_yaml(write, text, line, reason):
             ["--model.config.a=1", "--model.config.a.b=1"],
             "command line: --model.config.a.b: expected model.config.a to",
         ),
+        (["--islands.by", "0"], "command line: islands.by: expected off or node or an integer, 1 or more, got 0"),
+        (
+            ["--islands.by", "node", "--run.objective", "grpo", "--data.path", "p.jsonl", "--rl.reward_funcs", "f"],
+            "job.yaml: run.objective: expected sft, dpo or reward with islands.by, got grpo: completions are",
+        ),
+        (["--islands.by=2", "--data.context_parallel=auto"], "job.yaml: data.context_parallel: expected off with isl"),
         (["--model.config.model_type", "x"], "job.yaml: model.config.model_type: the type is that of model.path"),
         *(
             (["--run.objective", "dpo", "--dpo.loss_type", *values], f"job.yaml: dpo.{expected}")

@@ -9,7 +9,10 @@ The ranks in an island divide all parameters, and the sums of the island's gradi
 column store the same part. Each of them owns an equal share of this part, which it updates for all islands.
 """
 
+from collections.abc import Mapping
+
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import truncate_text
 from odc_mpi.runtime.world import World
 
 
@@ -32,7 +35,7 @@ class Islands:
     """
 
     def __init__(self, world: World, by: str | int) -> None:
-        num_ranks = world.run_on_all(lambda: _num_ranks(world, by))
+        num_ranks = world.run_on_all(lambda: _ranks_per_island(world, by))
         self.size = world.size // num_ranks
         self.index, local_rank = divmod(world.rank, num_ranks)
         self.island = world.split(self.index)
@@ -44,19 +47,32 @@ class Islands:
         return f"{self.size} of {ranks}"
 
 
-def _num_ranks(world: World, by: str | int) -> int:
-    """Return the number of ranks per island."""
+def ranks_per_island(by: str | int, ranks_per_node: Mapping[str, int]) -> int:
+    """Return the number of ranks per island, given the setting `islands.by` and the number of ranks on each node.
+
+    With "off", this is the total number of ranks. Raises `UserError` if the islands would differ in size.
+    """
+    num_ranks = sum(ranks_per_node.values())
+    if by == "off":
+        return num_ranks
     if by != "node":
-        if not isinstance(by, int) or by < 1 or world.size % by:
-            raise UserError(f"islands.by: expected node or a divisor of the number of ranks, {world.size}, got {by}")
+        if not isinstance(by, int) or by < 1 or num_ranks % by:
+            raise UserError(f"islands.by: expected node or a divisor of the number of ranks, {num_ranks}, got {by}")
         return by
-    sizes = [num_ranks for _, num_ranks in world.layout]
-    if len(set(sizes)) > 1:
-        nodes = ", ".join(f"{host}: {num_ranks}" for host, num_ranks in world.layout[:8])
-        raise UserError(f"islands.by: node expects the same number of ranks on each node, got {nodes}: set a number")
-    if world.node_ranks[-1] - world.node_ranks[0] >= sizes[0]:
+    if len(set(ranks_per_node.values())) > 1:
+        nodes = ", ".join(f"{node}: {count}" for node, count in ranks_per_node.items())
+        raise UserError(
+            f"islands.by: node expects the same number of ranks on each node, got {truncate_text(nodes, 80)}: set a "
+            "number of ranks"
+        )
+    return next(iter(ranks_per_node.values()))
+
+
+def _ranks_per_island(world: World, by: str | int) -> int:
+    num_ranks = ranks_per_island(by, {f"{host} ({node})": count for node, (host, count) in enumerate(world.layout)})
+    if by == "node" and world.node_ranks[-1] - world.node_ranks[0] >= num_ranks:
         raise UserError(
             f"islands.by: node expects consecutive ranks on each node, got {world.node_ranks[:8]} on "
             f"{world.hosts[world.rank]}: start the ranks node by node (srun --distribution=block)"
         )
-    return sizes[0]
+    return num_ranks

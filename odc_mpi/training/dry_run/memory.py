@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from odc_mpi.api import OPTIMIZER_BYTES, dtypes_by_parameter
+from odc_mpi.comm.islands.islands import ranks_per_island
 from odc_mpi.models.build import MetaModel
 from odc_mpi.models.logps.token_logps import MAX_ELEMENTS
 from odc_mpi.runtime.memory import available_bytes
@@ -60,8 +61,10 @@ def estimate_memory(
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
-    sizes = _Sizes.of(config, model, num_ranks)
-    in_place = ranks_per_node == num_ranks and config.comm.zero_copy != "off"
+    nodes = {str(node): ranks_per_node for node in range(num_ranks // ranks_per_node)}
+    island_size = ranks_per_island(config.islands.by, nodes)
+    sizes = _Sizes.of(config, model, num_ranks, num_ranks // island_size)
+    in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
     shared_bytes = 0 if in_place or shards_on_gpu else _node_cache_bytes(config, sizes, ranks_per_node)
     copies = gpu or not (in_place or shared_bytes)  # units are fetched into buffers of this rank
     needs = CacheBytes(
@@ -109,7 +112,7 @@ class _Sizes:
     saved: int  # copied to the host for a checkpoint
 
     @classmethod
-    def of(cls, config: Config, model: MetaModel, num_ranks: int) -> "_Sizes":
+    def of(cls, config: Config, model: MetaModel, num_ranks: int, num_islands: int) -> "_Sizes":
         dtype = getattr(torch, config.model.param_dtype)
         default, dtypes = dtypes_by_parameter(model.module) if model.adapter else (dtype, {})
         units, layouts = make_units(partition(model.module, None)[0], num_ranks, dtypes)
@@ -123,8 +126,9 @@ class _Sizes:
             units=[sum(x.numel * (x.dtype or default).itemsize for x in unit.layouts) for unit in units],
             gradients=[itemsize * numel for numel in numels],
             largest_autograd=dtype.itemsize * max(numels, default=0),
-            shard=sum(x.shard_numel * (x.dtype or default).itemsize for x in layouts),
-            gradient_shard=itemsize * shard_numel,
+            shard=num_islands * sum(x.shard_numel * (x.dtype or default).itemsize for x in layouts),
+            # With islands: the sums of the island, and this rank's part of those of all islands.
+            gradient_shard=itemsize * shard_numel * (num_islands + (num_islands > 1)),
             masters=4 * shard_numel if narrow else 0,
             states=states,
             saved=4 * shard_numel + states,

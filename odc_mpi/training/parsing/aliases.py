@@ -67,6 +67,9 @@ decided by odc-mpi prepare, whose output data.path names: see odc-mpi prepare --
     (eos|pad|special|eot)_tokens?|tokens|val_set_size|tokenizer_\w+|train_on_\w+|remove_unused_columns|label_names
 set data.context_parallel to auto, which splits the longest sequences
     (context_parallel|cp)_(size|degree)
+set islands.by to node, or to the number of ranks over which each copy of the parameters is sharded
+    data_parallel_(replicate|shard)_degree|dp_(replicate|shard)_(size|degree)|hsdp_shard_size|fsdp_sharding_strategy
+    zero_hpz_partition_size|mics_shard_size
 not needed: parameters, gradients and optimizer states are always sharded over the ranks
     fsdp\w*|deepspeed|ds3_\w+|ddp_\w+|local_rank|parallelism_config|accelerator_config|average_tokens_\w+
     megatron_\w+|\w*_parallel_(size|degree)|data_parallel_\w+|dp_\w+_size|enable_cpu_offload

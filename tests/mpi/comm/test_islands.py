@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from mpi4py import MPI
+from pretended_nodes import on_pretended_nodes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from units import Block, random_pushes
@@ -16,6 +18,7 @@ from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import AllRanksUserError
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes
 from odc_mpi.shard.model import ShardedModel
 
@@ -157,14 +160,28 @@ def test_a_backward_after_the_last_one_is_refused(world, islands):
         model.publish()
 
 
-def test_each_element_has_one_owner(world):
-    for num_islands in (k for k in range(1, world.size + 1) if world.size % k == 0):
-        layout = FlatLayout.build("unit", [ParameterSpec("p", (1000,), True)], world.size, num_islands)
-        ranges = sorted(layout.owned(rank) for rank in range(world.size))
-        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])] and ranges[-1][1] == 1000
-
-
 @pytest.mark.sizes(3)
-def test_ranks_that_do_not_divide_are_refused(world):
+def test_islands_of_unequal_size_are_refused(world):
     with pytest.raises(AllRanksUserError, match=r"^islands.by: expected node or a divisor of .* 3, got 2$"):
         Islands(world, 2)
+    with pytest.raises(AllRanksUserError, match=r"^islands.by: node expects the same .*: 2, .*: 1: set a number"):
+        Islands(on_pretended_nodes(world), "node")
+
+
+class Alternating(MPI.Intracomm):
+    """Ranks 0 and 2 are on one node, 1 and 3 on another."""
+
+    def Split_type(self, kind, key=0, info=None):  # noqa: N802
+        return self.Split(self.rank % 2)
+
+
+@pytest.mark.sizes(4)
+def test_nodes_are_islands_if_their_ranks_are_consecutive(world):
+    nodes = on_pretended_nodes(world)
+    islands = Islands(nodes, "node")
+    assert (islands.size, islands.index, islands.island.rank) == (2, *divmod(world.rank, 2))
+    assert islands.column_ranks == [world.rank % 2, world.rank % 2 + 2]
+    mixed = World(Alternating(world.comm), job=world.job)
+    with pytest.raises(AllRanksUserError, match=r"node expects consecutive ranks on each node, got \[0, 2\] on "):
+        Islands(mixed, "node")
+    mixed.close()
