@@ -9,8 +9,8 @@ of equal length, one per rank:
 Each rank owns the elements in its shard. Since a shard may begin or end in the middle of a parameter, a rank may own
 only a slice of a parameter.
 
-With K islands (`comm.islands`), each island stores all shards. The rank with number r in each island stores shards `[r
-* K, (r + 1) * K)` as one larger shard, but owns only one of them: shard `r * K + k` in island k.
+With K islands (`comm.islands`), each island stores all shards. Rank r of an island stores shards `[r * K, (r + 1) * K)`
+as one larger shard, but owns only one of them: in island k, shard `r * K + k`.
 """
 
 import math

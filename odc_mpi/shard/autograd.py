@@ -1,25 +1,24 @@
-"""Integration of units with autograd: pushes of gradients, and references to parameters in place of saved tensors.
+"""Integration of units with autograd: pushing gradients, and saving references instead of parameters.
 
 A unit is a group of parameters that are fetched and released together (`shard.units.unit`). The forward pass of a unit
-obtains all its parameters from one autograd node, `UnshardedParameters`. Autograd runs the backward pass of this node
-after it has accumulated the gradients of all outputs of the node. At this point the gradients of the unit are complete,
-and they are pushed to the ranks that own them. A parameter that the forward pass did not use has the gradient None and
-is not pushed.
+obtains all of its parameters from one autograd node, `UnshardedParameters`. Autograd runs this node's backward pass
+after accumulating the gradients of all the node's outputs. The unit's gradients are then complete and are pushed to the
+ranks that own them. A parameter that the forward pass did not use has the gradient None, which is not pushed.
 
 Note: saved parameters
-    Autograd saves parameters for the backward pass. If it saved the tensors, every unit would stay unsharded until its
-    backward pass. `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the
-    backward pass needs the tensor, the hook unshards the unit and returns a new view. Since torch calls only the
-    innermost hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside of the model,
-    such as `save_on_cpu`. Hooks inside the model (activation checkpointing) also receive the parameters. Saving them
-    there costs memory but is correct. `SavedTensorHooks` takes 2 % of a step of a model with 8 million parameters. It
-    is not installed if fetched tensors stay valid after their release, or if all units are unsharded.
+    Autograd saves parameters for the backward pass. If it saved the tensors themselves, every unit would stay unsharded
+    until its backward pass. `SavedTensorHooks` therefore saves a reference: unit, array, dtype, offset, shape and
+    stride. When the backward pass needs the tensor, the hook unshards the unit and returns a new view. Since torch
+    calls only the innermost hooks, `SavedTensorHooks` passes all other tensors to the hooks that were active outside
+    the model, such as `save_on_cpu`. Hooks inside the model, as in activation checkpointing, also receive the
+    parameters. Saving them there costs memory but is correct. `SavedTensorHooks` takes 2 % of a step for a model with 8
+    million parameters. It is not installed if fetched tensors stay valid after release or all units are unsharded.
 
 Note: recomputation
-    During the backward pass, activation checkpointing runs the forward pass of a unit again, under its own hooks, which
-    must see all saved tensors. `SavedTensorHooks` is therefore active only in the outermost forward pass and never in a
-    backward pass. In `checkpoint(f, x, x)`, `f` receives two different tensors in the recomputation, as with any
-    saved-tensor hooks. If `f` compares them by identity, as nn.MultiheadAttention does, torch raises CheckpointError.
+    During the backward pass, activation checkpointing reruns the forward pass of a unit under its own hooks, which must
+    see all saved tensors. `SavedTensorHooks` is therefore active only in the outermost forward pass and never in a
+    backward pass. As with any saved-tensor hooks, the recomputation in `checkpoint(f, x, x)` passes two different
+    tensors to `f`. If `f` compares them by identity, as `nn.MultiheadAttention` does, torch raises `CheckpointError`.
 """
 
 from collections import Counter
@@ -35,20 +34,20 @@ from odc_mpi.shard.units.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
-#: Function that pushes the gradients of the named parameters of a unit (`shard.gradients.GradientPusher.push`).
+#: Function that pushes the gradients of a unit's named parameters (`shard.gradients.GradientPusher.push`).
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None], bool], None]
-#: More nodes than a backward can create.
+#: Number that exceeds the number of nodes that a backward can create.
 _MANY = 1 << 40
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Autograd function that returns parameters of an unsharded unit. Its backward pass pushes their gradients."""
+    """Autograd function that returns parameters of an unsharded unit and pushes their gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the full parameters called `names` of an unsharded unit.
+        """Return the full parameters of an unsharded unit that are called `names`.
 
-        `anchor` is an empty tensor that requires a gradient, without which autograd would create no node.
+        `anchor` is an empty tensor that requires a gradient. Without it, autograd would not create a node.
         """
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
@@ -66,7 +65,7 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Tracker of the forwards of units that are in progress, and of those without a backward.
+    """Tracker for unit forwards that are in progress and for those whose backward has not yet run.
 
     Within one forward, all lookups of a parameter return the same tensor, unless grad mode or inference mode changes.
     """
@@ -74,7 +73,7 @@ class UnitForwards:
     def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
         self._unsharded = unsharded
         self._push = push
-        # Number of the nodes of each unit without a backward, for the current version of the parameters.
+        # Number of nodes of each unit whose backward has not yet run, for the current version of the parameters.
         self._pending: Counter[Unit] = Counter()
         self._version = 0
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -82,14 +81,14 @@ class UnitForwards:
 
     @property
     def is_suspended(self) -> bool:
-        """True while `modules.materialized_parameters` is active. Forward passes are then not tracked."""
+        """True while `modules.materialized_parameters` is active, so that forward passes are not tracked."""
         return self._unsharded.reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit, *, is_recomputation: bool = False) -> Iterator[None]:
-        """Context manager for a forward pass of a unit. The first use of a parameter in the pass fetches the unit.
+        """Context manager for a forward pass of a unit, in which the first use of a parameter fetches the unit.
 
-        `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes have no backward.
+        `is_recomputation` is True if the pass only recreates saved tensors, so that its nodes will have no backward.
         """
         outer, num_pending = self._current.get(unit), self._pending[unit]
         with unit.in_use():
@@ -108,10 +107,10 @@ class UnitForwards:
         self._unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
-        """Return the full parameter `name` of a unit, fetching the unit first if it is not unsharded. One-sided."""
+        """Return the full parameter `name` of a unit, fetching the unit first if necessary. One-sided."""
         tensors_by_mode = self._current.get(unit)
         if tensors_by_mode is None:
-            # Used outside of its unit's forward: a node for this parameter alone.
+            # Used outside its unit's forward, so it needs a node of its own.
             return self._tensors(unit, (name,))[name]
         # Tensors created without a graph must not be returned to code that needs one.
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -122,8 +121,8 @@ class UnitForwards:
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
         """Register a backward hook on the first element of `output`, the output of a unit's forward pass.
 
-        The hook publishes this rank's status, and raises RuntimeError if the parameters have changed since that pass.
-        If autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.
+        The hook publishes this rank's status and raises RuntimeError if the parameters have changed since that pass. If
+        autograd saves references to parameters, no hook is registered, because `SavedTensorHooks` does the same.
         """
         outputs = tuple(output.values()) if isinstance(output, Mapping) else output
         first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
@@ -145,7 +144,7 @@ class UnitForwards:
             self._pending.clear()
             self._version = version
         if torch.is_grad_enabled():
-            # The number of nodes that a backward creates is not known in advance, so these are never all done.
+            # The number of nodes that a backward creates is not known in advance, so the count must not reach zero.
             self._pending[unit] += _MANY if in_backward() else 1
         return dict(zip(names, tensors, strict=True))
 
@@ -167,7 +166,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager that installs the hooks, unless nested, in a backward pass, or if parameters stay valid."""
+        """Context manager that installs the hooks, except if nested, in a backward pass, or parameters stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return
@@ -185,8 +184,8 @@ class SavedTensorHooks:
             pack, unpack = outer
             return partial(unpack, pack(tensor))
         if location is None:
-            # Detached: a saved output that references its own node would never be freed. The version replaces the check
-            # of autograd against in-place changes, which hooks disable.
+            # Detached, because a saved output that references its own node would never be freed. The version replaces
+            # autograd's check for in-place changes, which hooks disable.
             return partial(_unchanged, tensor.detach(), tensor._version)
         view = tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         return partial(self._view_of, *location, view, self._unsharded.parameter_version)

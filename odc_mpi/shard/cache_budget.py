@@ -1,14 +1,14 @@
-"""Memory budgets that reduce communication.
+"""Memory budgets for caches that reduce communication.
 
     parameters   fetched units stay unsharded until the minibatch ends, so they are not fetched again
-    gradients    gradients of a unit are accumulated locally and pushed once, at the end of the minibatch
+    gradients    a unit's gradients are accumulated locally and pushed once, by the end of the minibatch
 
 Ranks may have different budgets, because fetches and pushes are one-sided and do not affect other ranks. This module
 neither communicates nor allocates memory.
 
-A unit is admitted to the cache when it is first fetched, if it fits the remaining budget. It is never evicted to admit
-another unit. Training uses units 1..L and then L..1. For this order, no policy needs fewer fetches, and LRU needs as
-many. Evaluation and generation use units 1..L repeatedly. For this order, LRU would always evict the unit that is
+A unit is admitted to the cache when it is first fetched, if it fits into the remaining budget, and is never evicted to
+admit another unit. Training uses units 1..L and then L..1. For this order, no policy needs fewer fetches, and LRU needs
+just as many. Evaluation and generation use units 1..L repeatedly, for which LRU would always evict the unit that is
 needed next. docs/caching.md explains this policy and the automatic sizes.
 """
 
@@ -20,12 +20,12 @@ from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.units.unit import Unit
 
-#: Fraction of a rank's free memory that the automatic budgets leave for activations.
+#: Fraction of a rank's free memory that automatic budgets leave for activations.
 ACTIVATION_SHARE = 0.5
 
 
 class CacheBudget:
-    """Keys admitted to a cache, limited by a budget in bytes. Lowering `budget_bytes` does not evict admitted keys."""
+    """Set of cache keys, limited by a budget in bytes. Lowering `budget_bytes` does not evict admitted keys."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
@@ -40,7 +40,7 @@ class CacheBudget:
         return self.admitted_bytes + num_bytes <= self.budget_bytes
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Admit `key` if its `num_bytes` fit into the remaining budget. Returns True if the key is now admitted."""
+        """Admit `key` if its `num_bytes` fit into the remaining budget. Return True if the key is now admitted."""
         if key not in self._admitted and self.fits(num_bytes):
             self._admitted[key] = num_bytes
             self.admitted_bytes += num_bytes
@@ -53,7 +53,7 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Sizes of a rank's caches of unsharded parameters and of accumulated gradients, in bytes."""
+    """Sizes in bytes of a rank's caches for unsharded parameters and accumulated gradients."""
 
     parameters: int = 0
     gradients: int = 0
@@ -61,13 +61,13 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """Sizes between which the caches of a model are useful.
+    """Sizes between which a model's caches are useful.
 
     Attributes:
-        maximum: Sizes that hold all units except the root, and all gradients. A size is 0 if the cache would save no
-            communication because fetches return views, pushes stay on this rank, or both are collective.
-        minimum: Sizes that hold the smallest of these units, and the smallest gradient array. A smaller cache would
-            stay empty.
+        maximum: Sizes that suffice for all units except the root, and for all gradients. A size is 0 if the cache would
+            save no communication because fetches return views, pushes stay on this rank, or both are collective.
+        minimum: Sizes that suffice for the smallest of these units, and for the smallest gradient array. A smaller
+            cache would stay empty.
     """
 
     maximum: CacheBytes
@@ -88,7 +88,7 @@ class CacheNeeds:
         return cls(CacheBytes(sum(unit_bytes), sum(array_bytes)), smallest)
 
     def require_full_model(self, granted: CacheBytes) -> None:
-        """Raise UserError if `granted.parameters` is too small for all units except the root together."""
+        """Raise UserError if `granted.parameters` is too small to hold all units except the root."""
         needed, available = self.maximum.parameters, granted.parameters
         if available < needed:
             raise UserError(
@@ -104,7 +104,7 @@ def node_cache_fits(
     parameters: int | Literal["auto"],
     gradients: int | Literal["auto"],
 ) -> bool:
-    """Return True if the parameter caches of `num_ranks` ranks on a node could together hold a model of `num_bytes`.
+    """Return True if the parameter caches of a node's `num_ranks` ranks could together hold a model of `num_bytes`.
 
     For the other arguments, see `auto_cache_bytes`.
     """
@@ -119,14 +119,14 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Return the sizes of a rank's caches. Sizes given as "auto" are computed, for parameters before gradients.
+    """Return the sizes of a rank's caches, computing those given as "auto", for parameters first.
 
     Args:
-        free_bytes: Free memory in bytes, minus the optimizer states to be allocated. Half is left for activations.
+        free_bytes: Free memory in bytes, minus optimizer states yet to be allocated. Half is left for activations.
         num_ranks: Number of ranks that share this memory equally.
-        needs: Maximum useful sizes, which the automatic sizes do not exceed.
-        parameters: Size of the cache of parameters in bytes, or "auto".
-        gradients: Size of the cache of gradients in bytes, or "auto".
+        needs: Maximum useful sizes, which automatic sizes never exceed.
+        parameters: Size of the parameter cache in bytes, or "auto".
+        gradients: Size of the gradient cache in bytes, or "auto".
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

@@ -1,12 +1,12 @@
-"""Pushes of gradients to the ranks that own them.
+"""Pushing of gradients to the ranks that own them.
 
-The gradients of one backward pass of a unit are copied into a buffer with the layout of the flat array, in
-`reduce_dtype` (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last
-parameter with a gradient is sent. A push is in flight while the next gradient is computed and copied. Pushes run on a
-thread if the transport allows it. Several pushes may then be in flight (`num_push_buffers`).
+The gradients from one backward pass of a unit are copied in `reduce_dtype` into a buffer with the layout of the flat
+array (`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter
+with a gradient is sent. A push is in flight while the next gradient is computed and copied. If the transport allows it,
+pushes run on a thread, and several of them may be in flight (`num_push_buffers`).
 
-If an array fits the budget (`shard.cache_budget`), its gradients are accumulated locally instead, in one pass over each
-gradient. Their sum is pushed once: at the end of the minibatch, or in the last backward pass as soon as it is complete.
+If an array fits into the budget (`shard.cache_budget`), its gradients are accumulated locally, in one pass over each.
+Their sum is pushed once: at the end of the minibatch, or in the last backward pass, as soon as it is complete.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ from odc_mpi.shard.units.unit import Unit
 
 
 def num_push_buffers(prefetch: int) -> int:
-    """Return the number of buffers for gradients: one that is being filled, and one for each push in flight.
+    """Return the number of gradient buffers: one that is being filled, and one for each push in flight.
 
     At most max(1, `prefetch`) pushes are in flight.
     """
@@ -38,7 +38,7 @@ def num_push_buffers(prefetch: int) -> int:
 
 @dataclass
 class AccumulatedGradient:
-    """Local sum of the gradients of a flat array, `[numel]`. Elements outside of `[start, stop)` are zero."""
+    """Local sum of a flat array's gradients, `[numel]`. Elements outside `[start, stop)` are zero."""
 
     flat: torch.Tensor
     start: int
@@ -46,16 +46,16 @@ class AccumulatedGradient:
 
 
 class GradientPusher:
-    """Accumulates the gradients of units locally, or pushes them to their owners.
+    """Accumulator that sums gradients locally if the budget allows it, and pushes them to their owners.
 
     Args:
-        prefetch: Maximum number of pushes in flight, which run on a separate thread. If it is 0 or the transport is not
-            thread-safe, no thread is used and at most one push is in flight.
+        prefetch: Maximum number of pushes in flight, which run on a separate thread. If this is 0 or the transport is
+            not thread-safe, no thread is used and at most one push is in flight.
 
     Attributes:
         cache: Memory budget for local sums. Unused if pushes stay on this rank or are collective.
-        is_last_backward: True if the current or next backward pass is the last one of this minibatch. Set by the model.
-        parameters_with_gradient: Names of the parameters that received a gradient since `start`.
+        is_last_backward: True if the current or next backward pass is the last one in this minibatch. Set by the model.
+        parameters_with_gradient: Names of the parameters that have received a gradient since `start`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GradientPusher:
     ) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
-        # Arrays that this rank has finished (`Exchange.finish`), and the handle of the last call.
+        # Arrays that this rank has finished (`Exchange.finish`), and the handle for the last call.
         self._finished: set[int] = set()
         self._finishing = Work()
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
@@ -99,10 +99,10 @@ class GradientPusher:
         gradients: Sequence[torch.Tensor | None],
         is_last_forward: bool = False,
     ) -> None:
-        """Add the gradients of the named parameters to local sums, or start to push them to their owners. One-sided.
+        """Add the gradients of the named parameters to local sums, or start pushing them to their owners. One-sided.
 
-        The gradient of a parameter that was not used is None. `is_last_forward` is True if the backward has passed all
-        other forwards of the unit. Raises RuntimeError outside of a minibatch.
+        The gradient of an unused parameter is None. `is_last_forward` is True if no other forward of the unit is still
+        awaiting its backward. Raises RuntimeError outside a minibatch.
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
@@ -144,7 +144,7 @@ class GradientPusher:
             self._thread.close()
 
     def _accumulator_for(self, index: int, numel: int) -> AccumulatedGradient | None:
-        """Return the local sum of array `index`, or None if its gradient must be pushed separately."""
+        """Return the local sum for array `index`, or None if its gradient must be pushed on its own."""
         if index in self._accumulated:
             return self._accumulated[index]
         if self.is_last_backward or not self.cache.fits(numel * self._store.dtype.itemsize):
@@ -159,7 +159,7 @@ class GradientPusher:
 
     def _push_accumulated(self, index: int) -> None:
         if self._thread is None:
-            self._wait(self._max_in_flight)  # a push in flight may occupy further memory, such as pinned memory
+            self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
         accumulated = self._accumulated.pop(index)
         flat = accumulated.flat[accumulated.start : accumulated.stop]
         self.gradient_format.note_push(index, flat)

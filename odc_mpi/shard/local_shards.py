@@ -1,6 +1,6 @@
 """This rank's slices of the parameters, as tensors for the optimizer.
 
-For each flat array, a rank has this memory:
+For each flat array, a rank has the following memory:
 
     parameter window   [shard of param_dtype]   other ranks fetch from it
     master             [shard of fp32]          only for trainable arrays; the slices are views of the master, and
@@ -26,18 +26,18 @@ from odc_mpi.shard.partition import UnitParameters
 
 
 class WeightSource(Protocol):
-    """Source of initial parameter values, such as files, random numbers or a module. Values are read in slices."""
+    """Source of initial parameter values, such as files, random numbers or a module, that is read in slices."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements `[start, stop)` of the flattened parameter `name`, in any floating-point dtype.
 
-        Every rank calls this method once for each parameter, in the same order, even if the slice of the rank is empty.
-        An implementation may therefore be collective.
+        Every rank calls this method once for each parameter, in the same order, even if its slice is empty.
+        Implementations may therefore be collective.
         """
 
 
 class ModuleWeightSource(WeightSource):
-    """Source that uses the parameters of rank 0 on all ranks, as DistributedDataParallel does. `read` is collective."""
+    """Source that uses rank 0's parameters on all ranks, as `DistributedDataParallel` does. `read` is collective."""
 
     def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
@@ -52,7 +52,7 @@ class ModuleWeightSource(WeightSource):
 
 @dataclass
 class LocalShard:
-    """This rank's slice of a trainable parameter, as a tensor for the optimizer, and the index of its flat array."""
+    """Slice of a trainable parameter on this rank, as a tensor for the optimizer, with the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -63,14 +63,14 @@ class LocalShards:
     """This rank's slices of all parameters. Slices of trainable parameters are on the device of the optimizer.
 
     Attributes:
-        trainable: Slices of the trainable parameters, in the order of the layouts. Empty slices are included, so the
-            list contains the same parameters on all ranks.
+        trainable: Slices of the trainable parameters, in layout order. Empty slices are included, so that the list
+            covers the same parameters on all ranks.
     """
 
     def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
         self._transport = transport
         self._layouts = layouts
-        # Optimizers need at least fp32. `to` returns the window itself if its dtype and device are right.
+        # Optimizers need at least fp32. `to` returns the window itself if it already has the right dtype and device.
         self._masters = [
             self._window(i).to(device, torch.promote_types(self._window(i).dtype, torch.float32))
             if layout.trainable
@@ -99,24 +99,24 @@ class LocalShards:
         ]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Set `.grad` of the trainable slices to the sums of the pushed gradients. All pushes must be complete.
+        """Set the `.grad` of trainable slices to the sums of the pushed gradients. All pushes must be complete.
 
         Args:
-            pushed: For each entry of `trainable`, True if any rank pushed a gradient of the parameter. If False,
+            pushed: For each entry in `trainable`, True if any rank pushed a gradient for the parameter. If False,
                 `.grad` stays None.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):
             if shard.index not in by_index:
-                # The window itself if its dtype and device are right; otherwise one transfer for all slices of the
-                # array. A transfer to a GPU is not waited for here: the copy in `write_back`, which follows it on the
-                # stream, completes before the window is cleared.
+                # The window itself if it has the right dtype and device; otherwise, a single transfer for all slices in
+                # the array. There is no wait for a transfer to a GPU, because the copy in `write_back`, which follows
+                # it on the stream, completes before the window is cleared.
                 window = self._transport.gradient_shard(shard.index)
                 by_index[shard.index] = gradient_format.to_gradients(shard.index, window, shard.parameter)
             shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return the `.grad` tensors of the trainable slices that are not None, by the index of the flat array."""
+        """Return the `.grad` tensors of the trainable slices that have one, by the index of the flat array."""
         by_index: dict[int, list[torch.Tensor]] = {}
         for shard in self.trainable:
             if shard.parameter.grad is not None:
@@ -125,10 +125,10 @@ class LocalShards:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the slices to the memory that other ranks read, and clear the gradients. Call it before publishing.
+        """Copy the slices to the memory that other ranks read, and clear the gradients. Call this before publishing.
 
-        `.grad` of each slice is set to None, since an optimizer's `zero_grad` must not clear the memory to which other
-        ranks add the gradients of the next minibatch.
+        The `.grad` of each slice is set to None, because an optimizer's `zero_grad` must not clear the memory to which
+        other ranks add the next minibatch's gradients.
         """
         for shard in self.trainable:
             shard.parameter.grad = None

@@ -3,9 +3,9 @@
     report    [ sums | values | parameters ]   float64, one row per rank
 
 The sums over all ranks show whether the gradients are finite (`shard.gradient_format`). `parameters` is a bitmap of the
-parameters with a gradient, in the order of the layouts. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB. If
-no rank pushed a gradient of a parameter, `.grad` of the parameter is None, as in plain PyTorch. The optimizer then
-skips the parameter instead of applying weight decay and momentum.
+parameters with a gradient, in layout order. Each float64 holds 32 bits, so 10,000 parameters add 2.5 KB. If no rank has
+pushed a gradient for a parameter, its `.grad` is None, as in plain PyTorch. The optimizer then skips the parameter
+instead of applying weight decay and momentum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 
 from odc_mpi.comm.traffic import PLACES
 
-#: Names of the values that every model reports: bytes that `comm.traffic` counted since the previous minibatch.
+#: Names of the values that every model reports: bytes counted by `comm.traffic` since the previous minibatch.
 TRAFFIC = tuple(f"bytes_{did}_{place}" for did in ("fetched", "pushed") for place in PLACES)
 
 
@@ -22,13 +22,13 @@ class MinibatchStats:
     """Statistics of a minibatch, which the ranks exchange at its end. Until then, only `local` is valid.
 
     Args:
-        names: Names of the values in `local`, the same on all ranks.
+        names: Names of the values in `local`. Must be the same on all ranks.
 
     Attributes:
-        local: Values of this rank by name, initially 0. Add to them during the minibatch.
+        local: This rank's values by name, initially 0. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
         sums: Argument `sums` of `report`, summed over all ranks, float64 `[k]`.
-        pushed: For each trainable parameter, True if any rank pushed a gradient of it.
+        pushed: For each trainable parameter, True if any rank pushed a gradient for it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -40,11 +40,11 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the statistics of this rank as float64 numbers, in a row that the ranks exchange.
+        """Return this rank's statistics as a row of float64 numbers for the ranks to exchange.
 
         Args:
             sums: Additional numbers that will be summed over all ranks, float64 `[k]`.
-            pushed: For each trainable parameter, True if this rank pushed a gradient of it.
+            pushed: For each trainable parameter, True if this rank pushed a gradient for it.
         """
         self.pushed = list(pushed)
         self.sums = sums
@@ -53,7 +53,7 @@ class MinibatchStats:
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Set `sums`, `pushed` and the values of each rank from the reports of all ranks, one row per rank."""
+        """Set `sums`, `pushed` and the values of each rank from all ranks' reports, one row per rank."""
         count = len(self.sums)
         self._columns = {name: column for column, name in enumerate(self.local)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
@@ -62,9 +62,9 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return the value called `name` of each rank, float64 `[size]`."""
+        """Return each rank's value called `name`, float64 `[size]`."""
         return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:
-        """Return the sum of the value called `name` over all ranks, bitwise identical on all ranks."""
+        """Return the sum over all ranks of the value called `name`, bitwise identical on every rank."""
         return float(self.per_rank(name).sum())

@@ -1,12 +1,12 @@
-"""`ShardedModel`: a module whose parameters are sharded.
+"""`ShardedModel`, a module whose parameters are sharded.
 
-    with model.minibatch():      one-sided fetches and pushes, also on threads; ranks do not wait for each other
+    with model.minibatch():      one-sided fetches and pushes, partly on threads; ranks do not wait for each other
                                  at its end: gradients complete (collective)
     model.clip_grad_norm_(1.0)   gradient norm (collective)
     optimizer.step()             updates this rank's slices
     model.publish()              parameters published, gradients cleared (collective)
 
-Construction, forward and backward passes, `unsharded`, `state_dict`, `close` and `cache_bytes = ...` communicate, too.
+Construction, forward and backward, `unsharded`, `state_dict`, `close` and setting `cache_bytes` also communicate.
 """
 
 from collections import Counter
@@ -42,26 +42,26 @@ from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedU
 
 
 class ShardedModel:
-    """A module whose parameters are sharded across the ranks. Construction is collective.
+    """Module whose parameters are sharded across the ranks. Construction is collective.
 
     See `odc_mpi.shard_model` for the other arguments and for errors.
 
     Args:
-        module: Module whose floating-point parameters are moved into the shards of the transport. Its buffers and
-            integer parameters are overwritten with those of rank 0.
-        transport: Transport that fetches parameters and pushes gradients. The model closes it.
-        prefetch: Number of units to fetch ahead, and of pushes in flight. Units are prefetched only if fetches are
-            one-sided, transfer data and may run on another thread.
+        module: Module whose floating-point parameters are moved into the transport's shards. Its buffers and integer
+            parameters are overwritten with those of rank 0.
+        transport: Transport that fetches parameters and pushes gradients. It is closed along with the model.
+        prefetch: Number of units to fetch ahead, and maximum number of pushes in flight, which is at least 1. Units are
+            prefetched only if fetches are one-sided, transfer data and may run on another thread.
         optimizer_device: Device of this rank's slices of trainable parameters. None means the host.
-        dtypes: Dtypes of the parameters that differ from the dtype of the transport, by dotted name.
+        dtypes: Dtypes of the parameters whose dtype differs from that of the transport, by dotted name.
 
     Attributes:
-        module: The module. Its `parameters()` are placeholders.
-        units: All units (groups of parameters that are fetched together) that have parameters, the root first.
+        module: The given module, whose `parameters()` are now placeholders.
+        units: Units (groups of parameters that are fetched together) that have any parameters, root first.
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
-        spans: Recorder of the time that this rank spends on communication and other activities.
-        traffic: Counter of the bytes that this rank fetched and pushed.
+        spans: Recorder for the time that this rank spends on communication and other activities.
+        traffic: Counter for the bytes that this rank fetches and pushes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardedModel:
         check_not_sharded(module)
         parts, self._names_by_module, self._names = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
-        # Windows of different sizes would be read out of bounds.
+        # Otherwise, windows of different sizes could be accessed out of bounds.
         tensors = describe_tensors(module, parts, dtypes or {}, transport.parameters.dtype)
         transport.group.require_same(f"{tensors}\ngradients {transport.gradients.dtype}", "the model")
         self.module, self._transport = module, transport
@@ -114,7 +114,7 @@ class ShardedModel:
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, forwards, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
-        # A global hook, since the optimizer is created later, by the caller.
+        # A global hook, because the caller creates the optimizer later.
         self._resources.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
         self.publish()
 
@@ -123,32 +123,32 @@ class ShardedModel:
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ShardedModel":
-        """Set training mode, or evaluation mode if `mode` is False. Returns the model."""
+        """Set training mode, or evaluation mode if `mode` is False, and return the model."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "ShardedModel":
-        """Set evaluation mode. Returns the model."""
+        """Set evaluation mode and return the model."""
         return self.train(False)
 
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or the
-        dtype of the parameter if that is wider. All ranks have the same number of slices, in the same order. After a
-        minibatch, `.grad` of a slice is set if any rank used the parameter, and is None otherwise.
+        Each slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or
+        that of the parameter if it is wider. All ranks have the same number of slices, in the same order. After a
+        minibatch, `.grad` of a slice is None unless any rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
     def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the slices of `shard_parameters()` as pairs `(dotted name of the parameter, slice)`."""
+        """Return the slices in `shard_parameters()` as pairs `(dotted name of the parameter, slice)`."""
         return [(shard.slice.spec.name, shard.parameter) for shard in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
         The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
-        dtype of `shard_parameters()`, and slices of frozen parameters have the dtype of the shards.
+        same dtypes as in `shard_parameters()`, and those of frozen parameters have the dtype of their shards.
         """
         return self._local_shards.all_slices()
 
@@ -157,7 +157,7 @@ class ShardedModel:
         return {name: range_.spec.shape for unit in self.units for name, (_, range_) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Raise TypeError, since the parameters of the module are placeholders. Use `shard_parameters()` instead."""
+        """Raise TypeError, because the module's parameters are placeholders. Use `shard_parameters()` instead."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager
@@ -165,12 +165,12 @@ class ShardedModel:
         """Context manager for the forward and backward passes of a minibatch. Collective at its end.
 
         Yields the statistics of the minibatch, which the ranks exchange at its end, when all gradients are complete.
-        `names` are the names of additional values in the statistics. If the enclosed code raises, the end does not
-        communicate.
+        `names` are the names of additional values in the statistics. If the enclosed code raises an exception, the end
+        of the minibatch does not communicate.
 
         Raises:
-            RuntimeError: `publish()` was not called after the previous minibatch, `requires_grad` of a parameter has
-                changed since it was sharded, or an unsharded parameter was changed in place.
+            RuntimeError: `publish()` was not called after the previous minibatch, the `requires_grad` of a parameter
+                has changed since it was sharded, or an unsharded parameter was changed in place.
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
@@ -178,10 +178,10 @@ class ShardedModel:
         self._pusher.start()
         self._unsharded.activity.start_minibatch()
         minibatch = MinibatchStats((*names, *TRAFFIC))
-        # Without try: after an exception in the enclosed code, this rank must not enter the collective.
+        # Without try, because this rank must not enter the collective after an exception in the enclosed code.
         yield minibatch
         self._transport.group.set_status("completing its fetches and pushes")
-        # Before the collective, because owners may write their shards after it, while a fetch in flight still reads.
+        # Before the collective, because after it, owners may write to their shards while a fetch in flight still reads.
         self._unsharded.reshard_all()
         self._unsharded.fetch_allowed = False
         self._pusher.finish()
@@ -197,10 +197,10 @@ class ShardedModel:
         self._phases.phase = StepPhase.COMPLETE
 
     def set_is_last_backward(self) -> None:
-        """Announce that the next backward pass is the last one of this minibatch. This call is optional.
+        """Announce that the next backward pass is the last one in this minibatch. This call is optional.
 
-        It makes the model push locally accumulated gradients as soon as they are complete, overlapped with computation.
-        Otherwise, they are pushed at the end of the minibatch.
+        It makes the model push locally accumulated gradients as soon as they are complete, which overlaps the pushes
+        with computation. Otherwise, these gradients are pushed at the end of the minibatch.
         """
         self._pusher.is_last_backward = True
 
@@ -208,8 +208,8 @@ class ShardedModel:
     def cache_bytes(self) -> CacheBytes:
         """Maximum sizes of this rank's caches of unsharded units and of accumulated gradients, initially 0.
 
-        Sizes may differ between ranks. Memory above `cache_needs.maximum` remains unused. Set the sizes only between
-        minibatches. Setting them clears both caches.
+        Sizes may differ between ranks. Memory beyond `cache_needs.maximum` remains unused. Set the sizes only between
+        minibatches, because this clears both caches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.cache.budget_bytes)
 
@@ -223,22 +223,22 @@ class ShardedModel:
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """Sizes between which the two caches of `cache_bytes` are useful."""
+        """Sizes between which the two caches in `cache_bytes` are useful."""
         return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
     def unsharded(self, *, gradients: bool = True) -> Iterator[None]:
-        """Context manager that keeps the full model unsharded on this rank, so the enclosed code fetches nothing.
+        """Context manager that keeps the full model unsharded on this rank, so that the enclosed code fetches nothing.
 
-        One-sided. Use it around many forward passes, as in generation. Units then stay unsharded until the next
+        One-sided. Use it around a series of forward passes, as in generation. Units stay unsharded until the next
         minibatch ends or `publish()` is called.
 
         Args:
             gradients: True if the enclosed code may run a backward pass. If False, the modules hold full parameters
-                without gradients, so a forward pass is as fast as without sharding, but no minibatch may end inside.
+                without gradients. Forward passes are then as fast as without sharding, but no minibatch may end inside.
 
         Raises:
-            UserError: The parameter cache is too small for all units except the root, or fetches are collective.
+            UserError: The parameter cache is too small to hold all units except the root, or fetches are collective.
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_full_model(self.cache_bytes)
@@ -250,17 +250,17 @@ class ShardedModel:
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Return a context manager that publishes `what` as the status of this rank, instead of the unit in use.
+        """Return a context manager that publishes `what`, instead of the unit in use, as the status of this rank.
 
-        Forward passes in the enclosed code, for example in generation, are not counted as microbatches. Error messages
-        of other ranks insert `what` after "was last seen". The context manager yields a function that replaces `what`.
+        Forward passes in the enclosed code, for example in generation, do not count as microbatches. Other ranks' error
+        messages insert `what` after "was last seen". The context manager yields a function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their total norm is at most `max_norm`. Collective.
 
-        Returns the total norm before scaling. If this norm is not finite, the gradients are not scaled.
+        Returns the total norm before scaling. If it is not finite, the gradients are not scaled.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
@@ -274,7 +274,7 @@ class ShardedModel:
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by `divisor`, which must be the same on all ranks. Call it before `clip_grad_norm_`."""
+        """Divide all gradients by `divisor`, the same on all ranks. Call this method before `clip_grad_norm_`."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -300,16 +300,16 @@ class ShardedModel:
         """Return copies of all full parameters, in the dtypes of the shards, and of all persistent buffers.
 
         One-sided: a single rank may call it, except between the end of a minibatch and `publish()`. Collective if the
-        fetches of the transport are collective. The calling rank needs memory for the full model.
+        transport's fetches are collective. The calling rank needs enough memory for the full model.
         """
         with self._placeholders.allow_state_dict():
             state = dict(self.module.state_dict())
         return state | full_state_dict(state, self._names, self.units, self._unsharded)
 
     def units_with_nonfinite_gradients(self) -> list[str]:
-        """Return the names of the units whose gradients, as pushed by this rank in the last minibatch, are not finite.
+        """Return the names of the units for which this rank pushed non-finite gradients in the last minibatch.
 
-        The names are in the order of a backward pass, except that the root unit, "", is last.
+        The names are in the order of a backward pass, except that the root unit, "", comes last.
         """
         bounds = self._gradient_format.bounds()
         not_finite = {index for index, bound in bounds.items() if not bound.isfinite()}
@@ -332,43 +332,43 @@ class ShardedModel:
 
     @property
     def peak_parameter_bytes(self) -> int:
-        """Peak memory of this rank for parameter shards and fetched units, in bytes."""
+        """Peak memory that this rank has used for parameter shards and fetched units, in bytes."""
         parameters = self._transport.parameters
         return parameters.shard_bytes + self.node_cache_bytes + parameters.buffers.peak_bytes
 
     @property
     def node_cache_bytes(self) -> int:
-        """Size of this rank's share of the memory in which its node caches fetched units, in bytes."""
+        """Size in bytes of this rank's share of the memory in which its node caches fetched units."""
         return self._transport.parameters.node_cache_bytes
 
     @property
     def peak_gradient_bytes(self) -> int:
-        """Peak memory of this rank for gradient shards, accumulated gradients and pushes in flight, in bytes."""
+        """Peak memory that this rank has used for gradient shards, local sums and pushes in flight, in bytes."""
         return self._transport.gradient_shard_bytes + self._pusher.buffers.peak_bytes
 
     @property
     def num_islands(self) -> int:
-        """Number of islands, each of which holds all parameters; 1 without islands."""
+        """Number of islands, each of which holds all parameters, or 1 without islands."""
         return self._transport.group.num_islands
 
     @property
     def bytes_between_islands(self) -> int:
-        """Bytes that this rank sends to and receives from other islands per minibatch; 0 without islands."""
+        """Bytes that this rank sends to and receives from other islands per minibatch, or 0 without islands."""
         exchange = self._transport.exchange
         return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 
     @property
     def num_collectives(self) -> int:
-        """Number of collectives so far: synchronization points, and fetches and pushes if they are collective."""
+        """Number of collectives so far: synchronization points, plus fetches and pushes if they are collective."""
         return self._transport.group.num_collectives
 
     def close(self) -> None:
-        """Free the windows. The tensors returned by `shard_parameters()` keep their values. Collective. Idempotent."""
+        """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""
         self._phases.phase = StepPhase.CLOSED
         self._resources.close()
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Check an optimizer before its step if it has slices, placeholders, or parameters from before sharding."""
+        """Check an optimizer before its step if it holds slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)
         if {id(p) for p in parameters} & {id(p) for p in self.shard_parameters()}:

@@ -1,4 +1,4 @@
-"""Modifications of a sharded module: on-demand parameters, tracked forward passes, and placeholders with checks."""
+"""Modifications to a sharded module: on-demand parameters, tracked forward passes, and placeholders with checks."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ class OnDemandParameters(dict[str, Any]):
     Iteration, as in `module.parameters()`, yields placeholders and fetches nothing.
 
     Args:
-        find: Function that returns the full parameter with a given dotted name.
+        find: Function that returns the full parameter for a given dotted name.
         names: Dotted names of the sharded parameters, by the keys of this dict.
     """
 
@@ -47,7 +47,7 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ValueError if a module or one of its submodules was sharded before, even if the model was closed."""
+    """Raise ValueError if a module or any of its submodules has been sharded before, even if its model was closed."""
     for name, submodule in module.named_modules():
         if isinstance(submodule._parameters, OnDemandParameters):
             what = name or type(module).__name__
@@ -55,19 +55,19 @@ def check_not_sharded(module: nn.Module) -> None:
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter of NaNs with the shape of `parameter`. It takes the memory of a single element."""
+    """Return a NaN-filled parameter with the shape of `parameter`, which takes the memory of a single element."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 class Placeholders:
-    """Placeholders of sharded parameters, with checks that they are neither optimized nor saved.
+    """Placeholders for sharded parameters, with checks that they are neither optimized nor saved.
 
     Args:
         tensors: Placeholders by dotted name.
-        originals: Parameters that the placeholders replaced, by dotted name. They may not be optimized, either. This
+        originals: Parameters replaced by the placeholders, by dotted name. They must not be optimized, either. This
             object does not keep them alive.
-        modules: Modules that contain the placeholders. Their `state_dict()` raises RuntimeError.
+        modules: Modules that contain the placeholders, and whose `state_dict()` therefore raises RuntimeError.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Placeholders:
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
-        """Context manager in which `state_dict()` of the modules is allowed."""
+        """Context manager in which the modules allow `state_dict()`."""
         self._can_be_saved = True
         try:
             yield
@@ -90,7 +90,7 @@ class Placeholders:
             self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError if any of an optimizer's `parameters` is a placeholder or was replaced by one."""
+        """Raise RuntimeError if any of an optimizer's `parameters` is a placeholder or has been replaced by one."""
         for parameter in parameters:
             name, reference = self._by_id.get(id(parameter), ("", None))
             if reference is not None and reference() is parameter:  # an address can be reused
@@ -100,7 +100,7 @@ class Placeholders:
                 )
 
     def check_frozen(self) -> None:
-        """Raise RuntimeError if `requires_grad` of a placeholder has changed since the parameters were sharded."""
+        """Raise RuntimeError if the `requires_grad` of any placeholder has changed since sharding."""
         for name, parameter in self._tensors.items():
             if parameter.requires_grad is not self._trained[name]:
                 now = "frozen" if self._trained[name] else "made trainable"
@@ -116,16 +116,16 @@ class Placeholders:
 
 
 def replicate(module: nn.Module, transport: Transport) -> None:
-    """Overwrite the buffers and integer parameters of a module on all ranks with those of rank 0. Collective.
+    """Overwrite a module's buffers and integer parameters on all ranks with those of rank 0. Collective.
 
-    These tensors are moved to the device of the transport. Tensors on the meta device are skipped.
+    The tensors are moved to the transport's device. Tensors on the meta device are skipped.
     """
     for _, tensor in replicated_tensors(module):
         if not tensor.is_meta:
             value = tensor.detach().contiguous().cpu()
             transport.group.broadcast(value)
             if tensor.device != transport.device:
-                # In place, as by `nn.Module.to`, because the tensor may be referenced elsewhere.
+                # In place, as in `nn.Module.to`, because the tensor may be referenced elsewhere.
                 tensor.data = tensor.data.to(transport.device)
             tensor.detach().copy_(value)
 
@@ -133,13 +133,13 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def install_on_demand_parameters(
     names: NamesByModule, units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
-    """Replace `_parameters` of the modules in `names` by `OnDemandParameters`. Returns the placeholders."""
+    """Replace `_parameters` of the modules in `names` with `OnDemandParameters`, and return the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
         return forwards.parameter(unit_of[name], name)
 
-    # Tied parameters share one placeholder, as they shared one parameter.
+    # Tied parameters share a placeholder, just as they shared a parameter.
     placeholders: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}
     for submodule, keys in names.items():
@@ -160,17 +160,17 @@ def install_on_demand_parameters(
 def materialized_parameters(names: NamesByModule, units: Sequence[Unit], unsharded: UnshardedUnits) -> Iterator[None]:
     """Context manager that installs full parameters without gradients in the modules. One-sided.
 
-    Units that are not unsharded are fetched first. A forward pass is then as fast as that of an unsharded module,
-    without the microseconds of Python that on-demand lookups of parameters cost, which matters in decoding.
+    Units that are not unsharded are fetched first. Forward passes are then as fast as those of an unsharded module,
+    without the microseconds of Python that on-demand parameter lookups cost, which matters in decoding.
 
-    All units must fit into the cache together, or be views that stay valid. In the enclosed code, units must not be
-    resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). A nested call changes nothing.
+    All units together must fit into the cache, or be views that stay valid. In the enclosed code, units must not be
+    resharded, and forward passes are not tracked (`UnitForwards.is_suspended`). Nested calls have no effect.
     """
     if unsharded.reshard_forbidden:
         yield
         return
     full: dict[str, nn.Parameter] = {}
-    with torch.inference_mode(False):  # code outside of inference mode could not use inference tensors
+    with torch.inference_mode(False):  # code outside inference mode could not use inference tensors
         for unit in units:
             unsharded.unshard(unit)
             full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
@@ -190,7 +190,7 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided.
 
-    `names` maps each dotted name of a parameter to its first one, which is a different name if the parameter is tied.
+    `names` maps every dotted name of a parameter to its first dotted name. Tied parameters have several names.
     """
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
     for unit in units:
@@ -205,7 +205,7 @@ def wrap_forward(
 ) -> None:
     """Make the forward pass of a unit's module run within `UnitForwards.run`.
 
-    If `checkpointing` is True, activation checkpointing is applied as well, except to the root unit.
+    If `checkpointing` is True, also apply activation checkpointing, except to the root unit.
     """
     forward = module.forward
 
@@ -221,8 +221,8 @@ def wrap_forward(
             return forward(*args, **kwargs)
         with saved.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
-                # The arguments are in a closure. As arguments of `checkpoint` each would become a different tensor, and
-                # attention whose query, key and value are one tensor would take a different code path.
+                # The arguments are in a closure. As arguments of `checkpoint`, each would become a different tensor,
+                # and attention whose query, key and value are the same tensor would take a different code path.
                 return checkpoint(functools.partial(tracked, count(), *args, **kwargs), use_reentrant=False)
             return tracked(count(), *args, **kwargs)
 
@@ -230,7 +230,7 @@ def wrap_forward(
 
 
 def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Make an RNN look up its weights in each forward pass, instead of in the list `_flat_weights`."""
+    """Make an RNN look up its weights in each forward pass instead of keeping them in `_flat_weights`."""
     forward = module.forward
     module._flat_weights = []
 

@@ -1,7 +1,7 @@
-"""Optimizers of slices, gradient clipping, and learning rate schedules. This module does not communicate.
+"""Optimizers for slices, gradient clipping, and learning rate schedules. This module does not communicate.
 
-A rank optimizes only slices of flattened parameters. This is correct for element-wise optimizers, but not for
-optimizers that use the rows and columns of a matrix or the norm of a parameter.
+Each rank optimizes only slices of flattened parameters. This is correct for element-wise optimizers, but not for those
+that use the rows and columns of a matrix or the norm of a parameter.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-#: PyTorch optimizers that compute the update of each element only from the gradients of this element.
+#: PyTorch optimizers that compute the update of an element only from the gradients of that element.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
     optim.Adam,
@@ -25,7 +25,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-#: Reasons why other optimizers are not element-wise, by class name.
+#: Explanations of why other optimizers are not element-wise, by class name.
 _UNSUPPORTED_REASONS = {
     "Adafactor": "it factors its second moment over a matrix's rows and columns",
     "Muon": "it orthogonalizes whole matrices",
@@ -37,7 +37,7 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its attribute `elementwise` is True."""
+    """Raise ValueError unless an optimizer's class is in `ELEMENTWISE` or its `elementwise` attribute is True."""
     # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
@@ -57,7 +57,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that limits a norm to `max_norm`, as in PyTorch. If `norm` is not finite, the factor is 1."""
+    """Return the factor that limits a norm to `max_norm`, as in PyTorch, or 1 if `norm` is not finite."""
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
@@ -76,11 +76,11 @@ def build_optimizer(
 
     Args:
         kind: "adamw" or "sgd".
-        named: Pairs of the dotted name of a parameter and this rank's slice of it.
-        shapes: Full shapes of the parameters by dotted name, since slices have only one dimension.
-        weight_decay: Weight decay of parameters with two or more dimensions. Biases and weights of norms have none.
-        fused: True to use the fused kernel of PyTorch. None means True for "adamw" and False for "sgd".
-        **settings: Settings of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
+        named: Pairs of a parameter's dotted name and this rank's slice of it.
+        shapes: Full shapes of the parameters by dotted name, which are needed because slices have only one dimension.
+        weight_decay: Weight decay of parameters with two or more dimensions. Biases and norm weights have none.
+        fused: True to use PyTorch's fused kernel. None means True for "adamw" and False for "sgd".
+        **settings: Arguments of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
     """
     named = list(named)
     decayed = [p for name, p in named if len(shapes[name]) >= 2]
@@ -88,7 +88,7 @@ def build_optimizer(
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     make = {"adamw": optim.AdamW, "sgd": optim.SGD}[kind]
     if fused is None:
-        # The default of PyTorch takes three times as long on a CPU, and needs temporaries of parameter size on a GPU.
+        # PyTorch's default takes three times as long on a CPU, and needs parameter-sized temporaries on a GPU.
         fused = kind == "adamw"
     return make([group for group in groups if group["params"]], fused=fused or None, **settings)
 
@@ -98,10 +98,10 @@ def schedule_factor(
 ) -> float:
     """Return the learning rate of `step`, counted from 0, as a fraction of the peak learning rate.
 
-    The learning rate rises linearly in the first `warmup_steps` steps and reaches the peak in the next step. If `kind`
-    is "constant", it then stays at the peak. If `kind` is "linear" or "cosine", it falls and would reach `min_ratio` at
-    step `steps`, which includes the warm-up. If `kind` is "warmup_stable_decay", it stays at the peak and falls to
-    `min_ratio` like a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`.
+    The learning rate rises linearly during the first `warmup_steps` steps and reaches its peak in the next step. If
+    `kind` is "constant", it then stays at the peak. If `kind` is "linear" or "cosine", it then falls and would reach
+    `min_ratio` at step `steps`, which includes the warmup. If `kind` is "warmup_stable_decay", it stays at the peak and
+    falls to `min_ratio` like a cosine in the last `decay_ratio * steps` steps, as in `transformers.get_wsd_schedule`.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -1,8 +1,8 @@
-"""Partition of the parameters of a module into units.
+"""Partition of a module's parameters into units.
 
 The user selects submodules by class, class name or instance. A unit contains the parameters of one selected submodule,
-except those of units inside it. All other parameters belong to the root unit, including those that several units share.
-The root is fetched first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
+except for those in units nested inside it. All other parameters, including those shared by several units, belong to the
+root unit. The root is fetched first and stays unsharded for the whole minibatch, so they are fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,27 +14,27 @@ from torch import nn
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.units.unit import Unit
 
-#: Selection of units: a class, a class name or a submodule.
+#: Selector for units: a class, a class name or a submodule.
 UnitChoice = type | str | nn.Module
-#: Dotted names of the parameters of each module, by their keys in `module._parameters`. Tied keys have the same name.
+#: For each module, its parameters' dotted names by their keys in `module._parameters`. Tied keys have the same name.
 NamesByModule = dict[nn.Module, dict[str, str]]
 
 
 @dataclass
 class UnitParameters:
-    """Parameters of a unit by dotted name, in the order of the module. The name of the root unit is "".
+    """Parameters of a unit by dotted name, in module order. The root unit's name is "".
 
-    A tied parameter is included once, under its first dotted name.
+    Each tied parameter is included once, under its first dotted name.
     """
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Divide the parameters among flat arrays, and return the list of specs of each array, trainable arrays first.
+        """Divide the parameters among flat arrays, and return a list of specs per array, trainable arrays first.
 
-        All parameters of an array have the same dtype and are either trainable or frozen. `dtypes` contains the dtypes
-        that differ from the dtype of the parameter store, by dotted name.
+        All parameters in an array have the same dtype, and they are either all trainable or all frozen. `dtypes`
+        contains, by dotted name, the dtypes that differ from that of the parameter store.
         """
         kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in self.parameters.items():
@@ -46,18 +46,18 @@ class UnitParameters:
 def partition(
     module: nn.Module, units: Iterable[UnitChoice] | None
 ) -> tuple[list[UnitParameters], NamesByModule, dict[str, str]]:
-    """Divide the floating-point parameters of a module into units.
+    """Divide a module's floating-point parameters into units.
 
     Args:
         units: Classes, class names or instances of submodules. None selects the classes in `module._no_split_modules`.
 
     Returns:
-        Three values: the units that have parameters, the root first and the others in the order of the module; the
-        names of the parameters by module; and a dict that maps every dotted name of a parameter to the first dotted
-        name of this parameter. A parameter has several names if it is tied or its module is shared.
+        Three values: the units that have any parameters, root first and the others in module order; the names of the
+        parameters by module; and a dict that maps every dotted name of a parameter to its first dotted name. A
+        parameter has several names if it is tied or its module is shared.
 
     Raises:
-        ValueError: An entry of `units` matches no submodule, or one that has no method `forward`.
+        ValueError: An entry in `units` matches no submodule, or matches one without a `forward` method.
     """
     chosen = _select_modules(module, units)
     names_by_module: NamesByModule = {}
@@ -71,7 +71,7 @@ def partition(
             full_name = f"{prefix}.{key}" if prefix else key
             name = first_names.setdefault(parameter, full_name)
             names_by_module.setdefault(submodule, {})[key] = names[full_name] = name
-            # A parameter of several units belongs to the root.
+            # A parameter that several units share belongs to the root.
             unit_of[parameter] = unit_name if unit_of.get(parameter, unit_name) == unit_name else ""
     result = {name: UnitParameters(name) for name in ("", *chosen)}
     for parameter, name in first_names.items():
@@ -82,8 +82,8 @@ def partition(
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
     """Raise ValueError if a module cannot be sharded.
 
-    The module may not contain trainable parameters that are not real floating-point, embeddings with `max_norm`, or, if
-    `has_weights` is False, parameters on the meta device.
+    The module must not contain trainable parameters that are not real floating-point, embeddings with `max_norm`, or,
+    if `has_weights` is False, parameters on the meta device.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
@@ -101,9 +101,9 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def describe_tensors(
     module: nn.Module, parts: Iterable[UnitParameters], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> str:
-    """Return a description of all tensors of a module, one per line, to compare models between ranks.
+    """Return a description of all tensors in a module, one per line, for comparing models between ranks.
 
-    `dtypes` contains the dtypes of parameters in the shards that differ from `dtype`, by dotted name.
+    `dtypes` contains, by dotted name, the dtypes of parameters in the shards that differ from `dtype`.
     """
     lines = []
     for part in parts:
@@ -118,7 +118,7 @@ def describe_tensors(
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype], num_islands: int = 1
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Create the units, and the layouts of their flat arrays, each divided among `num_owners` ranks."""
+    """Create the units and the layouts of their flat arrays, each of which is divided among `num_owners` ranks."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
@@ -130,10 +130,10 @@ def make_units(
 
 
 def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
-    """Return the selected submodules by dotted name, in the order of the module."""
+    """Return the selected submodules by dotted name, in module order."""
     if units is None:
         units = sorted(getattr(module, "_no_split_modules", None) or ())
-        # The list of a model family can contain classes that this model does not use.
+        # A model family's list can contain classes that this model does not use.
         present = {type(submodule).__name__ for submodule in module.modules()}
         units = [name for name in units if name in present]
     chosen: dict[str, nn.Module] = {}
@@ -163,7 +163,7 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
 def _walk(
     module: nn.Module, unit_names: dict[nn.Module, str], name: str = "", unit: str = ""
 ) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the innermost unit ("" for the root), the name and the module of every submodule, for each of its names."""
+    """Yield the innermost unit ("" for the root), the name and the module for each name of every submodule."""
     unit = unit_names.get(module, unit)
     yield unit, name, module
     for key, child in module._modules.items():
@@ -172,13 +172,13 @@ def _walk(
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dotted name and value of each tensor that is not sharded: buffers and integer parameters."""
+    """Yield the dotted name and value of each unsharded tensor: buffers and non-floating-point parameters."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dotted name and value of each tensor that is not sharded, except non-persistent buffers."""
+    """Yield the dotted name and value of each tensor that is not sharded, except for non-persistent buffers."""
     non_persistent = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()

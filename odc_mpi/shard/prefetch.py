@@ -1,12 +1,12 @@
-"""Prediction of the units used next, and threads that overlap fetches and pushes with computation.
+"""Prediction of the next units to be used, and threads that overlap fetches and pushes with computation.
 
     main thread    computes, decides what to fetch, acquires and releases buffers; calls the synchronization points
     fetch thread   runs fetches of the units expected next, one at a time
     push thread    runs pushes, one at a time; separate, so that no fetch queues behind a long push
 
-The two threads run only operations of the transport. No other thread accesses the buffers of an operation before it has
-waited for the operation. The threads are used only if several threads may call the transport (`Transport.thread_safe`).
-Units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.access`).
+The fetch and push threads run only transport operations. No other thread accesses the buffers of an operation before
+waiting for it. These threads are used only if several threads may call the transport (`Transport.thread_safe`), and
+units are prefetched only if fetches are one-sided and transfer data (`ParameterStore.access`).
 """
 
 from collections.abc import Callable, Hashable
@@ -21,11 +21,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PrefetchPredictor(Generic[K]):
-    """Predictor of the order in which units are used.
+    """Predictor for the order in which units are used.
 
-    The next unit depends on the last two: layer 5 follows layer 4 in a forward pass and layer 6 in a backward pass. The
-    order is therefore stored as a map from the last two units to the next unit. A new observation replaces the previous
-    one for the same two units. A prediction may be wrong.
+    The next unit depends on the last two: layer 5 follows layer 4 in a forward pass, but layer 6 in a backward pass.
+    The order is therefore stored as a map from the last two units to the next one. A new observation replaces the
+    previous one for the same two units. Predictions may be wrong.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class PrefetchPredictor(Generic[K]):
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Record that `unit` is used, which must differ from the unit of the previous call."""
+        """Record the use of `unit`, which must differ from the unit in the previous call."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
     def predict(self, count: int) -> list[K]:
-        """Return the units of the next `count` uses, or fewer if the order is not known. A unit may occur twice."""
+        """Return the next `count` units to be used, or fewer if the order is not known. A unit may occur twice."""
         last_two = self._last_two
         units: list[K] = []
         while len(units) < count and last_two in self._following:
@@ -52,33 +52,33 @@ class PrefetchPredictor(Generic[K]):
 
 
 class CommunicationThread:
-    """Thread that runs operations of a transport one after another. The first operation starts the thread.
+    """Thread that runs transport operations one after another, and that starts with the first operation.
 
-    The thread belongs to a ThreadPoolExecutor. The interpreter joins it at exit, before MPI is finalized. This does not
-    hang, because an operation that exceeds its deadline ends the job.
+    The thread belongs to a `ThreadPoolExecutor`, so the interpreter joins it at exit, before MPI is finalized. This
+    does not hang, because an operation that exceeds its deadline ends the job.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Run `operation`, a `start_fetch` or `push`, to completion on the thread.
+        """Schedule `operation`, a `start_fetch` or `push`, to run to completion on the thread.
 
-        Do not access the memory of the arguments before `wait` of the returned handle has returned. `wait` raises the
-        exception of the operation, if any.
+        Do not access the memory of the arguments before `wait` of the returned handle has returned. If the operation
+        raises an exception, so does `wait`.
         """
         return Work(self._executor.submit(_complete, [operation, *arguments]).result)
 
     def close(self) -> None:
-        """Complete all started operations and end the thread. Idempotent."""
+        """Complete all scheduled operations and end the thread. Idempotent."""
         self._executor.shutdown()
 
 
 def _complete(call: list[Any]) -> None:
-    # Emptied: the executor drops its reference to `call` only after it has notified the waiting thread, and a buffer
+    # Emptied, because the executor drops its reference to `call` only after notifying the waiting thread, and a buffer
     # pool does not reuse a buffer that is still referenced.
     operation, *arguments = call
     call.clear()
-    # A buffer allocated in inference mode may be written in inference mode only; any other buffer may be, too.
+    # A buffer allocated in inference mode may be written only in inference mode, where any other buffer may be, too.
     with torch.inference_mode():
         operation(*arguments).wait()

@@ -1,19 +1,19 @@
 """Phases of a training step, and the time that the computing thread spends on communication and other activities.
 
-This time is recorded as spans of the computing thread. Spans of communication do not overlap:
+The time is recorded in spans of the computing thread. Communication spans do not overlap each other:
 
     fetch                  waiting for parameters
     accumulate             starting pushes, and waiting for pushes
     gradients_complete, grad_norm, parameters_published
                            waiting at the synchronization points
 
-Spans of activities do not overlap each other, but contain the communication during the activity:
+Activity spans do not overlap each other, either, but include any communication during the activity:
 
-    generate, rollout_wait generating completions with their rewards, and waiting for completions of other ranks
+    generate, rollout_wait generating completions with their rewards, and waiting for other ranks' completions
     optimize               the optimizer step
-    evaluate, save         an evaluation, and copying the state for a checkpoint
+    evaluate, save         evaluating, and copying the state for a checkpoint
 
-Spans of sharding count only towards the total times:
+Sharding spans count only toward the total times:
 
     windows, weights       allocating the windows, and loading the parameters
 """
@@ -24,7 +24,7 @@ from enum import Enum
 from time import perf_counter
 from typing import NamedTuple
 
-#: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
+#: Synchronization points of a step, in order: A, N and B in docs/ordering.md.
 SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
 ACTIVITIES = ("generate", "rollout_wait", "optimize", "evaluate", "save")
 SHARDING = ("windows", "weights")
@@ -33,7 +33,7 @@ SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS, *ACTIVITIES)
 
 
 class Span(NamedTuple):
-    """Interval of a kind in `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
+    """Interval of one of the `SPAN_KINDS`. `began` and `ended` are values of `time.perf_counter`, in seconds."""
 
     kind: str
     began: float
@@ -41,9 +41,9 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Recorder of time intervals (spans) in which the computing thread communicates or does another activity.
+    """Recorder for time intervals (spans) in which the computing thread communicates or does something else.
 
-    `seconds` maps the kind of a span to the total time of all such spans so far, in seconds.
+    `seconds` maps each kind of span to the total time of all such spans so far, in seconds.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SpanRecorder:
         self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Add a span that began at `began` and ends now. Takes only a fraction of a microsecond."""
+        """Add a span that began at `began` and ends now. This takes only a fraction of a microsecond."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._is_recording:
@@ -68,11 +68,11 @@ class SpanRecorder:
             self.add(kind, began)
 
     def start_recording(self) -> None:
-        """Keep each span from now on. Call `drain` regularly to free the memory of the spans."""
+        """Keep every span from now on. Call `drain` regularly to free the memory of the spans."""
         self._is_recording = True
 
     def drain(self) -> list[Span]:
-        """Return the spans recorded since the last call, in order, and remove them."""
+        """Remove the spans recorded since the last call, and return them in order."""
         recorded, self._recorded = self._recorded, []
         return recorded
 
@@ -87,13 +87,13 @@ class StepPhase(Enum):
 
 
 class StepPhases:
-    """State machine of a training step, which rejects calls in the wrong phase."""
+    """State machine for training steps, which rejects calls in the wrong phase."""
 
     def __init__(self) -> None:
         self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError if the current phase is not `expected`. The message names the rejected call, `call`."""
+        """Raise RuntimeError, which names the rejected call, `call`, if the current phase is not `expected`."""
         if self.phase is not expected:
             raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 

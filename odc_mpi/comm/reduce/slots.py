@@ -100,7 +100,7 @@ class HostSlots:
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add `values` to this rank's shard of array `index`, from element `start` on. Then `values` may be reused."""
+        """Add `values` to this rank's shard of array `index`, from element `start` on. They may then be reused."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""Number formats in which gradients are pushed and summed: floating-point, or 64-bit fixed-point."""
+"""Number formats in which gradients are pushed and summed: floating-point or 64-bit fixed-point."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
-    """Create the number format for gradients of a dtype: floating-point, or fixed-point if the dtype is an integer."""
+    """Create the number format for a gradient dtype: floating-point, or fixed-point if the dtype is an integer type."""
     if dtype.is_floating_point:
         return FloatGradients(dtype)
     return FixedPointGradients({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -1,14 +1,14 @@
-"""Interface of the number formats of gradients.
+"""Interface for the number formats of gradients.
 
-Methods are called in this order; arrays are identified by their index in the transport:
+The methods are called in this order. Arrays are identified by their index in the transport.
 
     start                                       at the beginning of a minibatch
     write_flat, accumulate                      in a backward pass: write gradients to a push buffer, or add to a sum
     note_push                                   before a local sum is pushed
-    local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
-    to_gradients                                afterwards: convert the gradients of this rank for the optimizer
-    note_scaling                                after all gradients are divided by a number
-    sum_of_squares, norm                        gradient norm: squares of this rank, and the norm over all ranks
+    local_statistics, apply_global_statistics   gradients complete: this rank's numbers, and their sums over all ranks
+    to_gradients                                afterwards: convert this rank's gradients for the optimizer
+    note_scaling                                after all gradients have been divided by a number
+    sum_of_squares, norm                        gradient norm: this rank's squares, and the norm over all ranks
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin a minibatch, and discard the statistics of the previous minibatch."""
+        """Begin a minibatch and discard the statistics of the previous one."""
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
@@ -33,47 +33,47 @@ class GradientFormat(ABC):
 
         Args:
             index: Index of the array in the transport.
-            segments: Pairs of an offset in `flat` and the gradient to write there, in ascending order of the offsets.
-            flat: Buffer `[n]` with the dtype of the gradient store.
+            segments: Pairs of an offset in `flat` and the gradient to write there, in ascending order of offset.
+            flat: Buffer, `[n]` of the gradient store's dtype.
         """
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of array `index` to the local sum `flat`. The arguments are those of `write_flat`."""
+        """Add gradients of array `index` to the local sum `flat`. Takes the same arguments as `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
         """Record that the local sum `flat` of array `index` is about to be pushed."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
-        """Return numbers of this rank that will be summed over all ranks, float64 `[k]`, with the same k on all ranks.
+        """Return numbers to be summed over all ranks, float64 `[k]`, with the same k on all ranks.
 
         This call waits for the device.
         """
 
     @abstractmethod
     def bounds(self) -> Mapping[int, torch.Tensor]:
-        """Return a scaled bound of the gradients of each pushed array, by index. Not finite if a gradient is not."""
+        """Return a scaled bound on the gradients of each pushed array, by index. Not finite if a gradient is not."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Apply `totals`, the sums of `local_statistics` over all ranks. Returns True if the gradients are finite."""
+        """Apply `totals`, the sums of `local_statistics` over all ranks. Return True if the gradients are finite."""
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert `window`, this rank's gradient shard of array `index`, `[n]`, to the dtype and device of `like`.
+        """Convert `window`, this rank's gradient shard `[n]` of array `index`, to the dtype and device of `like`.
 
-        The result may be `window` itself if no conversion is needed. A transfer to a GPU may be asynchronous.
+        If no conversion is needed, the result may be `window` itself. Transfers to a GPU may be asynchronous.
         """
 
     def note_scaling(self, divisor: float) -> None:  # noqa: B027 - optional
-        """Record that all gradients were divided by `divisor`."""
+        """Record that all gradients have been divided by `divisor`."""
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return sums of the squares of this rank's gradients, float64 `[k]`, with the same k on all ranks.
+        """Return the sums of squares of this rank's gradients, float64 `[k]`, with the same k on all ranks.
 
-        `gradients` contains the gradients of this rank's slices, by the index of the array.
+        `gradients` contains the gradients of this rank's slices, by array index.
         """
 
     @abstractmethod

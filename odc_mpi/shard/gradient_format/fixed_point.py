@@ -1,7 +1,7 @@
-"""Gradients as 64-bit fixed-point numbers. They are integers, so their sums do not depend on the order of the terms.
+"""Gradients as 64-bit fixed-point numbers. Since these are integers, their sums do not depend on the order of terms.
 
-A gradient is multiplied by 2**exponent, with an exponent for each array, and rounded to the nearest integer (ties to
-even). The integers are summed locally and by pushes. The owner converts the sum back to floating-point numbers.
+A gradient is multiplied by 2**exponent, where each array has its own exponent, and rounded to the nearest integer (ties
+to even). The integers are summed locally and by pushes, and the owner converts the sum back to floating-point numbers.
 
     write_flat, accumulate    round each gradient once per backward pass of a unit
     local_statistics,         gradients complete: exchange bounds and errors as integers; their sums determine the
@@ -9,19 +9,19 @@ even). The integers are summed locally and by pushes. The owner converts the sum
     to_gradients              convert the owner's integers to floating-point numbers
     sum_of_squares, norm      sum squares as integers
 
-All numbers that the ranks exchange are sums, over pushes or elements, of integers that float64 holds exactly. Neither
-these sums nor the exponents depend on which rank ran which microbatch, or on the boundaries of the shards.
+All numbers that the ranks exchange are sums, over pushes or elements, of integers that float64 represents exactly.
+Neither these sums nor the exponents depend on which rank ran which microbatch or on where the shards begin and end.
 
 Note: exponents
-    For each push of an array, a rank computes an upper bound of the largest element. All ranks receive the sum of these
-    bounds, which no element of a complete or partial sum of the pushes exceeds. If it is below 2**62, no sum overflows.
-    Otherwise the gradients are treated as not finite: the step is skipped and the exponent is lowered, like a loss
-    scale. The next exponent leaves 10 bits of headroom above the bound of this minibatch, and 52 bits below the bound.
-    It falls by any amount in one minibatch, but rises by at most 8.
+    For each push of an array, a rank computes an upper bound on the largest element. All ranks receive the sum of these
+    bounds, which no element of a complete or partial sum of the pushes exceeds. If it is at most 2**62, no sum
+    overflows. Otherwise the gradients are treated as not finite: the step is skipped and the exponent is lowered, as
+    with a loss scale. The next exponent leaves 10 bits of headroom above this minibatch's bound, and 52 bits below it.
+    From one minibatch to the next, an exponent may fall by any amount but rises by at most 8.
 
 Note: the norm
-    A square is split into four integers of about 20 bits each. The first one is scaled by the known bound of the array.
-    For each of the four, the sum over all elements of the array stays below 2**53.
+    Each square is split into four integers of about 20 bits each, the first of which is scaled by the array's known
+    bound. For each of the four, the sum over all elements of the array stays below 2**53.
 """
 
 import math
@@ -34,53 +34,53 @@ from typing_extensions import override
 from odc_mpi.comm.kernels.native import Segment, largest_magnitude
 from odc_mpi.shard.gradient_format.base import GradientFormat
 
-#: Sums must stay below 2**SUM_BITS.
+#: Sums must not exceed 2**SUM_BITS.
 SUM_BITS = 62
-#: The gradients of the next minibatch may be larger by a factor of 2**HEADROOM_BITS.
+#: The next minibatch's gradients may be larger by a factor of up to 2**HEADROOM_BITS.
 HEADROOM_BITS = 10
-#: Exponent of the first minibatch. It allows sums below 2**14, in steps of 2**-48.
+#: Exponent in the first minibatch, which allows sums up to 2**14 in steps of 2**-48.
 FIRST_EXPONENT = 48
-#: Maximum rise of an exponent from one minibatch to the next.
+#: Maximum increase of an exponent from one minibatch to the next.
 MAX_RISE = 8
-#: Minimum and maximum exponent, within which all scales are normal numbers of fp64.
+#: Minimum and maximum exponents, between which all scales are normal fp64 numbers.
 EXPONENTS = (-900, 900)
 #: Bounds are reported in multiples of 2**BOUND_BITS.
 BOUND_BITS = 30
-#: Largest number of multiples that is reported as a bound. A sum of 2**13 such numbers is exact.
+#: Largest bound that is reported, in these multiples. A sum of 2**13 such numbers is exact.
 MAX_BOUND = 2.0**40
-#: Rounding errors are reported in multiples of 2**ERROR_BITS, where 1 is one step of the integers.
+#: Rounding errors are reported in multiples of 2**ERROR_BITS, where 1 is one integer step.
 ERROR_BITS = -6
-#: Rounding errors are measured in one out of this number of parts of a gradient.
+#: Rounding errors are measured in one out of this many parts of a gradient.
 PARTS_PER_MEASUREMENT = 8
 #: Number of integers into which a square is split.
 LIMBS = 4
-#: float64 sums of integers below 2**EXACT_BITS are exact. One more bit is reserved for rounding up.
+#: Number of bits up to which float64 sums of integers are exact. One more bit is reserved for rounding up.
 EXACT_BITS = 52
-#: Elements that are processed at a time. On a host they stay in the cache of a core.
+#: Number of elements that are processed at a time. On a host, they stay in a core's cache.
 _HOST_NUMEL, _DEVICE_NUMEL = 1 << 15, 1 << 22
 
 
 class FixedPointGradients(GradientFormat):
-    """Format of gradients as 64-bit fixed-point numbers.
+    """Gradient format that uses 64-bit fixed-point numbers.
 
     Args:
-        numels: Number of elements of each trainable array by index, in the same order on all ranks.
+        numels: Number of elements of each trainable array, by index and in the same order on all ranks.
 
     Attributes:
-        relative_error: Sum of the magnitudes of the rounding errors of all pushes divided by the sum of the magnitudes
-            of the gradients, in the last minibatch with finite gradients; 0 without pushes. The sums are estimated from
-            one eighth of the elements of large gradients. The value does not depend on the number of ranks.
+        relative_error: Total magnitude of the rounding errors of all pushes divided by the total magnitude of the
+            gradients, in the last minibatch with finite gradients; 0 without pushes. For large gradients, both totals
+            are estimated from one eighth of the elements. The value does not depend on the number of ranks.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
         self._numels = dict(numels)
         self.exponents = dict.fromkeys(numels, FIRST_EXPONENT)
         self.relative_error = 0.0
-        # Exponents of the complete sums, and bounds of their elements.
+        # Exponents of the complete sums, and bounds on their elements.
         self._received: dict[int, int] = {}
         self._finite = True
         self._largest: dict[int, float] = {}
-        # Bound, error and magnitude of the pushes of each array.
+        # Bound, error and magnitude of each array's pushes.
         self._statistics: dict[int, torch.Tensor] = {}
         self._work: torch.Tensor | None = None
 
@@ -125,7 +125,7 @@ class FixedPointGradients(GradientFormat):
         return self._finite
 
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Convert the integers in `window` to floating-point numbers: to fp64, and then to the dtype of `like`."""
+        """Convert the integers in `window` to floating-point numbers, first to fp64 and then to the dtype of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
         for part in _parts(window):
@@ -173,7 +173,7 @@ class FixedPointGradients(GradientFormat):
         flat: torch.Tensor,
         put: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Round gradients and pass them to `put` in parts: a part of `flat`, and integers in fp64 for it."""
+        """Round gradients part by part. For each, `put` receives a part of `flat` and the integers for it, as fp64."""
         scale = 2.0 ** self.exponents[index]
         largest, lost = torch.zeros(3, dtype=torch.float64, device=flat.device).split([1, 2])
         for start, gradient in segments:
@@ -199,17 +199,17 @@ class FixedPointGradients(GradientFormat):
         self._statistics[index] = self._statistics[index] + statistics if index in self._statistics else statistics
 
     def _workspace(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for a part of a gradient in fp64. It is reused, because new memory causes page faults."""
+        """Return an fp64 buffer for a part of a gradient. It is reused, because new memory would cause page faults."""
         if self._work is None or self._work.device != gradient.device or self._work.numel() < gradient.numel():
             self._work = torch.empty(_max_part_numel(gradient), dtype=torch.float64, device=gradient.device)
         return self._work[: gradient.numel()]
 
     def _magnitude_bits(self, index: int) -> int:
-        """Return the exponent of the unit of reported magnitudes, in steps of the integers: their sums stay exact."""
+        """Return the exponent of the unit of reported magnitudes, in integer steps, with which sums stay exact."""
         return max(0, SUM_BITS + _bits(self._numels[index]) - EXACT_BITS)
 
     def _limb_scales(self, index: int) -> tuple[int, int]:
-        """Return two exponents: to scale squares of an array at first, and to scale each remainder."""
+        """Return two scaling exponents: one for the squares of an array, and one for each remainder."""
         numel_bits = _bits(self._numels[index])
         largest = self._largest[index]
         square_bits = 2 * _bits(largest) if largest and math.isfinite(largest) else 0
@@ -222,24 +222,24 @@ def _add(flat: torch.Tensor, rounded: torch.Tensor) -> None:
 
 
 def _lost(exact: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the magnitudes of the rounding errors and of the rounded numbers: fp64 `[2]`."""
+    """Return the total magnitudes of the rounding errors and of the rounded numbers, fp64 `[2]`."""
     rounded = exact.round()
     magnitude = torch.linalg.vector_norm(rounded, 1)
     return torch.stack([torch.linalg.vector_norm(rounded.sub_(exact), 1), magnitude])
 
 
 def _next_exponent(exponent: int, bound: float) -> int:
-    """Return the exponent after a minibatch whose bound is given in multiples of 2**BOUND_BITS."""
+    """Return the exponent for the next minibatch. `bound`, from this one, is in multiples of 2**BOUND_BITS."""
     if not bound or not math.isfinite(bound):
-        return exponent  # no gradients, or no exponent would help
-    # The true value of a bound clamped to MAX_BOUND is unknown.
+        return exponent  # there are no gradients, or no exponent would help
+    # The true value of a bound that was clamped to MAX_BOUND is unknown.
     bits = BOUND_BITS + (_bits(bound) if bound < MAX_BOUND else 2 * _bits(MAX_BOUND))
     wanted = exponent + SUM_BITS - HEADROOM_BITS - bits
     return max(EXPONENTS[0], min(EXPONENTS[1], exponent + MAX_RISE, wanted))
 
 
 def _bits(number: float) -> int:
-    """Return the least integer n with 2**n >= `number`, which is positive."""
+    """Return the smallest integer n with `2**n >= number`. `number` must be positive."""
     mantissa, exponent = math.frexp(number)
     return exponent - (mantissa == 0.5)
 

@@ -1,11 +1,11 @@
-"""Gradients as floating-point numbers. Sums are rounded, so they depend on the order of their terms.
+"""Gradients as floating-point numbers. Since sums are rounded, they depend on the order of their terms.
 
 Note: sums that overflow
-    The sum of finite gradients can be infinite. An owner knows whether its sum is finite only when the gradients are
-    complete, and reporting it would need another collective. Instead, every rank reports an upper bound of the sum of
-    its pushes: for each array, the sum of the largest elements of the pushes. If the sum of the bounds of all ranks may
-    exceed the range of `reduce_dtype`, the gradients are treated as not finite. The bound of a local sum is computed
-    only when it is pushed, because an element that has overflowed stays infinite or NaN when gradients are added.
+    A sum of finite gradients can be infinite. An owner knows whether its sum is finite only once the gradients are
+    complete, and reporting this would require another collective. Instead, every rank reports an upper bound on its
+    sums: for each array, it adds up the largest magnitude in each push, and it reports the maximum over all arrays. If
+    the sum of all bounds may exceed the range of `reduce_dtype`, the gradients are treated as not finite. The bound on
+    a local sum is computed only when it is pushed, because an element that has overflowed stays infinite or NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from odc_mpi.shard.optim import squared_norm
 
 
 class FloatGradients(GradientFormat):
-    """Format of gradients as floating-point numbers of `dtype`, torch.float32 or torch.float64."""
+    """Gradient format that uses floating-point numbers of `dtype`, either torch.float32 or torch.float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bounds: dict[int, torch.Tensor] = {}
-        # Half of the range, because sums are rounded.
+        # Half the range, because sums are rounded.
         self._limit = torch.finfo(dtype).max / 2
 
     @override
@@ -44,7 +44,7 @@ class FloatGradients(GradientFormat):
         self._add_bound(index, largest_magnitude(flat))
 
     def local_statistics(self) -> np.ndarray:
-        """Return the largest bound of any array as a fraction of half the maximum of the dtype, float64 `[1]`."""
+        """Return the largest bound on any array as a fraction of half the dtype's maximum, float64 `[1]`."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 

@@ -1,1 +1,1 @@
-"""Units, which are groups of parameters that are fetched together, and the cache of unsharded units."""
+"""Units (groups of parameters that are fetched together) and the cache of unsharded units."""

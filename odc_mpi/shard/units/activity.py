@@ -1,11 +1,11 @@
-"""Status of this rank, which other ranks print if they time out waiting for this rank.
+"""Status of this rank, which other ranks print if they time out waiting for it.
 
-    in microbatch 3, forward of unit layers.1      a forward pass uses the parameters of the unit
+    in microbatch 3, forward of unit layers.1      a forward pass uses the unit's parameters
     in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
-    in microbatch 3, backward of unit layers.2     a backward pass uses the parameters, or their gradient is pushed
-    using unit layers.2                            outside of microbatches: evaluation, state_dict
+    in microbatch 3, backward of unit layers.2     a backward pass uses the parameters, or their gradients are pushed
+    using unit layers.2                            outside microbatches: evaluation, state_dict
 
-Only changes are published: one or two per forward or backward pass of a unit. Each takes a few microseconds.
+Only changes are published, one or two per forward or backward pass of a unit. Each takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
-    """Return True if this thread is running a backward pass."""
+    """Return True if the calling thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ActivityReporter:
-    """Reporter that publishes this rank's activity, which other ranks print if they wait too long for this rank."""
+    """Reporter that publishes this rank's activity, which other ranks print if they wait too long for it."""
 
     def __init__(self, group: Group) -> None:
         self._set_status = group.set_status
@@ -32,7 +32,7 @@ class ActivityReporter:
         self._microbatch = 0
 
     def start_minibatch(self) -> None:
-        """Reset the number of microbatches to 0, and start counting."""
+        """Reset the number of microbatches to 0 and start counting."""
         self._in_minibatch, self._microbatch = True, 0
 
     def finish_minibatch(self) -> None:
@@ -40,7 +40,7 @@ class ActivityReporter:
         self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
-        """Count a microbatch, unless no minibatch is running or `override` is active."""
+        """Count a microbatch if a minibatch is running and `override` is not active."""
         if self._in_minibatch and not self._override:
             self._microbatch += 1
             self._last = None
@@ -55,7 +55,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the unit in use and the phase, if either has changed since the last call. Does nothing in `override`.
+        """Publish the phase and the unit in use if either has changed since the last call. Does nothing in `override`.
 
         Args:
             phase: "forward of", "backward of" or "fetching".

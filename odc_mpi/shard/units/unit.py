@@ -1,18 +1,18 @@
-"""Unit: a group of parameters that are fetched together and resharded (released) together.
+"""Unit, a group of parameters that are fetched together and resharded (released) together.
 
     SHARDED ──fetch──> FETCHING ──wait──> UNSHARDED ──reshard──> SHARDED
 
 SHARDED    this rank has only its shard of the parameters, in the parameter window
 FETCHING   a buffer is being filled from the owners' windows, perhaps by a thread; nothing else accesses the buffer
-UNSHARDED  the arrays contain the full parameters; tensors are views of them
+UNSHARDED  the arrays contain the full parameters; tensors are views of these arrays
 
-Parameters do not change between two calls of `publish()`. A unit may therefore stay unsharded, or be resharded and
-fetched again, at any time, and it may be fetched ahead of its use. `shard.units.unsharded` decides this.
+Parameters do not change between calls to `publish()`. At any time, a unit may therefore stay unsharded, be resharded
+and fetched again, or be fetched ahead of its use. `shard.units.unsharded` decides this.
 
 Note: in-place changes
-    A parameter may be a view of another rank's window. An in-place change could then reach other ranks, and it would
-    not train the parameter. All tensors of a parameter that are returned between a fetch and a reshard are aliases of
-    one tensor and share its version counter, which is checked after each forward pass of a unit, before a minibatch,
+    A parameter may be a view of another rank's window, so an in-place change could reach other ranks, but would not
+    train the parameter. All tensors that are returned for a parameter between a fetch and a reshard are aliases of one
+    tensor and share its version counter. This counter is checked after each forward pass of a unit, before a minibatch,
     and when a unit is resharded. Changes through `.data` or numpy are not detected.
 """
 
@@ -36,12 +36,12 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one submodule, stored in one or more flat arrays. They are fetched and released together.
+    """Parameters of one submodule that are stored in one or more flat arrays and fetched and released together.
 
     Attributes:
         name: Dotted name of the submodule; "" for the root.
         indices: Indices of the arrays in the transport.
-        ranges: By dotted name of a parameter, the index of its array in `layouts` and its position in the array.
+        ranges: For each parameter, by dotted name, the index of its array in `layouts` and its position in the array.
     """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class Unit:
         self.num_running_forwards = 0
         self._fetches: list[FetchWork] = []
         self._arrays: list[torch.Tensor] = []
-        # The tensor that all aliases of a parameter share, and its version at the fetch.
+        # The tensor shared by all aliases of a parameter, and its version at the fetch.
         self._aliases: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
@@ -65,7 +65,7 @@ class Unit:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context manager for a running forward pass of the unit. The unit is then not resharded to free memory."""
+        """Context manager for a running forward pass of the unit, which is then not resharded to free memory."""
         self.num_running_forwards += 1
         try:
             yield
@@ -73,16 +73,16 @@ class Unit:
             self.num_running_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
-        """Call `fetch` with the index of each array of the unit to start fetching the arrays. One-sided.
+        """Start fetching the unit's arrays by calling `fetch` with the index of each array. One-sided.
 
-        `fetch` is `ParameterStore.fetch`, or a function that fetches the array on the fetch thread.
+        `fetch` is `ParameterStore.fetch` or a function that fetches the array on the fetch thread.
         """
         assert self.state is UnitState.SHARDED
         self._fetches = [fetch(index) for index in self.indices]
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Wait until the fetch is complete. If it raises an exception, the unit becomes sharded again. One-sided."""
+        """Wait until the fetch is complete. One-sided. If it raises an exception, the unit becomes sharded again."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
@@ -94,27 +94,27 @@ class Unit:
         assert self.state is UnitState.UNSHARDED
         arrays, self._arrays = self._arrays, []
         if transport.parameters.access is Access.COPY:
-            self._aliases = {}  # they keep the buffer alive; a view has the same address after the next fetch
+            self._aliases = {}  # they keep the buffer alive, whereas a view has the same address after the next fetch
         self.state = UnitState.SHARDED
         for array in arrays:
             transport.parameters.release(array)
 
     def invalidate(self) -> None:
-        """Make autograd reject later uses of saved parameters of this unit, since their values will change."""
+        """Make autograd reject later uses of saved parameters of this unit, because their values will change."""
         for name, (full, _) in self._aliases.items():
             torch.autograd.graph.increment_version(full)
             self._aliases[name] = full, full._version
 
     def drop_aliases(self) -> None:
-        """Drop all references to the memory of the unit. The unit must not be fetched again."""
+        """Drop all references to the unit's memory. The unit must not be fetched again."""
         self._aliases = {}
 
     def buffer_bytes(self) -> int:
-        """Return the memory of the arrays of an unsharded unit in bytes, including unused parts of their buffers."""
+        """Return the size in bytes of an unsharded unit's arrays, including unused parts of their buffers."""
         return sum(array.untyped_storage().nbytes() for array in self._arrays)
 
     def storage_pointers(self) -> list[int]:
-        """Return the address of the storage of each array of an unsharded unit."""
+        """Return the storage address of each array of an unsharded unit."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
 
     def as_strided(
@@ -122,13 +122,13 @@ class Unit:
     ) -> torch.Tensor:
         """Return a tensor that shares the storage of array `i` of an unsharded unit.
 
-        `offset` is in elements of `dtype`. Autograd does not treat the tensor as a view.
+        `offset` is in elements of `dtype`. To autograd, the tensor is not a view.
         """
         storage = self._arrays[i].untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return the full parameter `name` of an unsharded unit, detached from autograd and without a copy."""
+        """Return the full parameter `name` of an unsharded unit, detached from autograd and not copied."""
         if name not in self._aliases:
             i, range_ = self.ranges[name]
             array, shape = self._arrays[i], range_.spec.shape

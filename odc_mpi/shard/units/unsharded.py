@@ -1,27 +1,27 @@
 """Cache of unsharded units.
 
-A unit is fetched, and thus unsharded, when it is used, or shortly before by the fetch thread. These units stay
-unsharded:
+A unit is fetched, and thus unsharded, when it is used, or shortly before that by the fetch thread. Units stay unsharded
+as follows:
 
     root unit                      until the minibatch ends (`reshard_all`)
     units in a forward pass        until the forward pass returns
-    units within `cache`           until the minibatch ends; so do all units in memory of the node (`Access.NODE`)
-    other units                    at most max(1, prefetch); the least recently used one is resharded first
+    units within `cache`           until the minibatch ends, like all units in a node's shared memory (`Access.NODE`)
+    other units                    at most max(1, prefetch) of them; the least recently used one is resharded first
 
-Steps from a lookup of `module.weight` to a tensor:
+A lookup of `module.weight` takes these steps:
 
-    modules.OnDemandParameters      looks up the dotted name of the parameter
-    UnitForwards.parameter          returns the same tensor within a forward pass of a unit; for the first tensor:
+    modules.OnDemandParameters      looks up the parameter's dotted name
+    UnitForwards.parameter          returns the same tensor throughout a forward pass of a unit; to create it:
     UnshardedUnits.unshard          reshards other units, fetches this one or waits for its fetch, and prefetches the
                                     units expected next (`shard.prefetch`)
     Unit.start_fetch, Unit.wait     hold a `comm.work.FetchWork` for each flat array of the unit
-    ParameterStore.fetch            returns a view, or acquires a buffer and fills it by `start_fetch`; of these steps,
-                                    only `start_fetch` runs on the fetch thread
-    autograd.UnshardedParameters    autograd node; its outputs are tensors over the arrays (`Unit.parameter`)
+    ParameterStore.fetch            returns a view, or acquires a buffer and fills it by `start_fetch`, the only step
+                                    that may run on the fetch thread
+    autograd.UnshardedParameters    autograd node whose outputs are tensors over the arrays (`Unit.parameter`)
 
-`autograd.SavedTensorHooks` calls `unshard` for the parameters that autograd has saved. Gradients go from
+`autograd.SavedTensorHooks` calls `unshard` for parameters that autograd has saved. Gradients pass from
 `UnshardedParameters.backward` to `gradients.GradientPusher`. While modules hold materialized parameters
-(`modules.materialized_parameters`), nothing is looked up.
+(`modules.materialized_parameters`), there are no lookups.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,22 +41,22 @@ from odc_mpi.shard.units.activity import ActivityReporter, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
 #: Maximum number of unsharded units, not counting the root, units in a running forward and units within the cache: one
-#: that is used for computation, and one that is fetched or resharded. Each prefetched unit beyond the first adds one.
+#: that is in use, and one that is being fetched or resharded. Each prefetched unit beyond the first adds one.
 MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Unsharded units of a model, fetched on demand or ahead of use. The least recently used unit is resharded first.
+    """Unsharded units of a model, fetched on demand or ahead of use. The least recently used one is resharded first.
 
     Args:
-        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches transfer no data or are
+        prefetch: Number of units to fetch ahead on a separate thread. Ignored if fetches transfer no data or are
             collective, or if only one thread may call the transport.
 
     Attributes:
         cache: Budget for buffers of units that stay unsharded until the minibatch ends. Unused if fetches return views
             or are collective.
-        parameter_version: Version of the parameters, which `invalidate` increments.
-        fetch_allowed: False while owners may write their shards. A fetch then raises RuntimeError. Set by the model.
+        parameter_version: Version of the parameters, incremented by `invalidate`.
+        fetch_allowed: False while owners may write to their shards, when fetches raise RuntimeError. Set by the model.
         reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
     """
 
@@ -77,7 +77,7 @@ class UnshardedUnits:
         self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
-        # Unsharded or being fetched; ordered by the last use or the start of the prefetch, the oldest first.
+        # Units that are unsharded or being fetched, ordered by last use or start of the prefetch, oldest first.
         self._held: dict[Unit, None] = {}
         self._latest: Unit | None = None
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
@@ -90,12 +90,12 @@ class UnshardedUnits:
     def tensors_stay_valid(self) -> bool:
         """True if unsharded tensors stay valid until the minibatch ends."""
         parameters = self._transport.parameters
-        # If all units are unsharded, no fetch follows, so no unit is resharded to make room.
+        # If all units are unsharded, no fetches follow, so no unit is resharded to make room.
         return parameters.access in (Access.KEEP, Access.NODE) or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
-        """Make the full parameters of a unit available, and start prefetching the units expected next. One-sided."""
-        # Called for every saved tensor: usually for the same unit as before, or for the root, which stays unsharded.
+        """Make a unit's full parameters available and start prefetching the units expected next. One-sided."""
+        # Called for every saved tensor, usually for the same unit as before or for the root, which stays unsharded.
         phase = "backward of" if in_backward() else "forward of"
         if unit.state is UnitState.UNSHARDED and (unit is self._latest or unit.is_root):
             self.activity.update(phase, unit.name)
@@ -118,17 +118,17 @@ class UnshardedUnits:
         self.activity.start_microbatch()
 
     def post_forward(self, unit: Unit) -> None:
-        """End a forward pass of a unit. Here, the unit stays unsharded; a subclass may reshard it."""
+        """End a forward pass of a unit. The unit stays unsharded, but a subclass may reshard it."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return `(unit, i)` if `tensor` uses the memory of array `i` of an unsharded unit, otherwise None."""
+        """Return `(unit, i)` if `tensor` uses the memory of an unsharded unit's array `i`, otherwise None."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Context manager in which `reshard_all` raises RuntimeError, because modules hold the tensors of the units."""
+        """Context manager in which `reshard_all` raises RuntimeError, because modules hold the units' tensors."""
         self.reshard_forbidden = True
         try:
             yield
@@ -136,7 +136,7 @@ class UnshardedUnits:
             self.reshard_forbidden = False
 
     def reshard_all(self) -> None:
-        """Complete the fetches in flight, and release the full parameters of all units. One-sided."""
+        """Complete the fetches in flight and release the full parameters of all units. One-sided."""
         if self.reshard_forbidden:
             raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):
@@ -145,26 +145,26 @@ class UnshardedUnits:
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Unshard all units if fetches transfer data. All but the root must fit into the cache. One-sided."""
+        """Unshard all units if fetches transfer data. One-sided. All units but the root must fit into the cache."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access.transfers:
-            # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
+            # Cleared, so that no unit gets an overly large buffer, which would take up more of the budget.
             self.clear()
             for unit in units:
                 self.unshard(unit)
 
     def clear(self) -> None:
-        """Reshard all units and free the buffers of their parameters. One-sided."""
+        """Reshard all units and free their buffers. One-sided."""
         self.reshard_all()
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Reshard all units and increment `parameter_version`. Call it before the parameters change. One-sided."""
+        """Reshard all units and increment `parameter_version`. One-sided. Call this before the parameters change."""
         self.reshard_all()
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
-        """Raise RuntimeError if `parameter_version` is not the current version, or if fetches are not allowed."""
+        """Raise RuntimeError if `parameter_version` is not the current version or fetches are not allowed."""
         if parameter_version != self.parameter_version:
             raise RuntimeError("backward after publish() or close(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
@@ -193,7 +193,7 @@ class UnshardedUnits:
             )
 
     def _complete(self, unit: Unit, fetch: Callable[[int], FetchWork] | None = None) -> None:
-        """Complete the fetch of a unit. If `fetch` is given, start the fetch with it."""
+        """Complete the fetch of a unit, after starting it with `fetch` if that is given."""
         self._held.pop(unit, None)  # until the fetch is complete, since it may fail
         access = self._transport.parameters.access
         if access.transfers:
@@ -204,7 +204,7 @@ class UnshardedUnits:
             unit.wait()
         self._held[unit] = None
         if not unit.is_root:
-            # In the memory of the node a unit occupies no memory of this rank, and resharding it would free none.
+            # A unit in the node's shared memory occupies no memory of this rank, so resharding it would free none.
             self.cache.admit(unit, 0 if access is Access.NODE else unit.buffer_bytes())
         self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
 
@@ -248,7 +248,7 @@ class UnshardedUnits:
 
     def _discard(self, unit: Unit) -> None:
         if unit.state is UnitState.FETCHING:
-            # A wrong prediction. A buffer cannot be released while a fetch fills it.
+            # The prediction was wrong. A buffer cannot be released while a fetch is filling it.
             self._complete(unit)
         for pointer in unit.storage_pointers():
             del self._by_pointer[pointer]
@@ -258,9 +258,9 @@ class UnshardedUnits:
 
 
 class CollectivelyUnshardedUnits(UnshardedUnits):
-    """Unsharded units for collective fetches, the baseline of the benchmarks.
+    """Unsharded units for collective fetches, the baseline in benchmarks.
 
-    All ranks must fetch the same units in the same order. The units therefore follow the schedule of FSDP: a unit is
+    All ranks must fetch the same units in the same order. The units therefore follow FSDP's schedule: a unit is
     resharded after its forward pass and, in a backward pass, when the next unit is fetched. The root unit stays
     unsharded until the next microbatch. Nothing is prefetched or cached.
     """
@@ -273,7 +273,7 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
         self.reshard_all()
 
     def post_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward pass, except after a recomputation, since the backward pass needs it."""
+        """Reshard a unit after its forward pass, except after a recomputation, because the backward pass needs it."""
         if not in_backward() and unit in self._held and not (unit.is_root or unit.num_running_forwards):
             self._reshard(unit)
 
