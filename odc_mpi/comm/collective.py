@@ -64,7 +64,7 @@ class CollectiveCommunicator:
         """Sum `gradient` over all ranks and write this rank's part of the sum to `shard`. Collective.
 
         Args:
-            gradient: `[size * n]`, float32, float64 or int64.
+            gradient: Gradient to sum, `[size * n]` of float32, float64 or int64.
             shard: Output, `[n]` of the same dtype, for elements `[rank * n, (rank + 1) * n)` of the sum.
         """
         element = MPI_DTYPES[gradient.dtype]

@@ -1,4 +1,4 @@
-"""Group of all ranks in a `World`, based on non-blocking MPI collectives. Ranks sleep while polling for completion.
+"""Group of all ranks in a `World`. Its MPI collectives are non-blocking, and ranks sleep between polls for completion.
 
 `gradients_complete` and `norm` are all-gathers of a few numbers, and `parameters_published` is a barrier.
 """

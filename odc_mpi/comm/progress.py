@@ -30,7 +30,7 @@ IDLE_SLEEP_S = 10e-3
 BUSY_POLL_S = 40e-6
 #: Maximum number of polls without a sleep. Where polling itself is slow, every poll would look like one with work.
 MAX_CONSECUTIVE_POLLS = 100
-#: Sleep between polls in the first `EAGER_S` after work, so that an operation of many messages is not delayed at each.
+#: Sleep between polls in the first `EAGER_S` after work, so that operations with many messages are hardly delayed.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
 #: Switch interval of the GIL while the thread runs. The default of 5 ms would delay every poll by as much: with it, a

@@ -45,7 +45,7 @@ class ShardStorage:
         """Allocate zero-filled memory for the planned layouts. Collective. Call this method only once."""
 
     def flush(self) -> None:
-        """Complete all gradient pushes of this rank at their targets. One-sided."""
+        """Complete all of this rank's gradient pushes at their targets. One-sided."""
 
     def complete(self) -> None:
         """Add received gradients to this rank's shards, unless they have already been added."""

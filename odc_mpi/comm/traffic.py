@@ -41,7 +41,7 @@ class TrafficCounter:
         self.pushed = self.pushed + self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> list[int]:
-        """Return the bytes fetched and then the bytes pushed since the last call, each in the order of `PLACES`."""
+        """Return the bytes fetched since the last call, then those pushed, each in the order of `PLACES`."""
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:

@@ -128,7 +128,7 @@ class Group(ABC):
 
 
 class ParameterStore(ABC):
-    """Store for this rank's parameter shards, which fetches full arrays from the shards of all ranks.
+    """Store that holds this rank's parameter shards and fetches full arrays from the shards of all ranks.
 
     Args:
         dtype: Default dtype of parameters in shards and transfers. A layout with a `dtype` overrides it.
@@ -148,7 +148,7 @@ class ParameterStore(ABC):
         """Layouts of all arrays. The `index` of an array is its position in this sequence."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the dtype of the array with index `index`."""
+        """Return the dtype of array `index`."""
         return self.layouts[index].dtype or self.dtype
 
     @abstractmethod
@@ -204,7 +204,7 @@ class ParameterStore(ABC):
 
 
 class GradientStore(ABC):
-    """Store for this rank's gradient shards, which pushes gradients to the shards of all ranks."""
+    """Store that holds this rank's gradient shards and pushes gradients to the shards of all ranks."""
 
     #: False if a push only adds locally (one rank on a GPU), so that accumulating gradients beforehand saves nothing.
     pushes_to_peers: bool = True
@@ -214,7 +214,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradient shard of the trainable array `index`, `[shard_numel]` of `dtype`. Not a copy."""
+        """Return this rank's gradient shard of trainable array `index`, `[shard_numel]` of `dtype`, without a copy."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -228,7 +228,7 @@ class GradientStore(ABC):
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized buffer for gradients, `[num_bytes]` uint8, on the device of the model."""
+        """Return an uninitialized buffer for gradients, `[num_bytes]` uint8, on the model's device."""
         return empty_host(num_bytes)
 
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory needs no event

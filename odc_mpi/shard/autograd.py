@@ -166,7 +166,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager that installs the hooks, except if nested, in a backward pass, or parameters stay valid."""
+        """Context manager that installs the hooks, except in nested calls, in backward, or if tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

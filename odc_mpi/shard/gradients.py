@@ -85,7 +85,7 @@ class GradientPusher:
         self.parameters_with_gradient: set[str] = set()
 
     def start(self) -> None:
-        """Start a minibatch. `push` may be called until `finish`."""
+        """Start a minibatch, in which `push` may be called until `finish`."""
         self._open = True
         self.is_last_backward = False
         self.gradient_format.start()

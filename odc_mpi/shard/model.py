@@ -322,7 +322,7 @@ class ShardedModel:
 
     @property
     def accumulate_wait_s(self) -> float:
-        """Total time that the computing thread has spent on pushing gradients, in seconds."""
+        """Total time that the computing thread has spent starting pushes and waiting for them, in seconds."""
         return self.spans.seconds["accumulate"]
 
     @property

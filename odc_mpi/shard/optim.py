@@ -49,7 +49,7 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the squares of all elements of the gradients, computed in fp64."""
+    """Return the sum of squares of all gradient elements, computed in fp64."""
     if not gradients:
         return 0.0
     norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64))

@@ -93,7 +93,7 @@ class StepPhases:
         self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Raise RuntimeError, which names the rejected call, `call`, if the current phase is not `expected`."""
+        """Raise RuntimeError if the current phase is not `expected`. `call` names the rejected call in the message."""
         if self.phase is not expected:
             raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 

@@ -41,17 +41,17 @@ class KVSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of the slot for the keys and values of one layer, in bytes."""
+        """Size in bytes of the slot for the keys and values in one layer."""
         return align_up(self.max_chunk_tokens * self.token_bytes)
 
     @property
     def gradient_slot_bytes(self) -> int:
-        """Size of a slot for the gradients of all earlier chunks in one layer, in bytes."""
+        """Size in bytes of a slot for the gradients of all earlier chunks in one layer."""
         return align_up(self.max_earlier_tokens * self.token_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all slots, in bytes."""
+        """Total size in bytes of all slots."""
         return self.num_layers * self.slot_bytes + _GRADIENT_SLOTS * self.gradient_slot_bytes
 
 
@@ -97,11 +97,11 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return the byte offset in the window of the key and value slot of `layer`."""
+        """Return the window byte offset of the slot for the keys and values in `layer`."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return the byte offset in the window of the gradient slot of `layer`. Layers alternate between two slots."""
+        """Return the window byte offset of the gradient slot of `layer`. Layers alternate between two slots."""
         slot = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
@@ -113,7 +113,7 @@ class KVWindows:
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait for the flags that `mark_busy_until` recorded for a slot, which messages call `what`. One-sided."""
+        """Wait for the flags that `mark_busy_until` recorded for a slot, called `what` in messages. One-sided."""
         for kind, rank, value in self._busy_until.pop(slot, ()):
             self.wait_for_flag(kind, rank, value, what)
 

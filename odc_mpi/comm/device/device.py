@@ -154,7 +154,7 @@ class Device:
 
 
 class BufferEvents:
-    """Map from the memory of a buffer to the CUDA event that its next user must wait for. Thread-safe."""
+    """Map from buffers, by their memory, to the CUDA events that their next users must wait for. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: dict[int, torch.cuda.Event] = {}
@@ -164,7 +164,7 @@ class BufferEvents:
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
-        """Remove and return the event of `memory`. Raises KeyError if none is stored."""
+        """Remove and return the event for `memory`. Raises KeyError if there is none."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:

@@ -69,7 +69,7 @@ class DeviceParameters(WindowParameters):
 
 
 class DeviceGradients(GradientStore):
-    """Gradient store that waits until the kernels that compute a gradient finish before the store `inner` pushes it."""
+    """Gradient store that waits for the kernels that compute a gradient before the store `inner` pushes it."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)

@@ -14,7 +14,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 
 class SingleRankParameters(ShardStorage, ParameterStore):
-    """Parameter store for a single rank, which keeps full arrays in device memory."""
+    """Single-rank parameter store that keeps full arrays in device memory."""
 
     access = Access.KEEP
 
@@ -45,7 +45,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
 
 class SingleRankGradients(ShardStorage, GradientStore):
-    """Gradient store for a single rank, which keeps full arrays in device memory."""
+    """Single-rank gradient store that keeps full arrays in device memory."""
 
     pushes_to_peers = False
 

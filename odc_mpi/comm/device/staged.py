@@ -33,7 +33,7 @@ from odc_mpi.comm.work import FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated before this object."""
+    """Pinned host memory: a buffer pool, and the memory of `storages`, which must be allocated first."""
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
         self.pool = BufferPool(device.empty_pinned)

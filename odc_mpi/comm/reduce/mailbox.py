@@ -257,7 +257,7 @@ class MailboxGradientStore(WindowGradientStore):
         return to_messages(ranks, starts, sizes, ranks * COUNTER_BYTES)
 
     def _drain(self) -> None:
-        """Add all received slots, in the order of ranks. The caller holds `_drain_lock`."""
+        """Add all received slots in rank order. The caller must hold `_drain_lock`. One-sided."""
         what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
             # Usually complete by now. A counter may be Put again only after this.

@@ -88,7 +88,7 @@ class HostSlots:
         self._inbox.flush()
 
     def header(self, origin: int, offset: int) -> list[int]:
-        """Return the header at byte `offset` of the ring buffer of rank `origin`: array, start, numel, position."""
+        """Return the header at byte `offset` in the ring buffer for rank `origin`: array, start, numel, position."""
         at = self._header_start(origin, self.world.rank, offset)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 

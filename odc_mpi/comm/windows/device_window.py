@@ -47,5 +47,5 @@ class DeviceWindow(Window):
 
 
 def device_windows(device: Device) -> WindowFactory:
-    """Return a factory of windows in the memory of `device`."""
+    """Return a factory for windows in the memory of `device`."""
     return WindowFactory(partial(DeviceWindow, device=device), on_host=False)

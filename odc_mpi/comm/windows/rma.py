@@ -50,13 +50,13 @@ CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 class Window:
     """MPI window in host memory. Each rank has a zero-filled shard, `[numel]` of `dtype`. Construction is collective.
 
-    Construction raises `UserError` if the memory model of the MPI library is not MPI_WIN_UNIFIED.
+    Construction raises `UserError` if the MPI library's memory model is not MPI_WIN_UNIFIED.
 
     Args:
         same_size: True if `numel` is the same on all ranks.
 
     Attributes:
-        tensor: Shard of this rank, `[numel]` of `dtype`.
+        tensor: This rank's shard, `[numel]` of `dtype`.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
@@ -86,14 +86,14 @@ class Window:
         return self.tensor
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start copying from the shard of rank `target`, beginning at element `start`, into `buffer`. One-sided.
+        """Start copying rank `target`'s shard, beginning at element `start`, into `buffer`. One-sided.
 
         `buffer` is a byte buffer, whose size determines how much is copied. The copy is complete after `flush`.
         """
         self.get_messages(buffer, messages(target, start, len(buffer) // self.tensor.itemsize))
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start overwriting the shard of rank `target` with `values`, beginning at element `start`. One-sided.
+        """Start overwriting rank `target`'s shard, beginning at element `start`, with `values`. One-sided.
 
         `values` is a byte buffer. Do not modify it before `flush`, which completes the operation.
         """
@@ -129,19 +129,19 @@ class Window:
             accumulate([values, span, element], target, base + start, operation)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Atomically add `value` to an int64 element of rank `target`'s shard, and return the old value. One-sided."""
+        """Atomically add `value` to an int64 element of rank `target`'s shard and return the old value. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
-        """Atomically read the int64 element `offset` of the shard of rank `target`, and return it. One-sided."""
+        """Atomically read and return int64 element `offset` of rank `target`'s shard. One-sided."""
         return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
     def atomic_store(self, target: int, offset: int, value: int) -> None:
-        """Atomically set the int64 element `offset` of the shard of rank `target` to `value`. One-sided."""
+        """Atomically set int64 element `offset` of rank `target`'s shard to `value`. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Atomically set an int64 element to `value` if it is `expected`, and return the old value. One-sided."""
+        """Atomically set an int64 element to `value` if it equals `expected`, and return the old value. One-sided."""
         operand, compared, before = (np.array([each], dtype=np.int64) for each in (value, expected, 0))
         self._win.Compare_and_swap(operand, compared, before, target, offset)
         self._win.Flush(target)
@@ -207,7 +207,7 @@ class Window:
     ) -> tuple[list[MPI.Win], dict[int, torch.Tensor]]:
         """Allocate the memory and create the window. Collective, within `World.collective`.
 
-        Returns the MPI windows in the order in which they are freed, and the shards that this rank maps, by rank.
+        Returns the MPI windows, in the order in which they are freed, and the shards mapped by this rank, by owner.
         """
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         tensor = torch.frombuffer(win.tomemory(), dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)

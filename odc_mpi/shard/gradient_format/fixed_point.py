@@ -46,7 +46,7 @@ MAX_RISE = 8
 EXPONENTS = (-900, 900)
 #: Bounds are reported in multiples of 2**BOUND_BITS.
 BOUND_BITS = 30
-#: Largest bound that is reported, in these multiples. A sum of 2**13 such numbers is exact.
+#: Largest bound that is reported, in multiples of 2**BOUND_BITS. A sum of 2**13 such numbers is exact.
 MAX_BOUND = 2.0**40
 #: Rounding errors are reported in multiples of 2**ERROR_BITS, where 1 is one integer step.
 ERROR_BITS = -6

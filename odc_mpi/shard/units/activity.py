@@ -22,7 +22,7 @@ def in_backward() -> bool:
 
 
 class ActivityReporter:
-    """Reporter that publishes this rank's activity, which other ranks print if they wait too long for it."""
+    """Reporter that publishes this rank's activity for others to print if they time out waiting for this rank."""
 
     def __init__(self, group: Group) -> None:
         self._set_status = group.set_status
