@@ -73,7 +73,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         """Make the keys and values that a layer computed for this chunk available to later chunks. One-sided.
 
         Raises RuntimeError if a layer is skipped. A second call for the same layer, as in activation recomputation,
-        does nothing. The call for layer 0 waits until no rank reads this rank's previous chunk any more.
+        does nothing. The call for layer 0 waits until this rank's previous chunk is no longer being read.
         """
         if layer < self._num_published:
             return

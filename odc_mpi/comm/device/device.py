@@ -87,9 +87,9 @@ class Device:
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
-        The memory is freed when no tensor references it any more. PyTorch's pinned-memory allocator is not used,
-        because it rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin
-        enough memory.
+        The memory is freed once no tensor references it. PyTorch's pinned-memory allocator is not used, because it
+        rounds sizes up to powers of two and caches freed memory. Raises `UserError` if the driver cannot pin enough
+        memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)

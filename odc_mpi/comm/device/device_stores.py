@@ -2,7 +2,7 @@
 
 This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
 this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
-do it:
+synchronize them:
 
     fetch                  wait for the kernels that read the buffer's old content; MPI_Get from the other owners,
                            overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy

@@ -53,7 +53,7 @@ _TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 THREADS = 256
 #: Number of elements that a block processes at a time (a tile).
 BLOCK_NUMEL = 8 * THREADS
-#: Maximum number of blocks per multiprocessor, each of which runs 4 blocks of `flatten` at once. On an H100, 32 was
+#: Maximum number of blocks to launch per multiprocessor, which runs 4 blocks of `flatten` at once. On an H100, 32 was
 #: faster than 4 or 8.
 BLOCKS_PER_MULTIPROCESSOR = 32
 

@@ -1,4 +1,4 @@
-"""Status of this rank, which other ranks print if they time out waiting for it.
+"""Status that this rank publishes for other ranks to print if they time out waiting for this rank.
 
     in microbatch 3, forward of unit layers.1      a forward pass uses the unit's parameters
     in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
