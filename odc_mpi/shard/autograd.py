@@ -45,7 +45,7 @@ class UnshardedParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the full parameters of an unsharded unit that are called `names`.
+        """Return the full parameters listed in `names` from an unsharded unit.
 
         `anchor` is an empty tensor that requires a gradient. Without it, autograd would not create a node.
         """

@@ -1,8 +1,8 @@
 """Partition of a module's parameters into units.
 
 The user selects submodules by class, class name or instance. A unit contains the parameters of one selected submodule,
-except for those in units nested inside it. All other parameters, including those shared by several units, belong to the
-root unit. The root is fetched first and stays unsharded for the whole minibatch, so they are fetched once.
+except for those in units nested inside it. The root unit contains all others, including those shared by several units.
+The root is fetched first and stays unsharded for the whole minibatch, so each of them is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -172,7 +172,7 @@ def _walk(
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dotted name and value of each unsharded tensor: buffers and non-floating-point parameters."""
+    """Yield the dotted name and value of each tensor that is not sharded: buffers and integer parameters."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 

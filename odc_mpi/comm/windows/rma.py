@@ -71,7 +71,7 @@ class Window:
         # Operations use the first window. Others own its memory.
         self._win = self._wins[0]
         self.tensor = self._mapped_shards[world.rank]
-        # Touch the pages now, because otherwise this would slow down the first fetch.
+        # This first touch of the pages would otherwise slow down the first fetch.
         self.tensor.zero_()
         # Other ranks may access the shard after this call and a collective.
         self.sync()
@@ -214,7 +214,7 @@ class Window:
         return [win], {world.rank: tensor}
 
     def _open_epochs(self, world: World) -> None:
-        """Begin the passive-target epochs, or free the windows and raise `UserError` if they are not unified."""
+        """Begin the passive-target epochs. Without unified memory, free the windows and raise `UserError`."""
         models = {memory_model(win) for win in self._wins}
         for win in self._wins:
             if models == {"unified"}:
@@ -233,7 +233,7 @@ class WindowFactory:
     """Factory for windows of one kind.
 
     Attributes:
-        create: Function that creates a window. It has the same signature as `Window`. Collective.
+        create: Collective function that creates a window, with the same signature as `Window`.
         on_host: True if the windows are in host memory.
     """
 

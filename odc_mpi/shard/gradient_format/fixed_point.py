@@ -205,7 +205,7 @@ class FixedPointGradients(GradientFormat):
         return self._work[: gradient.numel()]
 
     def _magnitude_bits(self, index: int) -> int:
-        """Return the exponent of the unit of reported magnitudes, in integer steps, with which sums stay exact."""
+        """Return the exponent of the unit for reporting magnitudes, in integer steps. It keeps their sums exact."""
         return max(0, SUM_BITS + _bits(self._numels[index]) - EXACT_BITS)
 
     def _limb_scales(self, index: int) -> tuple[int, int]:
