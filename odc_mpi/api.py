@@ -87,7 +87,7 @@ def shard_model(
             zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
             fetch each array once per rank.
         islands: Islands of `world`, each of which then holds all parameters (hybrid sharding, docs/islands.md). By
-            default, all ranks together hold them. Requires one-sided windows in host memory.
+            default, all ranks together hold them. Requires one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
         optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
@@ -98,7 +98,8 @@ def shard_model(
     Raises:
         ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not
             supported, a trainable parameter is not real floating-point, an embedding has `max_norm`, `prefetch` is
-            negative, the module is already sharded, or a parameter is on the meta device although `weights` is None.
+            negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
+            an earlier model has closed `islands`.
         UserError: There is too little memory for windows, the device is not available, CuPy is missing for windows on a
             GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
@@ -111,7 +112,11 @@ def shard_model(
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
     if islands and not in_host_memory:
         raise UserError("islands: expected one-sided windows in host memory: set comm.window_device to cpu")
-    islands = islands if islands and islands.size > 1 else None
+    if islands and islands.is_closed:
+        raise ValueError("islands: expected new islands for each model, got those that an earlier model has closed")
+    if islands and islands.size == 1:
+        islands.close()
+        islands = None
     sharing = islands.island if islands else world
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
