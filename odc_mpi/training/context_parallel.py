@@ -26,7 +26,7 @@ from odc_mpi.training.settings import Config
 class ContextParallelSetup:
     """Decision on whether a run splits sequences and, if so, the `sizes` of the buffers for keys and values.
 
-    Otherwise, `sizes` is None, and `reason` contains the reason to print, or None if `data.context_parallel` is off.
+    Otherwise, `sizes` is None, and `reason` is the reason to print, or None if `data.context_parallel` is off.
     """
 
     sizes: KVSizes | None = None

@@ -148,7 +148,7 @@ class PairEvaluator(HeldOutEvaluator):
     """Base class for evaluators that report the metrics of a `PairScorer` on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
-        """Show `accuracy`, the metric for the fraction of correctly ranked pairs, as progress and in the summary."""
+        """Show the metric `accuracy`, the fraction of correctly ranked pairs, in the progress line and the summary."""
         cls.columns = (*cls.columns, ProgressColumn("eval acc", 8, f"{{{accuracy}:.1%}}"))
         cls.summary = {
             **cls.summary,

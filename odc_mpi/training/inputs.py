@@ -142,7 +142,7 @@ def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
 
 
 def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
-    """Return the tokenizer's padding token, else its end-of-sequence token (as in TRL), else that of the model."""
+    """Return the tokenizer's padding token or end-of-sequence token, as TRL does, or else the model's padding token."""
     files = tokenizer_files(Path(dataset.path))
     tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
     candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]

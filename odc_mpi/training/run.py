@@ -83,7 +83,8 @@ def train(
 
     `stop` is a handler of stop requests that is already active; by default, one is active during this call.
     `start_times` contains the durations of earlier start-up phases, for the summary. Returns the content of
-    summary.json, equal on all ranks except for times. If the run was already complete, the only entry is `steps`.
+    summary.json, equal on all ranks except for times and `device`. If the run was already complete, the only entry is
+    `steps`.
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks, or a file cannot be used.

@@ -1,4 +1,4 @@
-"""Types of settings, checks of their values, and descriptions of types and values for error messages."""
+"""Types of settings, checks on their values, and descriptions of types and values for error messages."""
 
 import json
 import sys
@@ -56,8 +56,8 @@ def validate_value(
 ) -> Any:
     """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
 
-    `name` is the source and the name of the setting, for errors. `checks` are not applied to None. Raises `UserError`
-    if the type is wrong or a check fails. For a wrong type, the text that `explain` returns for the value is appended.
+    `name` is the source and name of the setting, for errors. `checks` are not applied to None. Raises `UserError` if
+    the type is wrong or a check fails. If the type is wrong, the text that `explain` returns for the value is appended.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
@@ -109,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Return the description of a type for error messages, such as "an integer or null"."""
+    """Return a description of a type for error messages, such as "an integer or null"."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)

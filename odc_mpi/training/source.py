@@ -84,7 +84,7 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the number of tokens, tokens per second and, with `chunks`, number of split sequences to the metrics."""
+        """Add the token count, the throughput and, with `chunks`, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:

@@ -100,7 +100,7 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return a text that names the sequences by their indices in the data set."""
+    """Return text that identifies the sequences by their indices in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
@@ -111,7 +111,7 @@ def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
 
     The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
     root unit, which has the embeddings) if the input to a unit was already non-finite. `token` is the index of the
-    first non-finite token in the first row of the output, or None if the output does not have three dimensions.
+    first non-finite token in the first row of that output or input, or None if it does not have three dimensions.
     """
     found: dict[str, Any] = {}
 

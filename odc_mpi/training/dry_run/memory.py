@@ -28,7 +28,7 @@ _FORMULA_BYTES = 34
 #: Size of the freed blocks that malloc keeps between blocks in use, as a fraction of activations and logits. Fitted to
 #: the peaks of models with 1.3 and 135 million parameters on 1 and 2 ranks, for which 0.4 to 0.6 would be exact.
 _MALLOC_SHARE = 0.5
-#: Number of fp32 arrays of the size of a block of logits: the logits, and their probabilities or gradients.
+#: Number of fp32 arrays as large as a block of logits: the logits, and their probabilities or gradients.
 _LOGITS_COPIES = 2
 
 
@@ -71,7 +71,7 @@ def estimate_memory(
     caches = _caches(config, needs, ranks_per_node, sizes.states + shared_bytes)
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
-    # Buffers of pushes, unless gradients are in the cache.
+    # Push buffers, unless all gradients fit in the cache.
     all_accumulated = 0 < needs.gradients <= caches.gradients
     num_buffers = 0 if all_accumulated else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)

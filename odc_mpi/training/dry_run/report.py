@@ -54,7 +54,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
 
 def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
-    """Return lengths in the largest microbatch, indices in the first, and True if a rank may run several per step."""
+    """Return the largest microbatch's lengths, the first one's indices, and True if a rank may run several per step."""
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
         return [limit], [], True  # completions are assumed to have the maximum length

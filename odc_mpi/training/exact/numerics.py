@@ -1,7 +1,7 @@
 """Numerics fingerprint: processor, torch, threads and environment variables that affect the last bits of results.
 
-An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If the ranks have
-different fingerprints, the last bits depend on the rank that runs a microbatch. If a run resumes with a different
+An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If ranks have
+different fingerprints, the last bits depend on which rank runs a microbatch. If a run resumes with a different
 fingerprint, the last bits may differ from that step on.
 """
 

@@ -2,8 +2,8 @@
 
 The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, so the probability ratio is 1 and
 clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
-reference policy. Losses are summed over the minibatch. Because the normalizer is not known until all groups have been
-generated, each rank divides the gradients of its shards after they are summed. It depends on `rl.loss_type`:
+reference policy. Losses are summed over the minibatch. The normalizer is not known until all groups are generated, so
+each rank divides the gradients of its shards after they are summed. The normalizer depends on `rl.loss_type`:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
     grpo       number of completions; the loss of a completion is the mean over its tokens
@@ -63,7 +63,7 @@ class GRPOObjective(Objective):
         logps = self._token_logps(
             microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
         ).logps
-        # The log-probabilities of sampling are of the same policy.
+        # The log-probabilities from sampling are those of the same policy.
         differences = (logps.detach().cpu() - microbatch.logps).abs()
         self._num_tokens += len(differences)
         self._add("logp_difference", microbatch, float(differences.sum()))
@@ -83,7 +83,7 @@ class GRPOObjective(Objective):
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return this rank's sums and maximum, in the order of `gathered_names`."""
+        """Return this rank's values, in the order of `gathered_names`."""
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
@@ -116,6 +116,6 @@ def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor, at least 1, for the summed loss of a minibatch under `rl.loss_type`."""
+    """Return the divisor of a minibatch's summed loss for `rl.loss_type`, which is at least 1."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

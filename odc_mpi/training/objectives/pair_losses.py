@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from odc_mpi.training.pairs.settings import DPOConfig
 
-#: Names of the columns of `pair_statistics`, which are the metrics' names in TRL.
+#: Names of the columns of `pair_statistics`, the same as those of the metrics in TRL.
 STATISTICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
 
 

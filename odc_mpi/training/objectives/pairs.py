@@ -86,7 +86,7 @@ class PairObjective(Objective):
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
         columns = zip(self._scorer.statistics, scores.statistics.unbind(1), strict=True)
-        # Read after the backward, since a GPU has not computed them yet.
+        # Read after the backward pass, since a GPU has not computed them yet.
         self._last_values = torch.stack(
             [EXTREMES[name][2](x, 0) if name in EXTREMES else x.sum() / num_pairs for name, x in columns]
         )
@@ -107,7 +107,7 @@ class PairObjective(Objective):
         return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add metrics over the pairs of all ranks to the step. Their names are those in TRL."""
+        """Add metrics over the pairs of all ranks to the step, named as in TRL."""
         metrics = {
             name: EXTREMES[name][0](gathered.per_rank(name).tolist()) if name in EXTREMES else gathered.sum(name)
             for name in self.gathered_names

@@ -13,7 +13,7 @@ from odc_mpi.models.heads.scores import RewardScores
 from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
 from odc_mpi.training.pairs.settings import RewardConfig
 
-#: Names of the columns of `reward_statistics`, which are the metrics' names in TRL.
+#: Names of the columns of `reward_statistics`, the same as those of the metrics in TRL.
 STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
 

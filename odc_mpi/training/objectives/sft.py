@@ -28,7 +28,7 @@ class SFTObjective(Objective):
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
-        # Read after the backward, since a GPU has not computed them yet.
+        # Read after the backward pass, since a GPU has not computed them yet.
         self._last_scores = scores.is_top.sum(), scores.entropy.sum() / minibatch.num_tokens
         loss = -scores.logps.sum() / minibatch.num_tokens
         if scores.router_loss is not None:

@@ -1,9 +1,9 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference model is the model before the first step; new adapters have no effect yet. Because the log-probabilities
-of all pairs that the run needs are computed before the first update, no second model is in memory. Ranks claim
-microbatches one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run
-directory, with digests of the data and the model. A run that is restarted, on any number of ranks, computes the rest.
+The reference model is the model before the first step, when new adapters have no effect yet. Because the
+log-probabilities of all pairs that the run needs are computed before the first update, no second model is in memory.
+Ranks claim microbatches one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in
+the run directory, with digests of the data and the model. A restarted run, on any number of ranks, computes the rest.
 """
 
 import time
@@ -25,7 +25,7 @@ from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
-#: Number of pairs after which results are written. Like packing with `run.exact`, it is independent of the ranks.
+#: Number of pairs between writes of the results, independent of the number of ranks (as is packing with `run.exact`).
 BLOCK = 4096
 #: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
 ComputeLogps = Callable[[Microbatch], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The `dpo` and `reward` sections of the settings. They follow TRL's `DPOConfig` and `RewardConfig`."""
+"""Settings sections `dpo` and `reward`, with the names and defaults of TRL's `DPOConfig` and `RewardConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

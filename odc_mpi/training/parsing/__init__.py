@@ -1,1 +1,1 @@
-"""Parsing of settings from YAML files and the command line, where names of other libraries are also accepted."""
+"""Parsing of settings from YAML files and the command line, where names from other libraries are also accepted."""

@@ -33,7 +33,7 @@ ALIASES = {
     "resume_from_checkpoint": "run.resume",
     "use_cpu": "run.device",
 }
-#: Values in other libraries that differ from the equivalent value here, keyed by the other library's name.
+#: Values in other libraries that differ from the equivalent value here, keyed by the name of the setting there.
 VALUES: Mapping[str, Mapping[Hashable, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},
     "max_steps": {-1: 0},

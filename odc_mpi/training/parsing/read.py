@@ -57,7 +57,7 @@ class Reader:
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the given values and their sources, as two dictionaries that are keyed by setting.
+        """Return the given values and their sources, as two dictionaries keyed by setting.
 
         `document` is the content of the YAML file named `source`. The command-line `arguments` override the file.
         Raises `UserError` if the file or the command line is invalid.

@@ -90,7 +90,7 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Context manager that disables the adapters of a model without changing `requires_grad`, unlike that of peft."""
+    """Context manager that disables the adapters of a model without changing `requires_grad`, unlike peft's."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

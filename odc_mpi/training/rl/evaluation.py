@@ -81,7 +81,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
 
     def _evaluate_completion(self, index: int, completions: PromptCompletions) -> tuple[int, float, float, int]:
-        """Return prompt index, reward, exact match (NaN if the prompt has no answer) and length of the completion."""
+        """Return the prompt index, reward, exact match (NaN if the prompt has no answer) and length of a completion."""
         record = self._prompts[index]
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
         self._note(f"computing rewards of prompt {index}")

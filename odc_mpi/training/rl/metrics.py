@@ -11,7 +11,7 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard import model as sharded
 
-#: Names of counts over all ranks. They are integers, so their sums are exact.
+#: Names of integer counts, whose sums over all ranks are exact.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "prompt_tokens", "truncated"),
     *("rewarded", "groups", "equal_groups", "failed_rewards"),
@@ -134,7 +134,7 @@ class RolloutMetrics:
         return self._sums.value_of(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
-        """Return the metrics over the groups of all ranks. Metrics that TRL also reports have the names of TRL."""
+        """Return the metrics over the groups of all ranks. Metrics that TRL also reports are named as in TRL."""
         sums = {name: gathered.sum(name) for name in (*_COUNTS, *_PER_RANK)}
         sums |= {name: self._sums.total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])

@@ -43,9 +43,8 @@ def predict_lengths(
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
     `observed` maps prompt indices to observed mean completion lengths, which are the predictions for these prompts.
-    Other lengths are predicted by linear regression of observed lengths on prompt lengths or, if all observed prompts
-    have the same length, by the prompt length alone. The regression uses exact sums, so all ranks predict the same
-    lengths.
+    Other lengths are predicted by linear regression of observed lengths on prompt lengths, or as the prompt length if
+    all observed prompts have the same length. The regression uses exact sums, so all ranks predict the same lengths.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -83,7 +82,7 @@ class PromptCodec:
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return the tokens of the prompt at this index, together with the tokens that stop its completions."""
+        """Return a prompt with its index, its tokens, and the tokens that stop its completions."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:

@@ -52,7 +52,7 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
 
 class RolloutSource(MinibatchSource):
-    """Source of microbatches with completions that are generated in the same step. Construction is collective.
+    """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
     Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
     rewards. `engine` is a function that samples completions. If `packs` is False, each microbatch has one completion.
@@ -116,7 +116,7 @@ class RolloutSource(MinibatchSource):
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Generate completions, and yield microbatches of groups from any rank (see the module). One-sided."""
+        """Generate completions and yield microbatches of groups from any rank (see the module docstring). One-sided."""
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
@@ -134,7 +134,7 @@ class RolloutSource(MinibatchSource):
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add metrics to the step, record completion lengths, and reset tickets and work queue. One-sided."""
+        """Add metrics to the step, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
@@ -143,7 +143,7 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def _warn_once(self, step: Step) -> None:
-        """On rank 0, warn once if all rewards are equal within groups, and once if most completions are truncated."""
+        """On rank 0, warn once if rewards are equal within every group, and once if most completions are truncated."""
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
             warnings["equal"] = (
@@ -296,7 +296,7 @@ class RolloutSource(MinibatchSource):
         return groups
 
     def _wait(self, previous: QueueState) -> None:
-        """Sleep until the state of the queue changes. The time-out message lists the ranks that are generating."""
+        """Sleep until the state of the queue changes. The timeout message lists the ranks that are generating."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_not_started
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")

@@ -1,7 +1,7 @@
 """Checkpoints of a run: when they are saved, and how the ranks agree that a checkpoint is complete.
 
 local_values   report which checkpoint file a background thread of this rank has written. The report is part of the
-               all-gather that completes the gradients, so no collective is added
+               all-gather that completes the gradients, so it adds no collective
 on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
 on_step_end    if a checkpoint is due, copy this rank's shards and start a thread that writes them. If ranks may still
                be writing the previous checkpoint, wait for it first (collective)

@@ -49,7 +49,7 @@ class ResumePoint:
 
     Attributes:
         continues_this_run: True if the checkpoint is in `run.dir`, so its run continues; False if a new run begins.
-        path: Absolute path that `run.resume` had when the run first started, or None if it started from scratch.
+        path: Absolute path given by `run.resume` when the run first started, or None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -277,7 +277,7 @@ def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
     """Open the newest complete checkpoint. Each rank checks some of its files. Collective."""
-    # The candidates of rank 0: a file system may show a new checkpoint to some ranks later than to others.
+    # Use rank 0's candidates, because a file system may show a new checkpoint to some ranks later than to others.
     candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
     problems: list[str] = []
     for path in reversed(candidates):

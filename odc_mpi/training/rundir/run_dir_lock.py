@@ -2,8 +2,8 @@
 
 Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
 because each run binds an abstract socket named after the directory, which the kernel releases however the process ends.
-Files are not locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later
-run warns and writes its token to owner.json. The earlier run checks the token before each checkpoint and stops saving.
+No file is locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later run
+warns and writes its token to owner.json, and the earlier run, which reads it before each checkpoint, stops saving.
 """
 
 import errno
