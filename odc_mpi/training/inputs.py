@@ -97,7 +97,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that they match the model and that completions fit into a microbatch."""
+    """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )

@@ -82,9 +82,8 @@ def train(
     """Train from the first step, or from a checkpoint, through the last step. Collective.
 
     `stop` is a handler of stop requests that is already active; by default, one is active during this call.
-    `start_times` contains the durations of earlier start-up phases, for the summary. Returns the content of
-    summary.json, equal on all ranks except for times and `device`. If the run was already complete, the only entry is
-    `steps`.
+    `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, which are
+    equal on all ranks except for times and `device`. If the run was already complete, the only entry is `steps`.
 
     Raises:
         AllRanksUserError: Settings, data and model do not match, or differ between ranks, or a file cannot be used.

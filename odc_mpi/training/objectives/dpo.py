@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses on pairs of answers."""
+"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses for pairs of answers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, cast

@@ -67,7 +67,7 @@ class ReferenceLogps(Callback):
 
     @property
     def training(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`. NaN where not computed."""
+        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`; NaN where not computed."""
         return self._values[0]
 
     @property

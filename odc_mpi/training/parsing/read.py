@@ -59,7 +59,7 @@ class Reader:
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the given values and their sources, as two dictionaries keyed by setting.
 
-        `document` is the content of the YAML file named `source`. The command-line `arguments` override the file.
+        `document` is the parsed YAML file, and `source` is its name. The command-line `arguments` override the file.
         Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]

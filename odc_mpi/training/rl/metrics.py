@@ -42,7 +42,7 @@ class GroupSums:
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add `value` to the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Add `value` to a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
@@ -50,7 +50,7 @@ class GroupSums:
         return list(self._values.values())
 
     def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Return a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
@@ -168,7 +168,7 @@ class RolloutMetrics:
 
 
 def _standard_deviation(count: float, total: float, squares: float) -> float | None:
-    """Return the standard deviation of rewards with Bessel's correction, or None for fewer than two rewards."""
+    """Return the standard deviation of rewards with Bessel's correction, or None if there are fewer than two."""
     if count < 2:
         return None
     return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

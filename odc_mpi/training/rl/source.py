@@ -180,7 +180,7 @@ class RolloutSource(MinibatchSource):
         self._observed_lengths = {int(index): length for index, length in lengths.items()}
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
-        """Generate completions and publish finished groups. Return the groups that do not fit into the store."""
+        """Generate completions and publish finished groups. Return the groups that do not fit in the store."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         records = [self._prompts[index] for index in indices]

@@ -49,7 +49,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
-    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes the lock, saving stops.
+    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes over the lock, saving stops.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -157,7 +157,7 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Record the step as the best if its evaluation loss is below that of the best checkpoint so far."""
+        """Record a step as the best if its evaluation loss is below that of the best checkpoint so far."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}

@@ -51,7 +51,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 
 
 def has_records(path: Path) -> bool:
-    """Return True if a directory contains files of a run."""
+    """Return True if a directory contains files from a run."""
     return any((path / name).exists() for name in RECORDS)
 
 

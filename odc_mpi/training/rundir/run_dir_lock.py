@@ -60,7 +60,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._path.unlink()
 
     def _acquire(self, timeout_s: float) -> socket.socket:
-        """Bind the abstract socket of the directory (unix(7)), which only one process on a host can do."""
+        """Bind the abstract socket of the directory (unix(7)), which only one process per host can do."""
         name, ends = f"\0{_socket_name(self._path.parent)}", time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
@@ -109,7 +109,7 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a lock file, or an empty dictionary if it is missing or invalid."""
+    """Return the contents of a lock file, or an empty dictionary if it is missing or invalid."""
     try:
         record = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
