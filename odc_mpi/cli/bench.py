@@ -122,6 +122,8 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.scenario import Scenario
 
     scenario = build_scenario(arguments, Scenario)
+    if scenario.num_islands > 1:
+        raise UserError(f"--islands: expected 1, got {scenario.num_islands}: odc-mpi simulate --islands simulates them")
 
     def measure(schedule: Any, world: "World", progress: ProgressPrinter) -> Any:
         resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))

@@ -38,6 +38,8 @@ class ScenarioOptions:
             with mean 1, so the cost is correct on average.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
+        num_islands: Number of groups of ranks between which data moves at `link_gb_per_s`, instead of `fetch_gb_per_s`
+            and `push_gb_per_s`.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
         gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """
@@ -54,6 +56,8 @@ class ScenarioOptions:
     unit_bytes: Annotated[int, Option(0, 10**12, "bytes of a unit; 0: 1.5 B parameters in bf16 / --units")] = 0
     fetch_gb_per_s: Annotated[float, Option(*_SPEED, "speed of fetches; 0: free")] = 0.0
     push_gb_per_s: Annotated[float, Option(*_SPEED, "speed of pushes; 0: free")] = 0.0
+    num_islands: Annotated[int, Option(*_COUNT, "number of islands, such as nodes; simulates islands.by, too")] = 1
+    link_gb_per_s: Annotated[float, Option(*_SPEED, "speed of a rank between islands; 0: free")] = 0.0
     parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
     gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
 

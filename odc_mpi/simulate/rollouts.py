@@ -29,6 +29,7 @@ from typing_extensions import override
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
+from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import SimulatedTiming, simulate_dynamic
 from odc_mpi.simulate.options import RolloutOptions
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -46,6 +47,11 @@ SHARES = 4
 @dataclass(frozen=True)
 class RolloutScenario(RolloutOptions, Scenario):
     """Scenario of a simulated GRPO run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_islands > 1:
+            raise UserError(f"--islands: expected 1 with --workload grpo, got {self.num_islands}")
 
     @property
     def num_groups(self) -> int:

@@ -16,7 +16,7 @@ from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
-from odc_mpi.simulate.options import MAX_S, ScenarioOptions
+from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, ScenarioOptions
 
 Floats = npt.NDArray[np.float64]
 
@@ -99,8 +99,12 @@ class Scenario(ScenarioOptions):
             raise UserError(
                 f"expected at most {MAX_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: lower --per-rank"
             )
-        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
+        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s or self.link_gb_per_s):
             raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too: set one of them")
+        if self.ranks % self.num_islands:
+            raise UserError(f"--islands: expected a divisor of {self.ranks} ranks, got {self.num_islands}")
+        if self.link_gb_per_s and self.num_islands == 1:
+            raise UserError("--link-gb-per-s: expected --islands, too: set the number of islands")
         if self.communication_s > MAX_S:
             raise UserError(
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
@@ -144,9 +148,33 @@ class Scenario(ScenarioOptions):
     @property
     def _model_s(self) -> tuple[float, float]:
         """Seconds to fetch all units once, and to push all gradients once."""
-        size = self._model_bytes / 1e9
-        fetch_s, push_s = (size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
-        return fetch_s, push_s
+        size, near = self._model_bytes / 1e9, 1 / self.num_islands
+        fetch_s, push_s = (near * size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
+        far_s = (1 - near) * size / self.link_gb_per_s if self.link_gb_per_s else 0.0
+        return fetch_s + far_s, push_s + far_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Duration of the exchange of gradients and parameters between islands at the end of a minibatch, in seconds.
+
+        Each rank sends and receives its shard of the gradients of its island, then of the parameters.
+        """
+        num_bytes = 2 * self._model_bytes * (self.num_islands - 1) / self.ranks
+        return num_bytes / 1e9 / self.link_gb_per_s if self.link_gb_per_s else 0.0
+
+    def in_island(self, minibatch: SimulatedMinibatch) -> SimulatedMinibatch:
+        """Return a minibatch in which ranks fetch from and push to their own island only."""
+        # Not 0, which would be refused with `unit_bytes`.
+        fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
+        alone = replace(self, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
+        saving_s, cost_s = alone.cache_saving_s
+        return replace(
+            minibatch,
+            communication_s=alone.communication_s,
+            cache_saving_s=saving_s,
+            cache_cost_s=cost_s,
+            cost=alone.planned_cost,
+        )
 
     @property
     def planned_cost(self) -> CostModel:

@@ -2,6 +2,8 @@
 
     collective/BALANCE   all ranks synchronize at each unit of each microbatch, as in FSDP and ZeRO-3
     window/BALANCE       ranks synchronize only at the end of a minibatch
+    islands/BALANCE      as window/BALANCE, but each island holds all parameters (`comm.islands`), and ranks exchange
+                         gradients and parameters with other islands at the end of a minibatch
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
     floor                lower bound without split sequences: the larger of the time of the longest sequence on the
@@ -46,6 +48,8 @@ SCHEDULES = (
     "window/dynamic",
     SPLIT,
 )
+#: Balances that are also simulated with islands.
+ISLAND_BALANCES = ("lb_mini", "dynamic")
 #: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
@@ -126,6 +130,11 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
     for name in SCHEDULES:
         transport, balance = name.split("/")
         timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.num_units)
+    if scenario.num_islands > 1:
+        in_island = scenario.in_island(minibatch)
+        for balance in ISLAND_BALANCES:
+            timing = simulate_timing(in_island, plans[balance], "window")
+            timings[f"islands/{balance}"] = replace(timing, end_s=timing.end_s + scenario.exchange_s)
     return timings
 
 
