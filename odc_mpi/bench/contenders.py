@@ -91,7 +91,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return the largest relative difference between the losses of each contender and those of `reference`.
+    """Return, for each contender, the largest relative difference between its losses and those of `reference`.
 
     Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
     `rounds`.
@@ -114,7 +114,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return the largest relative difference between losses and reference losses, or infinity if one is not finite."""
+    """Return the largest relative difference between losses and reference losses, or infinity if any is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf

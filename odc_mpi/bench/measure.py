@@ -70,7 +70,7 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
     """Call `work` on all ranks at the same time, and return the time of the slowest rank in seconds. Collective.
 
-    `what` is the name of the work in timeout errors.
+    `what` names the work in timeout errors.
     """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
@@ -93,7 +93,7 @@ def entries(
 
     `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
     quartiles of `seconds` and `gb_per_s`, and one key per function in `references`. The function maps the variant to
-    its reference variant, and the key contains the median speed relative to that variant, or None if there is none.
+    its reference variant, and the key contains the median speed relative to it, or None if there is no such variant.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:

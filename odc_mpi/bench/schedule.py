@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. Each rank runs its own microbatches, then claims ones that any rank may run."""
+    """Runs plans over windows. Each rank runs its own microbatches, then claims microbatches that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)

@@ -26,7 +26,7 @@ from odc_mpi.errors import UserError
 STEPS = 3
 #: Number of ranks for which times are predicted.
 MANY_RANKS = 1024
-#: Phases that communicate, so they can take longer with more ranks.
+#: Phases that communicate and can therefore take longer with more ranks.
 COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
 #: Maximum relative difference between losses, which differ because fp32 values are summed in a different order.
 TOLERANCE = 1e-5
@@ -49,13 +49,13 @@ Train = Callable[[int, Sequence[str]], int]
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure one run on each number of ranks, with `config` or with the default model of each number of units.
+    """Measure one run on each number of ranks, with `config` or with the default model for each number of units.
 
-    `train` starts each run, and `report` is called with a line of text before it. Returns the JSON object of the
+    `report` is called with a line of text before each run, which `train` starts. Returns the JSON object of the
     benchmark. Each entry of its `starts` has the keys `ranks`, `units` (None with `config`), `start_s` (seconds by
-    phase), `host_bytes` (peak memory of the rank that uses the most) and `losses`. `predicted_s` contains the predicted
-    seconds by phase on `MANY_RANKS` ranks, with `config` or the last number of units. If `ranks` has only one element,
-    `predicted_s` is None.
+    phase), `host_bytes` (peak memory of the rank that uses the most) and `losses`. `predicted_s` contains the seconds
+    by phase predicted for `MANY_RANKS` ranks, with `config` or the last number of units, or is None if `ranks` has only
+    one element.
 
     Raises `UserError` if a run fails, or if its losses differ from those on the first number of ranks.
     """

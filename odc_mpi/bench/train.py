@@ -45,7 +45,7 @@ PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
 #: Name of the `dynamic` balance with context parallelism for the longest sequences.
 SPLIT = "split"
-#: Contenders on the runtime, as TRANSPORT/BALANCE.
+#: Contenders that use odc_mpi, as TRANSPORT/BALANCE.
 COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: Optional contenders, which use windows with `run.exact`.
@@ -122,7 +122,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the training speed of all contenders on one node. Collective.
 
-    There are `repeats` rounds of `steps` minibatches. If `exact`, the contenders in `EXACT` are also measured.
+    After a warm-up, `repeats` rounds of `steps` minibatches follow. If `exact`, contenders in `EXACT` also take part.
 
     Returns:
         JSON object. For each contender, it contains the median of `tokens_per_s`, the lower and upper `quartiles`, the

@@ -48,7 +48,7 @@ from odc_mpi.runtime.world import World
 #: Factories of gradient stores, keyed by the value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()
 
-#: Total size in bytes of all units of one size, which exceeds the cache of a core ...
+#: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
 #: ... but at most this number of units, because each unit has a window per transport.
 MAX_UNITS = 64
@@ -82,7 +82,7 @@ class Variant:
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants with units of each size in `sizes`, in bytes, which must be multiples of 4. Collective.
+    """Measure all variants for each unit size in `sizes` (in bytes, multiples of 4). Collective.
 
     Returns a JSON object. benchmarks/README.md describes its content.
 
@@ -153,7 +153,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units and checks them with `is_whole`. `attributes` are more `Variant` fields."""
+    """Return a variant that fetches units and checks them with `is_whole`. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -182,7 +182,7 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients to `num_units` units. `attributes` are more `Variant` fields.
+    """Return a variant that pushes gradients to `num_units` units. `attributes` sets its other fields.
 
     `push` takes the index of a unit and pushes a gradient of ones. This rank owns `numel` elements of each unit.
     """

@@ -1,6 +1,6 @@
 """`odc-mpi bench`: run a benchmark.
 
-Unless it already runs under mpiexec, the command starts mpiexec, and only the ranks import the benchmark's module from
+Unless it already runs under mpiexec, the command starts mpiexec. Only the ranks import the module of the benchmark in
 `odc_mpi.bench`. The exception is `odc-mpi bench start`, a single process that starts mpiexec several times.
 """
 
@@ -69,7 +69,7 @@ def _measure_on_ranks(
     """Run a benchmark on all ranks and return the exit code. Collective under mpiexec; otherwise, mpiexec is started.
 
     On each rank, `measure` is called with the module named `module`, the `World`, and a function that prints progress.
-    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given either, to 2.
+    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given, to 2.
     """
     if not is_launched():
         try:

@@ -53,7 +53,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def attention_name(text: str) -> str:
-    """Return `text` if it is the name of a supported attention implementation."""
+    """Return `text` unchanged if it names a supported attention implementation."""
     if text not in SUPPORTED:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
     return text

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
-    """Load the settings, or return a `UserError` for all ranks to raise. The file may be a pipe, so it is read once."""
+    """Return the settings, or a `UserError` for all ranks to raise. The file may be a pipe, so it is read only once."""
     from odc_mpi.training import settings
 
     try:

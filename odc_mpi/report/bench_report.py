@@ -59,7 +59,7 @@ _PUSHES = {
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
     "gloo_reduce_scatter": "gloo",
 }
-#: Style and marker of each curve, in order.
+#: Styles and markers of the curves, in order.
 _LINES = (
     (Style(PURPLE, ":"), "x"),
     (Style(BLUE, "-"), "o"),

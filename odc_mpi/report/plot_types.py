@@ -100,7 +100,7 @@ class Curve:
 
     Attributes:
         label: Text in the legend, or "" to omit the curve from the legend.
-        y: Value at each `x`, which is NaN if it is missing.
+        y: Value at each `x`; NaN if the value is missing.
         marker: Marker at each point (see `svg.Drawing.marker`).
     """
 

@@ -94,7 +94,7 @@ class Drawing:
             x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
-        """Return the drawing as an SVG document whose ids begin with `name`. A title also adds a background."""
+        """Return the drawing as an SVG document whose ids begin with `name`. With a title, it also has a background."""
         margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
         width, height = WIDTH + 2 * margin, round(self.height) + top + margin
         size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'
@@ -178,7 +178,7 @@ class Axes:
         self.drawing.text(x - 5 if is_right else x + 5, self.top + 10, text, text_anchor="end" if is_right else "start")
 
     def hover(self, x: Sequence[float], texts: Sequence[str]) -> None:
-        """Divide the axes into areas around the ascending values `x`, and give each area one of the hover texts."""
+        """Divide the axes into areas around the ascending values `x`, and give each area one of the hover `texts`."""
         positions = [self.x(value) for value in x]
         edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
         edges.append(self.left + self.width)
@@ -191,7 +191,7 @@ class Axes:
 
 
 def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[float]:
-    """Return about `count` evenly spaced round numbers between two limits, which are at least `min_unit` apart."""
+    """Return about `count` round numbers between two limits, evenly spaced and at least `min_unit` apart."""
     low, high = limits
     rough = max((high - low) / count, min_unit)
     size = 10.0 ** math.floor(math.log10(rough))

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise, zip_longest
 #: (Kaplan et al. 2020, arXiv 2001.08361).
 FORWARD = 1 / 3
 
-#: Start and end times of intervals in seconds, in ascending order.
+#: Intervals as pairs of start and end times in seconds, in ascending order.
 Intervals = list[tuple[float, float]]
 
 
@@ -60,7 +60,7 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
     In the forward pass of a unit, a chunk publishes its keys and values, then waits for those of all earlier chunks. In
     the backward pass, a unit ends when all later chunks have added to the gradients of these keys and values.
 
-    Chunk `i` begins at `began[i]` and takes `seconds[i]`, not counting waiting. All units take the same time. For each
+    Chunk `i` begins at `began[i]` and takes `seconds[i]`, excluding waits. All units take the same time. For each
     chunk, the result contains one interval per unit for the forward pass, then one per unit for the backward pass.
     """
     at = list(began)
@@ -102,7 +102,7 @@ def simulate_dynamic(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the quartiles of one or more values, with the keys `low`, `median` and `high`."""
+    """Return the quartiles of one or more values as a dictionary with the keys `low`, `median` and `high`."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return {"low": low, "median": median, "high": high}
 

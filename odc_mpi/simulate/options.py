@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 from odc_mpi.errors import UserError
 
-#: Maximum values of options. Larger values are probably typos.
+#: Maximum values of options in seconds and in GB/s. Larger values are probably typos.
 MAX_S = MAX_GB_PER_S = 10**6
 LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 

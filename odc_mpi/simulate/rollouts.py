@@ -10,7 +10,7 @@
 
 The completions of a prompt form its prompt group. A rank decodes all completions of its prompts together. Each decode
 step adds a token to every unfinished completion, and takes a constant time plus a time per unfinished completion.
-Training on a group can begin only when its last completion is finished, because its advantages are not known before.
+Training on a group can begin only when its last completion is finished, because its advantages are unknown until then.
 For window/on_demand, each group is divided into `SHARES` shares, which idle ranks claim.
 
 The speed-up of a schedule is the total time of collective/barrier for all minibatches, divided by that of the schedule.
@@ -75,7 +75,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return (end time in seconds, group index) of all `groups`, which a rank decodes together, sorted by time."""
+        """Return pairs of end time (in seconds) and group, sorted by time, for `groups` decoded together on a rank."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -144,7 +144,7 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     Three keys contain a number for each schedule and `BOUND`: `speedup` (over collective/barrier), `idle_fraction`
     (fraction of the time that ranks wait or run dummy microbatches) and `step_s` (mean duration of a minibatch, in
     seconds). `timeline` contains, for each schedule, the intervals in which each rank generates or trains in the first
-    minibatch. `generation_fraction` is the fraction of the busy time in collective/barrier spent on generation.
+    minibatch. `generation_fraction` is the fraction of busy time that ranks spend on generation in collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

@@ -1,7 +1,7 @@
 """Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
 A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, whereas
-`bench.schedule` sleeps for as long. Both use the same minibatches, which the seed determines.
+`bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
 """
 
 import math
@@ -150,11 +150,11 @@ class Scenario(ScenarioOptions):
 
     @property
     def planned_cost(self) -> CostModel:
-        """Cost model that ranks use for planning, in seconds, with the overhead and communication of a microbatch."""
+        """Cost model for planning, in seconds, including the overhead and communication of each microbatch."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches, which are the same whenever all options, including the seed, are the same."""
+        """Yield the minibatches, which depend only on the options, including the seed."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))

@@ -62,7 +62,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
     Args:
         headline: First line of the comment at the start of the script.
-        usage: Command line that submits the script, which the same comment shows.
+        usage: Command line that submits the script, also shown in this comment.
         array: Value of `sbatch --array`, or "" for a single job.
         settings: Bash code that appends settings to the arguments of the script, for example different ones for each
             job of an array. It must end with a line break, unless it is "".

@@ -1,7 +1,7 @@
 """Baseline for `bench train`: an odc_mpi model over MPI collectives, with the communication pattern of FSDP.
 
 Ranks wait for each other at every unit of every microbatch (see `comm.collective`), so all ranks must run the same
-number of microbatches. To make up for missing ones, a rank runs the minibatch's shortest sequence with zero gradients.
+number of microbatches. A rank with fewer also runs the shortest sequence of the minibatch, with zero gradients.
 """
 
 from typing_extensions import override

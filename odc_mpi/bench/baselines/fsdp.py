@@ -5,8 +5,8 @@ all-gathers the parameters of a layer before its forward pass, frees them afterw
 its backward pass, as in ZeRO-3. The parameters of the root group stay in memory between the two passes. The gradients
 of each group are reduce-scattered after its backward pass.
 
-FSDP requires all ranks to run the same number of microbatches. To make up for missing ones, a rank runs the minibatch's
-shortest sequence with zero gradients. Before the baseline, construct a `Gloo`, which initializes the process group.
+FSDP requires all ranks to run the same number of microbatches. A rank with fewer also runs the shortest sequence of the
+minibatch, with zero gradients. Construct a `Gloo` first, because it initializes the process group.
 """
 
 from torch import nn
