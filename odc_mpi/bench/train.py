@@ -86,8 +86,8 @@ def configuration(world: World, path: Path | None, report: Callable[[str], None]
     """Load the configuration in the file `path`, or the default configuration if `path` is None. Collective.
 
     With the default configuration, rank 0 prepares the default data set if it does not exist yet, and announces this
-    by calling `report` with a line of text. The returned configuration always uses the CPU. If the file sets epochs
-    instead of steps, the number of steps is set to 100.
+    by calling `report` with a line of text. The returned configuration always uses the CPU, and
+    `run.steps` defaults to 100.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")

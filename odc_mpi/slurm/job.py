@@ -65,7 +65,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
         usage: Command line that submits the script, also shown in this comment.
         array: Value of `sbatch --array`, or "" for a single job.
         settings: Bash code that appends settings to the arguments of the script, for example different ones for each
-            job of an array. It must end with a line break, unless it is "".
+            job of an array. It should end with a line break, unless it is "".
     """
     texts = {
         **vars(job),
