@@ -1,6 +1,6 @@
-"""Scenarios of simulations: minibatches with the costs that ranks use for planning, and with true durations.
+"""Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
-A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, and
+A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, whereas
 `bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
 """
 
@@ -20,13 +20,13 @@ from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, ScenarioOptions
 
 Floats = npt.NDArray[np.float64]
 
-#: Seconds for a sequence in a model with 1.5 B parameters on an A100. The values are the fit in the reference
+#: Seconds that a model with 1.5 B parameters takes for a sequence on an A100, from the fit in the reference
 #: implementation of ODC (sail-sg/odc, examples/llm_training/packing.py), which is per 32,000 tokens. The fit also has a
-#: constant of 0.666759 s, which is omitted here, as in the plans of the reference.
+#: constant of 0.666759 s, which is omitted here, as it is in the plans of the reference implementation.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
-#: Size of the parameters of that model in bf16, in bytes.
+#: Size in bytes of the parameters of that model in bf16.
 MODEL_BYTES = 2 * 1_500_000_000
-#: Larger values are typos.
+#: Maximum number of sequences in a minibatch. Larger values are probably typos.
 MAX_SEQUENCES = 10**7
 
 
@@ -34,16 +34,16 @@ MAX_SEQUENCES = 10**7
 class SimulatedMinibatch:
     """Minibatch to simulate. All durations are in seconds.
 
-    The first microbatch of a rank with windows takes longer, because it fills the caches (`is_first` in the methods).
+    With windows, a rank's first microbatch takes longer because it fills the caches (`is_first` in the methods).
 
     Attributes:
-        lengths: Number of tokens of each sequence, int64 [n].
-        sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
+        lengths: Number of tokens in each sequence, int64 `[n]`.
+        sequence_s: True duration of each sequence on a rank of speed 1, float64 `[n]`.
         overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
-        speeds: Speed of each rank in this minibatch, float64 [ranks].
+        speeds: Speed of each rank in this minibatch, float64 `[ranks]`.
         cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
-        cache_cost_s: Additional duration of the first microbatch of a rank.
+        cache_cost_s: Additional duration of a rank's first microbatch, which fills the caches.
         cost: Cost model that ranks use for planning, in seconds.
     """
 
@@ -57,7 +57,7 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration, without communication, of a microbatch of sequence indices on a rank of speed 1."""
+        """Return the duration, without communication, of a microbatch (indices of sequences) on a rank of speed 1."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
@@ -65,11 +65,11 @@ class SimulatedMinibatch:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with caches, including communication over windows."""
+        """Return the duration of a microbatch on a rank with parameter and gradient caches, including communication."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the duration of chunk `index` of a split sequence on a rank, without waiting for other chunks."""
+        """Return the duration of chunk `index` of a split sequence on a rank, not counting waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
         error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
         work_s = self.overhead_s + error * self.cost.chunk(begin, end)
@@ -83,7 +83,7 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario(ScenarioOptions):
-    """Scenario of a simulated run. Raises `UserError` if options are invalid. The seed determines all minibatches.
+    """Scenario of a simulated run, whose seed determines all minibatches. Raises `UserError` if options are invalid.
 
     A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
 
@@ -128,13 +128,13 @@ class Scenario(ScenarioOptions):
 
     @property
     def communication_s(self) -> float:
-        """Duration of the fetches and pushes of a microbatch without caches, in seconds."""
+        """Seconds that the fetches and pushes of a microbatch take without caches."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch, and seconds to fill them in a rank's first microbatch."""
+        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -178,11 +178,11 @@ class Scenario(ScenarioOptions):
 
     @property
     def planned_cost(self) -> CostModel:
-        """Cost model that ranks use for planning, in seconds, including overhead and communication of microbatches."""
+        """Cost model for planning, in seconds, including the overhead and communication of each microbatch."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches. The same seed gives the same minibatches."""
+        """Yield the minibatches, which depend only on the options, including the seed."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
@@ -199,6 +199,6 @@ class Scenario(ScenarioOptions):
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
-    """Sample `n` log-normal factors with mean 1. Unlike normal factors, log-normal factors are always positive."""
+    """Sample `n` log-normal factors with mean 1. Unlike normally distributed factors, they are always positive."""
     variance = math.log1p(deviation**2)
     return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)
