@@ -22,7 +22,7 @@ from odc_mpi.errors import UserError
 
 #: Fields that make up the prompt. All other fields of a record are columns.
 _NO_COLUMNS = ("prompt", "messages", "system", "tools")
-#: Names of the arguments that reward functions receive besides the columns. A column may not have such a name.
+#: Names of the arguments that reward functions receive besides the columns. A column may not have one of these names.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -33,8 +33,9 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Value of each column by name, for the keyword arguments of reward functions. All fields in the file
-            that do not belong to prompts are columns. If this record does not have the field, the value is None.
+        columns: Value of each column, keyed by its name and passed to reward functions as a keyword argument. All
+            fields in the file that do not belong to prompts are columns. The value is None if this record does not have
+            the field.
     """
 
     tokens: list[int]
@@ -51,7 +52,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
 
     Args:
-        path: File in a format that `DataSource` reads.
+        path: File in a format that `DataSource` can read.
         setting: Name of the setting or option that specifies the file, for error messages.
 
     Raises:
