@@ -53,7 +53,7 @@ class CostModel:
 #: Constant cost of a microbatch, as the number of tokens with that cost. It arises because each parameter's gradient is
 #: computed, flattened and pushed once, regardless of the number of tokens. It was measured to be 79 on CPUs
 #: (benchmarks/notes/balance.md). An A100's memory bandwidth and matrix speed suggest several hundred. Where 79 was
-#: measured, `dynamic` packs about equally well with values from 40 to 250, but far too small microbatches with 0.
+#: measured, `dynamic` packs about equally well with 40 to 250, but with 0 its microbatches are far too small.
 MICROBATCH_TOKENS = 100
 
 

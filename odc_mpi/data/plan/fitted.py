@@ -1,9 +1,9 @@
 """A cost model that is fitted to the measured times of microbatches during a run.
 
-The model is `seconds = slowness * (constant + linear * tokens + quadratic * squares)`, with the slowness of the rank
-and the sum of squared sequence lengths. The time of a chunk is its share of the sequence's time, multiplied by a factor
-(`CostModel.chunk`). Each rank observes its own microbatches, and sums the observations in a row of numbers. At the end
-of a minibatch, ranks exchange rows together with other values, and every rank fits the same model to the same rows.
+The model is `seconds = slowness * (constant + linear * tokens + quadratic * squares)`, where `slowness` depends on the
+rank, and `squares` is the sum of squared sequence lengths. The time of a chunk is its share of the sequence's time,
+multiplied by a factor (`CostModel.chunk`). Each rank observes its own microbatches, and sums the observations in a row
+of numbers. At the end of a minibatch, ranks exchange their rows, and every rank fits the same model to the same rows.
 
     observe   call after each microbatch
     report    call before the exchange, to get this rank's row
