@@ -1,4 +1,4 @@
-"""Tokenizing examples and computing their loss masks, with any fast tokenizer from transformers."""
+"""Tokenizing examples and computing their loss masks with any fast tokenizer from transformers."""
 
 import itertools
 from collections.abc import Sequence
@@ -119,7 +119,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the number of the special token that ends an assistant turn, or None if no chat template defines one."""
+    """Return the ID of the special token that ends an assistant turn, or None if no chat template defines one."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     chats = ChatRenderer(tokenizer)
     try:

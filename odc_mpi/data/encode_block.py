@@ -1,7 +1,7 @@
 """Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
 
-Worker processes are spawned, not forked, because a fork would copy the locks of h5py and of the threads of tokenizers
-in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
+Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
+tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
 """
 
 import hashlib

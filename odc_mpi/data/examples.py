@@ -303,8 +303,7 @@ def _conversation(
 ) -> Conversation:
     """Return a conversation with the system prompt and the tools from other fields of the record.
 
-    Messages have no loss if they are among the first `num_context`, if `LOSS_FLAGS` exclude them, or if they are at
-    index 0.
+    Messages have no loss if `LOSS_FLAGS` exclude them, or if they are at index 0 or among the first `num_context`.
     """
     untrained = [
         index < num_context or any(message.get(flag) == values[0] for flag, values in LOSS_FLAGS.items())

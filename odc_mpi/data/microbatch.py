@@ -18,9 +18,9 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence) are
-            int64 [1, T], and so are `labels`, which chunks, pairs and rollouts lack. Labels are -100 for tokens without
-            loss and for the first token of each sequence, so no token is predicted from another sequence.
+        inputs: Arguments for a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence)
+            are int64 [1, T], and so are `labels`, which chunks, pairs and rollouts lack. Labels are -100 for tokens
+            without loss and for the first token of each sequence, so no token is predicted from another sequence.
             `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the sequences and of their
             keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache` is False, because with a
             cache, transformers would not separate sequences by their positions if attention ignores the bounds.
@@ -98,7 +98,7 @@ def packed_inputs(
 
     Args:
         tokens: Tokens of all sequences, int64 [T].
-        lengths: Number of tokens of each sequence, not counting a shared prompt.
+        lengths: Number of tokens in each sequence, not counting a shared prompt.
         shared_prompts: For each sequence, the number n of prompt tokens that it shares with an earlier sequence, or 0
             if it shares none; None if no sequence shares a prompt. The earlier sequence is the nearest one before it
             whose entry is 0. A sequence with a shared prompt attends to the first n tokens of the earlier sequence. Its
@@ -115,9 +115,9 @@ def packed_inputs(
 
 
 def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`.
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` for transformers, and `use_cache=False`.
 
-    `num_keys` contains the number of keys of each sequence; None if it equals the number of tokens.
+    `num_keys` contains the number of keys for each sequence; None if it equals the number of tokens.
     """
     # With a cache, which is the default, transformers silently does not separate sequences by their positions.
     kwargs: dict[str, Any] = {"use_cache": False}

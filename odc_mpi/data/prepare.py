@@ -55,16 +55,16 @@ _MAX_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Options of `prepare`.
+    """Options for `prepare`.
 
     Attributes:
         tokenizer: Directory or data set that contains a tokenizer; None to train a tokenizer on the sources.
-        chat_template: File with a chat template that replaces the tokenizer's own; None to keep the latter.
+        chat_template: File with a chat template that replaces the tokenizer's own; None to keep that of the tokenizer.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens of a sequence, or of a prompt with one answer of a pair; None for no limit.
+        max_length: Maximum number of tokens in a sequence, or in a prompt with one answer of a pair; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
             texts into consecutive sequences, and to truncate other sequences.
-        columns: Name in the sources of each renamed field; see `examples.Columns`.
+        columns: Mapping from each renamed field to its name in the sources; see `examples.Columns`.
         split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
         vocab_size: Maximum number of tokens if a tokenizer is trained.
         bad_lines: "error" to raise a `UserError` for an invalid record; "skip" to skip invalid records and count them.
@@ -113,8 +113,7 @@ def prepare(
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
-        out: New file, or data set to replace (see `PrepareOptions.force`). If an error occurs, the file does not
-            change.
+        out: New file, or data set to replace (see `PrepareOptions.force`). The file does not change if an error occurs.
         options: Options; None for the defaults.
         console: Console for a progress bar and notes on replaced files; None for no output. The report is not printed.
 
@@ -152,13 +151,13 @@ def eval_output_path(out: Path) -> Path:
 
 
 class _Plan:
-    """Inputs and outputs of a call of `prepare`, checked before any source is read.
+    """Inputs and outputs of a call to `prepare`, checked before any source is read.
 
     Attributes:
         output_paths: Path of the data set, followed by that of the data set with held-out sequences, if any.
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
-        files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
+        files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
         chat_template: Chat template that replaces the tokenizer's own, or None.
         request: Digest of everything that determines the result.
         origin: Digest of the origins of the sources (see `DataSource.origin`).

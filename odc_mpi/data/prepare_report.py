@@ -30,7 +30,7 @@ class PrepareReport(FilterCounts):
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
         num_bad_lines: Number of invalid records that were skipped.
         bad_lines: Error messages of the first three invalid records.
-        longest: Number of tokens of the longest sequence.
+        longest: Number of tokens in the longest sequence.
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
             a single source and for more than 50 sources.

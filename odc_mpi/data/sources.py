@@ -2,8 +2,8 @@
 
 Without weights, each example (line or row) of each source is used once. With weights, the number of examples from each
 source is proportional to its weight, and the examples are selected at random. The strategy determines whether examples
-may be used repeatedly (see `mix`). Sources are read in the order of the command line, since training shuffles
-sequences. If a source cannot be read, a `UserError` is raised.
+may be used repeatedly (see `mix`). Sources are read in command-line order, since training shuffles sequences. If a
+source cannot be read, a `UserError` is raised.
 """
 
 import random
@@ -96,8 +96,7 @@ class DataSource:
         """Yield the examples in blocks.
 
         Args:
-            num_repeats: Function that returns how many times to use an example. It is called for each example, in
-                order.
+            num_repeats: Function that returns how many times to use an example. Called once for each example, in order.
             on_bytes_read: Function that is called repeatedly with the number of bytes read since its last call.
         """
         if self.dataset is not None:
@@ -223,7 +222,7 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read. A source that is read several times counts several times."""
+        """Number of bytes to read. A source that is read several times is counted several times."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:

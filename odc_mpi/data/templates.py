@@ -134,10 +134,9 @@ class ChatRenderer:
     def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
         """Return one example with all answers, or None if each needs its own. `text` is the rendering of all messages.
 
-        Special tokens that follow the end-of-turn token may be missing in `text`, because Phi 3 ends the last answer
-        with an end-of-text token. An answer with a different end-of-turn token in `text` needs its own example: gpt-oss
-        ends the last answer with <|return|>, which stops the generation, but other answers with <|end|>, which does
-        not.
+        Special tokens after the end-of-turn token may be missing in `text`: Phi 3 ends only the last answer with an
+        end-of-text token. An answer whose end-of-turn token differs in `text` needs its own example: gpt-oss ends the
+        last answer with <|return|>, which stops generation, and other answers with <|end|>, which does not.
         """
         if self._split_turns == "always":
             return None

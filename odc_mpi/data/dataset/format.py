@@ -67,7 +67,7 @@ def hdf5_errors(path: Path, description: str) -> Iterator[None]:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the hexadecimal SHA-256 digest of a vocabulary, which maps tokens to their numbers."""
+    """Return the hexadecimal SHA-256 digest of a vocabulary, which maps tokens to their IDs."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -107,6 +107,6 @@ def read_size(attributes: h5py.AttributeManager, name: str) -> int:
 
 
 def has_signature(file: h5py.File) -> bool:
-    """Return True if the attribute `format` identifies the file as a data set, of any version of `prepare`."""
+    """Return True if the attribute `format` identifies the file as a data set written by any version of `prepare`."""
     value = file.attrs.get("format")
     return value.decode(errors="replace") == FORMAT if isinstance(value, bytes) else bool(np.all(value == FORMAT))

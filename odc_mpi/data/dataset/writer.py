@@ -47,9 +47,9 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         """Create the file, which must not exist yet.
 
         Args:
-            vocab_size: Number of tokens of the tokenizer.
+            vocab_size: Number of tokens in the tokenizer's vocabulary.
             tokenizer: Name of the tokenizer, for display.
-            source: Name of the source of the text, for display.
+            source: Name of the text's source, for display.
             vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
             tokenizer_files: Contents of the tokenizer's files, keyed by file name; None to store no tokenizer.
         """

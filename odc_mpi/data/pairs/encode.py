@@ -66,7 +66,7 @@ class EncodedPair(Encoded):
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
-    """Tokenize pairs, and return for each pair a list that contains one `EncodedPair`.
+    """Tokenize pairs, and return, for each pair, a list that contains one `EncodedPair`.
 
     Each answer is tokenized together with its prompt, as in `encode`. The prompt of the pair consists of the tokens
     with which both sequences begin, up to the first loss token of either sequence. Texts without a prompt have loss

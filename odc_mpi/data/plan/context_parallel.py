@@ -1,4 +1,4 @@
-"""Context parallelism on demand: split the sequences of a minibatch that are too long for one rank.
+"""Context parallelism on demand, which splits the longest sequences of a minibatch across ranks.
 
 A minibatch takes at least as long as its longest sequence. Therefore, sequences above a cost threshold are split into
 chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only ranks that share a sequence wait for
@@ -71,7 +71,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
     for estimate, counts in planner.promising():
-        if estimate >= earliest:  # skip plans that are worse even by estimate: planning is slow
+        if estimate >= earliest:  # planning is slow, so skip plans that are worse even by estimate
             break
         plan = planner.plan(counts)
         end = planner.estimate_end(plan)

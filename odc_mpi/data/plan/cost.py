@@ -33,12 +33,12 @@ class CostModel:
     chunk_factor: float = CHUNK_FACTOR
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the cost of each sequence, float64 in the shape of `lengths`, which contains numbers of tokens."""
+        """Return the cost of each sequence, float64 with the shape of `lengths`, which contains numbers of tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
     def chunk(self, begin: int, end: int) -> float:
-        """Return the cost of a chunk that consists of the tokens `begin:end` of a sequence, without `constant`.
+        """Return the cost, without `constant`, of a chunk that consists of the tokens `begin:end` of a sequence.
 
         Under causal attention, a token attends to all earlier tokens, so the cost is `chunk_factor` times the
         difference between the costs of two sequences, one of `end` tokens and one of `begin` tokens.
@@ -66,7 +66,7 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostMo
 
     Attention: for s tokens, the scores and the weighted sum of the values need 2 s² h FLOPs each per layer. The causal
     mask halves the sum of 4 s² h. The backward pass needs twice the FLOPs of the forward pass, so the total is 6 s² h
-    per layer. Recomputation in the backward pass is not counted. The constant cost is `MICROBATCH_TOKENS` tokens.
+    per layer. Recomputation is not counted. The constant cost is that of `MICROBATCH_TOKENS` tokens.
 
     Args:
         num_parameters: Number N of parameters, including the output head but not the embedding table.

@@ -45,7 +45,7 @@ def pack_pool(
     """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
 
     Args:
-        lengths: Number of tokens of each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
+        lengths: Number of tokens in each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
         constant: Cost of a microbatch in addition to that of its sequences.

@@ -33,9 +33,8 @@ _Vector = tuple[float, float, float]
 #: microbatches, the sum of the chunk factors, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches, enough to average
-#: out noise, but few enough to follow lasting changes. A literal, since powers may differ in the last bit between
-#: libraries.
+#: Factor applied to the weight of an observation after each minibatch. The weight halves in 30 minibatches, enough to
+#: average out noise, yet few enough to follow lasting changes. A literal, since libraries may differ in the last bit.
 DECAY = 0.97716
 #: Minimum weighted number of microbatches on all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
@@ -172,7 +171,7 @@ def _numbers(cost: CostModel) -> _Vector:
 
 
 def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
-    """Alternately fit the speeds of the ranks and the coefficients."""
+    """Alternate between fitting the speeds of the ranks and fitting the coefficients."""
     coefficients, before = _numbers(start), _numbers(prior)
     for _ in range(NUM_ALTERNATIONS):
         even = _at_mean_speed(rows, coefficients)

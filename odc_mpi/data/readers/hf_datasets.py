@@ -81,7 +81,7 @@ def read_rows(
     for begin in range(0, len(dataset), _BATCH_ROWS):
         try:
             batch = dataset[begin : begin + _BATCH_ROWS]
-        except Exception as error:  # damaged files, libraries for nested media
+        except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
         rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         indices = [index for index in range(len(rows)) for _ in range(num_repeats())]

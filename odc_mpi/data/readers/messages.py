@@ -40,8 +40,8 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check the messages in the field `name`, and return them in the form that chat templates expect.
 
-    The content becomes one string, and roles become those of templates. Null fields are removed, `from` and `value` are
-    renamed, and "function_call" messages become tool calls. Raises an `InvalidRecordError` for invalid messages.
+    The content of each message becomes one string. Roles are translated, null fields are removed, `from` and `value`
+    are renamed, and "function_call" messages become tool calls. Raises an `InvalidRecordError` for invalid messages.
     """
     if not isinstance(messages, list):
         kind = json_kind(messages) + (" that is not the JSON text of messages" if isinstance(messages, str) else "")

@@ -34,7 +34,7 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
                 chosen = pyarrow.Table.from_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
                 try:
                     rows = [without_nulls(row) for row in chosen.select(no_times).to_pylist()]
-                except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
+                except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
                     place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
                     raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
                 yield Block(str(path), "row", numbers, rows)

@@ -105,7 +105,7 @@ class Block:
 
     Attributes:
         name: Path of the file, or name of the data set.
-        unit: Unit that `numbers` count, such as "row".
+        unit: Unit of `numbers`, such as "row".
         numbers: Number of each record in the file or data set, counted from 1. Copies of a record have the same number.
         values: For each record, the record itself, an unparsed line of JSON, or an error if the record is invalid.
     """
