@@ -35,8 +35,7 @@ from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
-#: rank without a heartbeat during this time is stopped or dead. Other waits that began at the same time also expire
-#: within it.
+#: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
 #: Maximum duration of a wait for ranks that report progress, as a multiple of the limit for other waits.
 MAX_EXTENSION = 10
@@ -88,8 +87,8 @@ class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        limit: Name of the setting that defines `timeout_s`, the maximum duration of a wait in seconds, for error
-            messages.
+        timeout_s: Maximum duration of a wait, in seconds.
+        limit: Name of the setting that defines `timeout_s`, for error messages.
 
     Attributes:
         num_models: Number of open sharded models in this process.
@@ -191,8 +190,7 @@ class Job:
     def _expired(self, wait: PendingWait, waited_s: float) -> float:
         """Abort the job because a wait has exceeded its deadline. Called in the watchdog thread.
 
-        If all ranks that delay the wait report progress, return the number of seconds by which to extend the deadline
-        instead.
+        If all ranks that delay the wait report progress, return the seconds by which to extend the deadline instead.
         """
         limit_s, limit = self.watchdog.timeout_s, self._limit
         extensible_s = max(0.0, MAX_EXTENSION * limit_s - waited_s)

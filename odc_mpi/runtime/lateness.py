@@ -44,8 +44,7 @@ class Status:
         aborting: True if the rank is about to print a message and abort the job.
         heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
             watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
-        published_at: Time at which the rank last published an activity, in seconds since the epoch, on the rank's own
-            clock.
+        published_at: Time at which the rank last published its activity, in seconds since the epoch, by its own clock.
         heartbeat_number: Counter that is incremented by every write of the status.
     """
 
@@ -77,8 +76,7 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
     """Return the number of seconds until a late rank will have published no new activity for `limit_s` seconds.
 
-    Returns 0 if this is already the case for any late rank, if no rank is known to be late, or if a rank did not
-    answer.
+    Returns 0 if a late rank has reached this limit, if no rank is known to be late, or if a rank did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0

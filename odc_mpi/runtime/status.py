@@ -42,16 +42,14 @@ POLL_EVERY_S, NUM_POLLS = 0.5, 3
 READ_GRACE_S = 2.0
 #: Maximum number of reads in flight. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
 MAX_REQUESTS = 64
-#: Number of ranks, starting with rank 0, that connect to all other ranks at startup, and can later read any rank's
-#: status.
+#: Number of ranks, from rank 0 on, that connect to all ranks at startup, and can later read the status of any rank.
 NUM_FIRST_RANKS = 8
 
 
 class StatusPage:
     """Status page of this rank in `memory`, uint8 `[PAGE_BYTES]`. Thread-safe.
 
-    The attributes have the same meaning as those of `Status`. A change to an attribute is published with the next
-    write.
+    The attributes have the same meaning as those of `Status`. A changed attribute is published by the next write.
     """
 
     def __init__(self, memory: memoryview) -> None:

@@ -42,8 +42,7 @@ STRANDED_POLL_S = 0.5
 class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    In all methods, `what` describes the operation for error messages ("... while <what>"), for example "fetching unit
-    layers.3".
+    In all methods, `what` describes the operation for messages ("... while <what>"), as in "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
     after the traceback has been printed. Exceptions in other threads are only printed.
@@ -51,8 +50,7 @@ class World(AbstractContextManager["World"]):
     Args:
         comm: Communicator to duplicate. By default, MPI_COMM_WORLD, which contains all ranks of the job.
         timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
-            error, but the limit is extended up to tenfold while the late ranks keep publishing new activities. Ignored
-            if `job` is given.
+            error. While the late ranks publish new activities, the limit is up to ten times higher. Ignored with `job`.
         limit: Name of the setting that defines `timeout_s`, for error messages.
         job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
             created, which ends when this world closes.
@@ -165,8 +163,7 @@ class World(AbstractContextManager["World"]):
     def background_progress_off(self) -> Iterator[None]:
         """Context manager that keeps the background thread from calling MPI, for measurements of one-sided progress.
 
-        Otherwise, the thread calls MPI twice per second for a few milliseconds, so that other ranks can read this
-        rank's status.
+        Otherwise, it calls MPI twice per second for some milliseconds, so that other ranks can read this rank's status.
         """
         status = self.job.status
         assert status is not None

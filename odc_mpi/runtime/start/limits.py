@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Default of ODC_MPI_START_TIMEOUT_S, the time limit for MPI_Init in seconds. Starting thousands of ranks may take
-#: minutes.
+#: Default of ODC_MPI_START_TIMEOUT_S, the time limit for MPI_Init in seconds. Thousands of ranks may take minutes.
 START_S = 300.0
 #: Minimum time limit for MPI_Finalize, in seconds. With more processes than cores, MPI_Finalize takes seconds.
 END_S = 10.0
