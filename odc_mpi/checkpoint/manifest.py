@@ -46,7 +46,7 @@ KINDS = ("trainable", "frozen", "buffer", "state")
 
 
 class VersionError(UserError):
-    """Raised if a checkpoint has a different version of the format. The checkpoint may be intact."""
+    """Raised if a checkpoint has a different format version. The checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file in the checkpoint of a step."""
+    """Return the name of a rank's file in a step's checkpoint."""
     # The name contains the step, because HDF5 also searches the current directory for the files of an index, and that
     # directory may be another checkpoint.
     return f"{step_name(step)}_rank_{rank:05d}.h5"

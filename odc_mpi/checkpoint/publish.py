@@ -2,9 +2,9 @@
 
 Note: retired checkpoints
     A checkpoint is retired, that is, renamed to a hidden name, before it is replaced or pruned. A replaced checkpoint
-    is removed only after its replacement has been published and flushed to disk. The manifest of a retired directory is
-    removed first. A retired directory with a manifest is therefore complete, and `recover_retired` restores its name
-    unless another checkpoint has that name.
+    is removed only after its replacement has been published and flushed to disk. The removal of a retired directory
+    begins with its manifest, so a retired directory with a manifest is complete, and `recover_retired` restores its
+    name unless another checkpoint has that name.
 """
 
 import os
@@ -17,7 +17,7 @@ from odc_mpi.checkpoint.index import MAX_INDEXED_RANKS, write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, Manifest, steps_in, write_manifest
 from odc_mpi.files import sync_directory
 
-#: Prefixes of hidden directories: checkpoints that are being written, and retired ones.
+#: Prefixes of the hidden directories of checkpoints that are being written, and of retired checkpoints.
 _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 

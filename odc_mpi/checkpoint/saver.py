@@ -97,7 +97,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True while a thread of this rank writes a file or publishes a checkpoint."""
+        """True while a thread of this rank is writing a file or publishing a checkpoint."""
         writing = self._pending is not None and self._pending.writing.is_alive()
         return writing or (self._publishing is not None and self._publishing.is_alive())
 
@@ -111,7 +111,7 @@ class Saver:
     ) -> None:
         """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
-        The arrays in `entries` must not change until the file is written. `manifest` must have no records of files, and
+        The arrays in `entries` must not change until the file is written. `manifest` must contain no file records, and
         is None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"

@@ -150,7 +150,7 @@ def checksum_of_file(path: Path) -> FileRecord:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Data set in a file. `offset` is its location, and `first_block` the index of its first checksum in the table."""
+    """Data set in a file at `offset`. `first_block` is the index of its first checksum in the table."""
 
     dtype: np.dtype
     numel: int
@@ -262,7 +262,7 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which the torch dtype `dtype` is stored. Raise `UserError` for unsupported dtypes."""
+    """Return the NumPy type in which the torch dtype `dtype` is stored. Raise `UserError` for unsupported dtypes."""
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
     return np.dtype(STORED_AS[dtype])

@@ -83,8 +83,8 @@ class SideFiles:
 def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
     """Read the tokenizer files of a run with the configuration `config`, and return their contents, keyed by file name.
 
-    The files are read from the first of these locations that has any: `data.path`, `rl.tokenizer`, and the directory of
-    the model (`base`, or `model.path` by default). The result is empty if none has any.
+    The files come from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
+    directory of the model (`base`, or `model.path` by default). The result is empty if none has any.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]

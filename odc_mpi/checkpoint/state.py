@@ -4,8 +4,8 @@
     restore     read this rank's slices from a checkpoint, which a different number of ranks may have written
 
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
-all ranks, such as persistent buffers, which rank 0 stores. Frozen parameters of a base model are omitted; the
-checkpoint's `metadata["base"]` describes the base model.
+all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
+omitted; the checkpoint's `metadata["base"]` describes the base model.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ class TrainingState:
     def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
         """Map the path of each tensor to this rank's range of it: the start, and the elements in the stored type.
 
-        For tensors in host memory, the arrays are views, whose values change with the next optimizer step.
+        For tensors in host memory, the arrays are views, so their values change with the next optimizer step.
         """
         return {
             tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
@@ -187,7 +187,7 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Restore the replicated tensors of a module: persistent buffers, and parameters that are not floating-point."""
+    """Restore the replicated tensors of a module: persistent buffers and non-floating-point parameters."""
     for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 

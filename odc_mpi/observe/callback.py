@@ -42,7 +42,8 @@ class Step:
         minibatch: Minibatch of the step, with the data of all ranks.
         metrics: Metrics added by callbacks, keyed by name, and written as one line of ``metrics.jsonl``. They are equal
             on all ranks, except for values that depend on the rank's clock.
-        failure: Error to raise after all callbacks have run `on_step_end`, set on every rank, or None to continue.
+        failure: Error to raise after all callbacks have run `on_step_end`, or None to continue. Set on all ranks or
+            none.
     """
 
     number: int

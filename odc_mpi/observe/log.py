@@ -13,7 +13,7 @@ from odc_mpi.observe.terminal import ProgressReporter
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after the callbacks that add the metrics. In a resumed run, only rank 0 summarizes the earlier steps, too.
+    Must run after the callbacks that add the metrics. In a resumed run, only rank 0's summary includes earlier steps.
 
     Args:
         startup_lines: Text to print before the metrics.

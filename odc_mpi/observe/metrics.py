@@ -150,8 +150,8 @@ class Summary:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: Additional entries. An entry with the key of a reduced `sum` is the sum since this start, which is
-                more precise than the sum of the metrics. The sum over earlier steps is added to it.
+            fields: Additional entries. An entry with the key of a reduced `sum` is taken as the sum since this start,
+                because it is more precise than the sum of the metrics. The sum over earlier steps is added to it.
 
         Returns:
             `fields`, the reduced entries, `steps` (the number of all steps), and `elapsed_s` (seconds since this start,

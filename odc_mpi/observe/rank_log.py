@@ -1,4 +1,4 @@
-"""Log file of each rank for library warnings, which would otherwise interrupt the metrics on the terminal.
+"""A log file per rank for library warnings, which would otherwise interrupt the metrics on the terminal.
 
 Python warnings, and log records of libraries at level WARNING or above, are written to one file per rank in the
 directory `run.log_dir`, or dropped if it is not set. A message that a logger repeats is written once. Rank 0 also
@@ -20,7 +20,7 @@ from odc_mpi.runtime.job_info import slurm_job
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: Loggers of libraries that install a handler of their own, which prints.
+#: Loggers of libraries that install their own printing handlers.
 _SEPARATE_LOGGERS = ("transformers",)
 
 

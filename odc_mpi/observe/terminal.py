@@ -104,7 +104,7 @@ _RESULTS = (
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
-    """Start a bar that is drawn once per step, because a thread that redraws the bar would slow down the training."""
+    """Start a bar that is drawn once per step, because a thread that redraws the bar would slow down training."""
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[left]} left"))
     gap = TextColumn("")  # before output of other processes after the bar
     bar = Progress(*columns, gap, console=console, auto_refresh=False)
@@ -175,7 +175,7 @@ def terminal_width() -> int | None:
 
 
 def _outermost_launcher() -> int | None:
-    """Return the process id of the outermost launcher (mpiexec) among the ancestors of this process, or None."""
+    """Return the process ID of the outermost launcher (mpiexec) among the ancestors of this process, or None."""
     pid, launcher = os.getppid(), None
     while pid > 1:
         try:
@@ -189,7 +189,7 @@ def _outermost_launcher() -> int | None:
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal to which `launcher` (None: this process) writes, or None without a terminal."""
+    """Return the width of the terminal to which `launcher` (None: this process) writes, or None if there is none."""
     try:
         if launcher is None:
             return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width

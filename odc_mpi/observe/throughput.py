@@ -1,4 +1,4 @@
-"""Throughput metrics: time, epoch, tokens per second and rank, model FLOPs utilization (MFU), and peak memory."""
+"""Throughput metrics: time, epoch, tokens per second per rank, model FLOPs utilization (MFU), and peak memory."""
 
 import re
 from datetime import datetime, timezone
@@ -32,7 +32,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class ThroughputMetrics(Callback):
-    """Adds time, epoch, tokens per second and rank, model FLOPs utilization and peak memory to the metrics of a step.
+    """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
 
     Must run after the callbacks that report `step_s` and `tokens_per_s`.
 
@@ -62,12 +62,12 @@ class ThroughputMetrics(Callback):
         return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the peak host memory and, on a GPU, the peak device memory, as maxima over all ranks in bytes."""
+        """Add the peak host memory and, on a GPU, the peak device memory, in bytes, as maxima over all ranks."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())
 
     def on_step_end(self, step: Step) -> None:
-        """Add time, epoch, tokens per second and rank, and model FLOPs utilization to the metrics of the step."""
+        """Add time, epoch, tokens per second per rank, and model FLOPs utilization to the metrics of the step."""
         metrics = step.metrics
         metrics |= self._progress(step.number)
         metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks

@@ -15,7 +15,7 @@ from odc_mpi.shard.step_phases import SHARDING, SpanRecorder
 
 
 class StartReport(Callback):
-    """Adds the duration of each startup phase, as the maximum over all ranks in seconds, to the summary.
+    """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
 
     Must be the first callback: the `on_train_begin` hooks of later ones, such as an evaluation, are the next phase.
     """

@@ -22,7 +22,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file, or a few megabytes. A rank with more spans than its share writes the longest.
+#: Maximum number of spans in the file (a few megabytes). A rank with more spans than its share writes the longest.
 MAX_SPANS = 100_000
 #: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50
@@ -58,7 +58,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record a step. Call this right after the synchronization of all ranks at the end of the step."""
+        """Record a step. Call this right after all ranks have synchronized at the end of the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:

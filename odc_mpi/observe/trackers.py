@@ -152,7 +152,7 @@ def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Raise `UserError` if a tracker's package is missing. If `names` is not empty, initialize accelerate."""
+    """Raise `UserError` if a tracker's package is missing. Initialize accelerate if `names` is not empty."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:

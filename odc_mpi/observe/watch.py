@@ -24,7 +24,7 @@ from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_conso
 _BACKLOG, _POLL_S = 20, 1.0
 #: Characters for bars of increasing height, number of bars in a chart, and number of steps for estimating time left.
 _HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
-#: Columns to show, each with one metric. `_FIRST` has the columns by objective, and `_LAST` those of all objectives.
+#: Columns to show, each with one metric: `_FIRST` has those of each objective, and `_LAST` has those of all objectives.
 _LOSS = [ProgressColumn("loss", 8, "{loss:.4f}"), ProgressColumn("held-out", 8, "{eval_loss:.4f}")]
 _FIRST = {
     "sft": _LOSS,

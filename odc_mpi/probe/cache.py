@@ -13,7 +13,7 @@ import mpi4py
 from odc_mpi.files import write_text_atomic
 from odc_mpi.probe.report import ProbeReport
 
-#: Maximum age of a cached report, in seconds. The cache key does not cover changes to kernels, drivers and networks.
+#: Maximum age of a cached report, in seconds. The cache key does not cover changes to kernels, drivers or networks.
 MAX_AGE_S = 7 * 24 * 3600.0
 #: Version of the probe and its report, which is part of the cache key. Reports from other versions are not read.
 FORMAT = 4

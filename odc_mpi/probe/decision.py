@@ -3,8 +3,8 @@
     window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, `Win.Create`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
-    progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate, or Fetch_and_op to
-                    another node does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
+    progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
+                    Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
     window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all necessary operations successfully,
                     or if there is only one rank; otherwise the host, with copies through pinned memory
 

@@ -10,7 +10,7 @@ _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Return True if a device file of NVIDIA's driver for Linux or WSL exists, so this machine probably has a GPU."""
+    """Return True if this machine has a device file of NVIDIA's driver for Linux or WSL, and thus probably a GPU."""
     return any(node.exists() for node in _NODES)
 
 

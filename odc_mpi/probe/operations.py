@@ -47,8 +47,8 @@ class ProbeLink:
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Operations update this
-            array, which links with the same target share.
+        expected: Expected content of the target's window, including the counter, uint8 `[n]`. This array is updated by
+            operations, and shared by links with the same target.
         allocate: Function that creates a buffer with the given initial content.
         rotation: Number of elements by which the sent values are rotated, so that links can send different values.
     """

@@ -74,7 +74,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report without trial results: only MPI library, thread level, memory model, nodes and ranks."""
+    """Return a report that has no trial results, only MPI library, thread level, memory model, nodes and ranks."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),

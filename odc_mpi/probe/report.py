@@ -9,7 +9,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-#: Kinds of peers that a rank can have. They are the names of the fields of `Peers`.
+#: Kinds of peers that a rank can have, named like the fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
 #: Operations, named like the fields of `Peer`, in the order of the trials. The one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
@@ -90,7 +90,7 @@ class DeviceWindows:
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
         alloc_kinds: Kinds of memory that the MPI library reports as supported (MPI-4.1, `mpi_memory_alloc_kinds`).
         window: True if a window could be created.
-        own_accumulate: True if Accumulate from each rank's device to its own window worked on all ranks.
+        own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
     """
@@ -116,7 +116,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in a trial. It is printed, and stored in JSON, as text.
+    """Problem in a trial, which is printed, and stored in JSON, as text.
 
     Attributes:
         where: Name of the trial, such as ("device", "window") or ("closing",). For an operation, it consists of the
@@ -150,7 +150,7 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
-        shm_bytes: Number of free bytes in /dev/shm, as the minimum over all nodes, or None if no node has /dev/shm.
+        shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
     """

@@ -1,11 +1,11 @@
 """Trial of a one-sided operation by a pair of ranks.
 
-    commands   messages from the origin to the target: compute for some seconds, wait, write a value, or stop
+    commands   messages from the origin to the target: compute for a given time, wait, write a value, or stop
     idle       small operations while the target waits inside MPI for the next command
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations while the target waits inside MPI
-    staleness  only for Get: the target writes a value by store instructions, or by a kernel on a device, and sends a
-               message; the origin reads the value as soon as it has received the message
+    staleness  only for Get: the target writes a value with store instructions, or with a kernel on a device, and sends
+               a message; the origin reads the value as soon as it has received the message
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
 Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
@@ -36,7 +36,7 @@ HOST = "from_host"
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Maximum number of runs for each large size. The fastest run is used, because the first one may fault in pages.
 LARGE_RUNS = 3
-#: Sizes of the values that are tested for staleness in turn, in bytes, because libraries choose protocols by size.
+#: Sizes of the values tested for staleness, in bytes. They take turns, because libraries choose protocols by size.
 STALENESS_BYTES = (64, 1 << 12, 1 << 16)
 #: Maximum number of small operations over which the median time is computed.
 SMALL_RUNS = 20
@@ -55,10 +55,10 @@ class TrialBudget:
 
     Attributes:
         idle_s: Time for small operations while the target waits, in seconds.
-        busy_s: Duration of the first computation of the target, in seconds.
+        busy_s: Duration of the target's first computation, in seconds.
         bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
         num_staleness_reads: Maximum number of values tested for staleness.
-        staleness_s: Maximum time of the test for staleness, in seconds.
+        staleness_s: Maximum duration of the staleness test, in seconds.
     """
 
     idle_s: float
@@ -131,7 +131,7 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return its result and the cause of its problem, or None if it has none. Collective.
+        """Try an operation, and return its result and the cause of its problem (None without a problem). Collective.
 
         Args:
             name: Name of the operation, a key of `OPERATIONS_BY_NAME`.
@@ -214,7 +214,7 @@ class Trials:
     def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
         """Return True if no read returned an old value after the target had announced a new one.
 
-        MPI may deliver the announcement before the value can be read, although it was written earlier.
+        MPI may deliver the announcement before the value can be read, although the value was written first.
         """
         announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
         for number in range(self._budget.num_staleness_reads):

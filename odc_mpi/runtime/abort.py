@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-#: Time after which a process ends itself, in seconds. It is needed because MPI_Abort hangs (Open MPI) or returns
-#: (MPICH), and no process is killed, if the launcher does not respond.
+#: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
+#: returns (MPICH), and would leave all processes running.
 ABORT_GRACE_S = 10.0
 #: Time that the launcher has to forward output before the abort, in seconds. On abort, a launcher discards pending
 #: output: without this pause, a traceback once ended after its first line.

@@ -26,7 +26,7 @@ class Watchdog:
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
-        on_expiry: Function called in the watchdog thread with the description of the wait, and its duration so far in
+        on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in
             seconds. It returns the number of seconds from now until the new deadline, or 0 to end the watchdog thread.
             It may also end the process.
         on_poll: Function called in the watchdog thread at every check, at least once per second.

@@ -1,4 +1,4 @@
-"""`Job`: deadlines for all waits, the status of all ranks, and aborting the job after an error.
+"""`Job`: deadlines for all waits, the status of all ranks, and the abort of the job after an error.
 
     start      start the watchdog thread and install exception hooks; create the status window (collective)
     waits      set a deadline for each wait; if a wait exceeds it, end the job with a message that names the late ranks
@@ -78,7 +78,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Call MPI_Iprobe, because some networks make progress only within MPI calls, then return `run_tasks()`."""
+        """Call MPI_Iprobe, because some networks progress only within MPI calls, then return `run_tasks()`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -140,7 +140,7 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for a collective operation. Publishes that this rank has arrived at it, and sets a deadline.
+        """Context manager for a collective operation. Publishes this rank's arrival, and sets a deadline.
 
         Args:
             what: Description of the operation for error messages ("... while <what>").

@@ -1,4 +1,4 @@
-"""Pure functions that determine late ranks from the status of all ranks, and format messages about them.
+"""Pure functions that identify late ranks from the status of all ranks, and format messages about them.
 
 All ranks call the same collectives in the same order, so collectives can be numbered: a rank in a collective waits for
 the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that own the shards.
@@ -16,7 +16,7 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """Operation for which a rank waits.
+    """Operation that a rank is waiting for.
 
     Attributes:
         what: Description of the operation for error messages ("... while <what>"), such as "fetching unit layers.3".
@@ -59,7 +59,7 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that are probably delaying a wait, most likely cause first."""
+    """Return the ranks that are probably delaying a wait, with the most likely cause first."""
     if wait.among is not None:
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]

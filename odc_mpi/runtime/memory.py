@@ -52,8 +52,7 @@ def _cgroup_available_bytes() -> Iterator[int]:
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
     """Yield the number of bytes available in a control group and in each of its parent groups.
 
-    `names` contains the names of the limit file, the usage file, and the entry in memory.stat for the inactive page
-    cache.
+    `names` contains the names of the limit file, the usage file, and memory.stat's entry for the inactive page cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):

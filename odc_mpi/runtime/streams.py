@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 class Output(io.FileIO):
-    """Raw file for the descriptor of a standard stream that discards all output after the first failed write.
+    """Raw file for the descriptor of a standard stream. It discards all output after the first failed write.
 
-    As a result, a full disk does not end a training run. A closed pipe still raises `BrokenPipeError`.
+    As a result, a full disk does not end a training run, but a closed pipe still raises `BrokenPipeError`.
 
     Attributes:
         error: Error of the first failed write, or None if no write has failed. A `BrokenPipeError` is not stored.
@@ -32,7 +32,7 @@ class Output(io.FileIO):
 def open_standard_streams() -> Output:
     """Replace `sys.stdout` and `sys.stderr` with streams over `Output`, and return the `Output` of standard output.
 
-    Characters that the encoding lacks are written as escape sequences. A closed descriptor is opened on the null
+    Characters missing from the encoding are written as escape sequences. A closed descriptor is opened on the null
     device, because otherwise the next file to be opened would become the standard stream.
     """
     for descriptor in range(3):

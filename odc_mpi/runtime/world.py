@@ -42,15 +42,15 @@ STRANDED_POLL_S = 0.5
 class World(AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    In all methods, `what` describes the operation for messages ("... while <what>"), as in "fetching unit layers.3".
+    In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
     after the traceback has been printed. Exceptions in other threads are only printed.
 
     Args:
         comm: Communicator to duplicate. By default, MPI_COMM_WORLD, which contains all ranks of the job.
-        timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
-            error. While the late ranks publish new activities, the limit is up to ten times higher. Ignored with `job`.
+        timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job. The limit
+            is up to ten times higher while the late ranks publish new activities. Ignored if `job` is given.
         limit: Name of the setting that defines `timeout_s`, for error messages.
         job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
             created, which ends when this world closes.
@@ -127,7 +127,7 @@ class World(AbstractContextManager["World"]):
 
     @property
     def timeout_s(self) -> float:
-        """Maximum duration of a single wait, in seconds. A change affects only waits that begin after it."""
+        """Maximum duration of a single wait, in seconds. Changing it affects only waits that begin afterward."""
         return self.job.watchdog.timeout_s
 
     @timeout_s.setter
@@ -187,19 +187,19 @@ class World(AbstractContextManager["World"]):
     def collective(self, what: str) -> Iterator[None]:
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
-        All ranks must enter the same operations in the same order, because ranks that have entered fewer operations are
-        reported as late. On entry, the ranks synchronize by polling. Otherwise, a rank could spin in the operation on a
-        core that a late rank needs.
+        All ranks must enter the same operations in the same order. Ranks that have entered fewer of them are reported
+        as late. On entry, the ranks synchronize by polling; otherwise, a rank could spin in the operation on a core
+        that a late rank needs.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking operation until the deadline, running the `progress` tasks in the meantime.
+        """Wait for a non-blocking operation until the deadline, while running the `progress` tasks.
 
-        Unlike a blocking MPI call, this method does not spin, because spinning would delay computing ranks if there are
-        more ranks than cores. For a collective operation, use `wait_collective` instead.
+        Unlike a blocking MPI call, this method does not spin, because spinning would delay ranks that compute if there
+        are more ranks than cores. For a collective operation, use `wait_collective` instead.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)

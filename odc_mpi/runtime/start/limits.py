@@ -29,7 +29,7 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """Set a timer that ends this process after `seconds`, but at least `END_S`. Outside the main thread, do nothing."""
+    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S`."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 

@@ -51,7 +51,7 @@ def check_before_start() -> None:
 def check_launcher(library: str, size: int) -> None:
     """Raise `UserError` if the launcher started several processes, but the MPI library sees only this one.
 
-    `library` is the name and version of the MPI library, and `size` the number of ranks in MPI_COMM_WORLD.
+    `library` is the name and version of the MPI library, and `size` is the number of ranks in MPI_COMM_WORLD.
     """
     variable, started = _started()
     if started > 1 and size == 1:
@@ -79,7 +79,7 @@ def srun_mpi() -> str:
 
 
 def _started() -> tuple[str, int]:
-    """Return the name of the environment variable that contains the number of started processes, and its value or 0."""
+    """Return the name and value (0 if unset) of the environment variable with the number of started processes."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     size, name = max((int(os.environ.get(name) or 0), name) for name in names)

@@ -24,7 +24,7 @@ class StartTimes:
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """End `phase`, which began when the previous one ended. The seconds in `parts` count for those instead."""
+        """End `phase`, which began when the previous one ended. The seconds in `parts` are added to those instead."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
