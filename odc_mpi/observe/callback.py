@@ -42,8 +42,7 @@ class Step:
         minibatch: Minibatch of the step, with the data of all ranks.
         metrics: Metrics added by callbacks, keyed by name, and written as one line of ``metrics.jsonl``. They are equal
             on all ranks, except for values that depend on the rank's clock.
-        failure: Error to raise after all callbacks have run `on_step_end`, or None to continue. Set on all ranks or
-            none.
+        failure: Error that all ranks set, to be raised after all callbacks have run `on_step_end`, or None to continue.
     """
 
     number: int
