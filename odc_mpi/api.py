@@ -18,7 +18,6 @@ from odc_mpi.comm.factory import (
     window_transport,
 )
 from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
@@ -47,10 +46,8 @@ def shard_model(
     prefetch: int = 1,
     weights: WeightSource | None = None,
     decision: Decision | None = None,
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     parameter_cache_bytes: int | Literal["auto"] = "auto",
     gradient_cache_bytes: int | Literal["auto"] = "auto",
-    node_cache: Literal["auto", "off"] = "auto",
     islands: Islands | None = None,
     device: str = "cpu",
     optimizer_device: str = "cpu",
@@ -78,14 +75,10 @@ def shard_model(
         decision: Choices of how ranks communicate, by default the result of `decide_for(world, device=device)`. With
             the result of `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison:
             every rank must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
-        mailbox_bytes: Size of this rank's mailbox, a buffer for received gradients, in bytes, if mailboxes are used.
         parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
             the minibatch. May differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
         gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
             pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
-        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
-            zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
-            fetch each array once per rank.
         islands: Islands of `world`, each of which then holds all parameters (hybrid sharding, docs/islands.md). By
             default, all ranks together hold them. Requires one-sided windows in host memory. The model closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
@@ -104,7 +97,7 @@ def shard_model(
             GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes, node_cache))
+    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
@@ -120,12 +113,14 @@ def shard_model(
     sharing = islands.island if islands else world
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
-        inbox_bytes = mailbox_bytes if decision.reduction.value == "mailbox" else 0
+        settings = decision.settings
+        inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = node_cache == "auto" and _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
-        shares = all(world.gather_objects(fits or sharing.local_size == 1))
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares, islands)
+        fits = _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
+        wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
+        shares = all(world.gather_objects(wants_cache))
+    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
         module,
         transport,
@@ -155,6 +150,8 @@ def decide_for(
     reduction: str = "auto",
     progress: str = "auto",
     window_device: str = "auto",
+    node_cache: str = "auto",
+    mailbox_bytes: int = CommSettings.mailbox_bytes,
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
@@ -167,13 +164,18 @@ def decide_for(
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline of benchmarks. "collective" needs no probe and requires the defaults for the next five settings.
+            baseline of benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
+            `device`.
         zero_copy: "auto" to read parameters of other ranks on the node directly in shared memory if possible, or "off"
             to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
         window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
+        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory, if zero-copy is used
+            and the parameter caches on each node could together hold the model (docs/caching.md). "off" to fetch each
+            array once per rank.
+        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
         device: Device that computes: "cpu" or "cuda".
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
 
@@ -183,7 +185,7 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    settings = CommSettings(zero_copy, reduction, progress, window_device)
+    settings = CommSettings(zero_copy, reduction, progress, window_device, node_cache, mailbox_bytes)
     if transport == "collective":
         if settings != CommSettings() or device != "cpu":
             raise UserError(
@@ -258,9 +260,7 @@ def _fits_node_cache(
     return node_cache_fits(num_bytes, available, world.local_size, parameters, gradients)
 
 
-def _check_caches(parameters: object, gradients: object, node_cache: object) -> None:
-    if node_cache not in ("auto", "off"):
-        raise UserError(f"node_cache: expected auto or off, got {node_cache!r}")
+def _check_caches(parameters: object, gradients: object) -> None:
     for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
@@ -311,7 +311,6 @@ def _transport(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     decision: Decision,
-    mailbox_bytes: int,
     node_cache: bool,
     islands: Islands | None,
 ) -> Transport:
@@ -330,7 +329,7 @@ def _transport(
         device=window_device,
         zero_copy=zero_copy,
         node_cache=node_cache,
-        reduction=gradient_store_factories(mailbox_bytes, window_device)[decision.reduction.value],
+        reduction=gradient_store_factories(decision.settings.mailbox_bytes, window_device)[decision.reduction.value],
         progress=decision.progress.value == "thread",
         islands=islands,
     )

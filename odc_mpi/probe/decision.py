@@ -35,17 +35,19 @@ ZeroCopySetting = Literal["auto", "off"]
 ReductionSetting = Literal["auto", "accumulate", "mailbox"]
 ProgressSetting = Literal["auto", "off", "thread"]
 WindowDeviceSetting = Literal["auto", "cuda", "cpu"]
+NodeCacheSetting = Literal["auto", "off"]
 _SETTINGS = {
     "zero_copy": ZeroCopySetting,
     "reduction": ReductionSetting,
     "progress": ProgressSetting,
     "window_device": WindowDeviceSetting,
+    "node_cache": NodeCacheSetting,
 }
 
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
+    """Settings in the section `comm` that choose how ranks communicate.
 
     Construction raises `UserError` if a value is invalid.
     """
@@ -54,6 +56,8 @@ class CommSettings:
     reduction: str = "auto"
     progress: str = "auto"
     window_device: str = "auto"
+    node_cache: str = "auto"
+    mailbox_bytes: int = 64 << 20
 
     @property
     def is_complete(self) -> bool:
@@ -90,13 +94,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """All choices about how ranks communicate. `window_device` is None unless the model computes on a device."""
+    """All choices about how ranks communicate, and the settings on which they are based.
+
+    `window_device` is None unless the model computes on a device.
+    """
 
     window: Choice
     zero_copy: Choice
     reduction: Choice
     progress: Choice
     window_device: Choice | None = None
+    settings: CommSettings = CommSettings()
 
     @property
     def transport(self) -> str:
@@ -117,8 +125,8 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
-        choices: dict[str, Choice | None] = vars(self)
-        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
+        choices = {name: made for name, made in vars(self).items() if isinstance(made, Choice)}
+        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items()}
 
 
 def decide_collective() -> Decision:
@@ -158,7 +166,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
         window = _window(zero_copy)
         reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(window, zero_copy, reduction, progress, window_device)
+    return Decision(window, zero_copy, reduction, progress, window_device, settings)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:

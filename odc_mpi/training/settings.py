@@ -17,7 +17,13 @@ from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
-from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.probe.decision import (
+    NodeCacheSetting,
+    ProgressSetting,
+    ReductionSetting,
+    WindowDeviceSetting,
+    ZeroCopySetting,
+)
 from odc_mpi.training.islands.settings import IslandsConfig, check_islands
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing.aliases import ALIASES
@@ -100,7 +106,7 @@ class CommConfig:
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
-    node_cache: Annotated[Literal["auto", "off"], "fetch from other nodes once for all ranks of a node"] = "auto"
+    node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
     window_device: Annotated[
         WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved or one rank"

@@ -83,7 +83,6 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
         decision=decision,
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=0,
-        node_cache=config.comm.node_cache,
         device=config.run.device,
     ).eval()
 
