@@ -11,9 +11,9 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Its arguments are
-#: tokens and an attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and
-#: further keyword arguments of `generate`.
+#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Arguments: the tokens
+#: and attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and further
+#: keyword arguments of `generate`.
 DecodeFn = Callable[..., torch.Tensor]
 
 

@@ -100,9 +100,9 @@ class ChunkedLogps(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
-        `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
-        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`. `transform` maps head outputs to
-        logits.
+        `hidden` is `[K, hidden_size]`. The parameters of the head are `weight`, `[vocab_size, hidden_size]`, and
+        `bias`, `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to the output of
+        the head.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []
