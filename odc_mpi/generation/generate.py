@@ -21,7 +21,7 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 class SamplingParams:
     """Sampling settings. The constructor raises `UserError` if a value is out of range.
 
-    The limit on a completion is less than `max_new_tokens` if the model has too few positions. A temperature of 0
+    Completions are limited to fewer than `max_new_tokens` tokens if the model has too few positions. A temperature of 0
     selects the most likely token. `top_p`, in (0, 1], is the threshold for nucleus sampling, which 1 disables.
     """
 

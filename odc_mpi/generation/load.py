@@ -23,11 +23,10 @@ from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, st
 class GenerateArguments:
     """Options of `odc-mpi generate` and `odc-mpi chat`.
 
-    `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run by its
-    step; "best" selects the one with the lowest evaluation loss, and None the newest. `tokenizer` is a directory or
-    data set with a tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and
-    `chat`; `odc-mpi chat` uses none. If `out` is None, completions are printed. For other options, see `load_model` and
-    `shard_model`.
+    `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: a
+    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
+    tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat`
+    uses none. If `out` is None, completions are printed. For other options, see `load_model` and `shard_model`.
     """
 
     source: Path

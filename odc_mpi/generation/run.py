@@ -117,7 +117,7 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenize prompts in the same way as training data. The chat template adds a generation prompt to conversations.
+    """Tokenize prompts like training data. Conversations end with the generation prompt of the chat template.
 
     The stop tokens of a prompt are `stop` and, for a conversation, the end-of-turn token. Raises `UserError` if a
     prompt cannot be encoded (see `encode_prompts`).

@@ -49,7 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Return the causal attention, shaped like `query`, to this and earlier chunks. One-sided; waits for them."""
+        """Return causal attention to this and earlier chunks, shaped like `query`. One-sided; waits for the chunks."""
 
 
 def packed_attention(

@@ -35,8 +35,7 @@ class Prompt(NamedTuple):
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
-    In the `with` block, the model uses transformers' own attention. The model and the random state are restored on
-    exit.
+    In the `with` block, the model uses the attention of transformers. The model and random state are restored on exit.
 
     Args:
         module: Transformers causal language model, or the `module` of a sharded model.

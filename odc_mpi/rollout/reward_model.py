@@ -71,8 +71,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """Return the reward of each completion. Prompts and completions are strings or lists of messages.
 
-        Raises `ValueError` if a prompt and its completion are too long, or if they contain a token outside the
-        vocabulary.
+        Raises `ValueError` if a prompt with its completion is too long or contains a token outside the vocabulary.
         """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))

@@ -73,8 +73,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result is float64 `[completions]`. It is 0 where the reward is NaN, and everywhere if the other rewards are
-        equal.
+        The result, float64 `[completions]`, is 0 where the reward is NaN, and all 0 if the other rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -117,7 +116,7 @@ def compute_rewards(
     Args:
         reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt, rank: Numbers of the prompt and of this rank, for messages.
+        prompt, rank: Number of the prompt, and this rank, for messages.
         timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
             failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.
@@ -203,12 +202,12 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
 
 
 class _ExpiredError(BaseException):
-    """Raised at the time limit. Not a subclass of `Exception`, which a function with retries may catch."""
+    """Raised when the time limit expires. Not an `Exception`, because functions with retries may catch those."""
 
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Context manager that raises `_ExpiredError` after `timeout_s`, and every second if caught. Main thread only."""
+    """Context manager that raises `_ExpiredError` after `timeout_s`, then every second if caught. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,8 +2,7 @@
 
 Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers for a completion
 depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
-the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield the same
-tokens.
+the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
 
 Each token is sampled with one uniform random number. Its log-probability under the policy at the sampling temperature
 is stored, but the logits are not, so memory does not grow with vocabulary size times length.
@@ -27,8 +26,7 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 
 #: Maximum number of elements in the float64 distributions that are in memory during sampling.
 _MAX_ELEMENTS = 1 << 24
-#: Minimum number of rows in a batch from which ended rows are dropped. In smaller batches, dropping half of the rows
-#: would hardly make a decode step faster.
+#: Minimum batch size for dropping rows that have ended. In smaller batches, this would hardly speed up decode steps.
 _MIN_ROWS = 16
 
 

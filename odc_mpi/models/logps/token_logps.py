@@ -100,9 +100,8 @@ class ChunkedLogps(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
-        `hidden` is `[K, hidden_size]`. The parameters of the head are `weight`, `[vocab_size, hidden_size]`, and
-        `bias`, `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to the output of
-        the head.
+        `hidden` is `[K, hidden_size]`. The head has the parameters `weight`, `[vocab_size, hidden_size]`, and `bias`,
+        `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to head outputs.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []
