@@ -58,8 +58,8 @@ def shard_model(
     """Shard the parameters of a module across the ranks of `world`. Collective.
 
     Args:
-        module: Module to shard. It is modified in place: placeholders replace its parameters. If the initial values
-            differ between ranks, those of rank 0 are used.
+        module: Module to shard. It is modified in place: its parameters are replaced with placeholders. If the initial
+            values differ between ranks, those of rank 0 are used.
         units: Classes, class names or instances of submodules, such as transformer blocks; by default, the classes in
             `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
@@ -69,7 +69,7 @@ def shard_model(
         reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
             float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
             whose sums do not depend on the order of addition (docs/exact.md).
-        activation_checkpointing: True to save only unit inputs, and to repeat forward passes during the backward pass.
+        activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
         prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
             is 0). Each increment beyond 1 requires memory for one more unit and its gradients. If `prefetch` is
             positive and MPI provides MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.

@@ -42,7 +42,7 @@ def printable_text(text: str) -> str:
 
 
 def truncate_text(text: str, max_chars: int) -> str:
-    """Truncate a text to `max_chars` characters, and let it end with "..." if characters were removed."""
+    """Truncate a text to `max_chars` characters, including the "..." with which a truncated text ends."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.files import parse_json
 
-#: OWNER/NAME, or only NAME for the oldest models, optionally followed by @REVISION: a branch, tag or commit.
+#: Pattern for OWNER/NAME (NAME for the oldest models), optionally followed by @REVISION: a branch, tag or commit.
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?", re.ASCII)
-#: Directory of a snapshot in a cache, which may be on another machine. The groups are repository name and commit.
+#: Pattern for a snapshot directory in a cache, possibly on another machine. The groups are repository and commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
@@ -82,7 +82,7 @@ def resolve_model_path(
     downloads: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Return the directory of a model. If it is a Hub model that is not in the cache, it is downloaded first.
+    """Return the directory of a model, which is downloaded first if it is a Hub model that is not in the cache.
 
     Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged.
 

@@ -56,7 +56,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_value(text: str) -> Any:
-    """Parse a command-line argument as YAML. Text that is blank or invalid or exceeds a limit is returned unchanged."""
+    """Parse a command-line argument as YAML. Blank or invalid text, or text beyond a limit, is returned unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):

@@ -63,7 +63,7 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `weight + scale * B @ A` in the dtype of `weight`. Fused experts are computed separately.
+        """Return `weight + scale * B @ A` in the dtype of `weight`. Fused experts are each computed separately.
 
         Args:
             weight: Base parameter, which has two dimensions, or three for fused experts (see `is_transposed`).

@@ -3,7 +3,7 @@
 A microbatch is one row of concatenated sequences without padding. Transformers models pass the sequence boundaries
 (`cu_seq_lens_q`) to the attention function `packed_attention`, which attends within each sequence separately.
 
-Some models pass the size of a sliding window to the attention function, whereas others only apply the window to the
+Some models pass the size of a sliding window to the attention function, whereas others apply the window only to the
 attention mask. `_local_pattern` replaces such a mask with a tensor that contains only the window size. In Llama 4, the
 mask restricts each token to the attention chunk that contains it. Such a mask is replaced with the chunk size.
 """
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-#: Names under which packed attention is registered with transformers, keyed by `attn_implementation`. sdpa calls
-#: `scaled_dot_product_attention`; eager computes the scores explicitly. Soft caps always use eager attention.
+#: Names under which packed attention is registered with transformers, keyed by `attn_implementation`. "sdpa" calls
+#: `scaled_dot_product_attention`; "eager" computes the scores explicitly. Soft caps always use eager attention.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
 #: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
 #: call outweighs its overhead, and eager attention would need too much memory for the scores.
@@ -170,7 +170,7 @@ def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
     """Rescale the queries of Llama 4 layers without rotary embeddings according to token positions in the sequences.
 
-    The model scales them by positions in the packed row. All factors are 1 in rows of fewer than `floor_scale` tokens.
+    The model scales by positions in the packed row. All factors are 1 if the row has fewer than `floor_scale` tokens.
     """
     num_tokens = query.shape[2]
     if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:

@@ -72,8 +72,8 @@ def from_config(
     """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
     Raises:
-        UserError: `settings`, the value of `model.config`, lacks `model_type` or contains an unknown one or a setting
-            that transformers does not accept, or the model is multimodal or cannot be trained.
+        UserError: In `settings` (the value of `model.config`), `model_type` is missing or unknown, or transformers does
+            not accept a setting; or the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")

@@ -6,8 +6,8 @@ forward pass, the parameters are fetched outside the graph and stored in the twi
 parameters and the hidden states, and the number of tokens is dynamic.
 
 Packed attention reads the sequence boundaries from a tensor, which a graph cannot do, so the attention function is not
-compiled. Each layer therefore has four graphs: for the code before and after this function in the attention module, and
-for the code before and after the attention module.
+compiled. As a result, each layer has four graphs: for the code before and after this function in the attention module,
+and for the code before and after the attention module.
 """
 
 import copy

@@ -86,7 +86,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """Return the first significant setting in which a model differs from a checkpoint.
 
     `metadata` is taken from the checkpoint's manifest, and `config` is the model's `full_configuration`. The result is
-    the dotted name of the setting and its values in the checkpoint and in `config`, or None without a difference.
+    the dotted name of the setting and its values in the checkpoint and in `config`, or None if there is none.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()

@@ -34,7 +34,7 @@ class KVExchange(Protocol):
         """Publish this chunk's keys and values in `layer` for later chunks. One-sided. Repeated calls do nothing."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each."""
+        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each chunk."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
         """Send the i-th item of `grads` to the i-th earlier chunk. One-sided; may wait for free memory."""
@@ -112,7 +112,7 @@ def _merge(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of the scores, fp32 or fp64 `[1, heads, tokens]`."""
+    """Return the attention output, and the log-sum-exp of the scores in fp32 or fp64, `[1, heads, tokens]`."""
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
     return output, lse
 

@@ -36,7 +36,7 @@ class AdapterExporter(Exporter):
             in the checkpoint, which need not exist.
 
     Raises:
-        UserError: `base` contains no model or not the base of the adapters, or the base is multimodal.
+        UserError: `base` contains no model or the wrong one, or the base model is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -114,7 +114,7 @@ class PublishedExporter(Exporter, WeightSource):
 class FullModelExporter(PublishedExporter):
     """Exporter of a checkpoint that contains a full transformers model.
 
-    Raises `UserError` if the checkpoint contains only adapters, or a model that is not a transformers model.
+    Raises `UserError` if the checkpoint contains only adapters, or if its model is not a transformers model.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -103,7 +103,7 @@ def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> P
 def _build_packed(
     build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
 ) -> tuple[Any, str | None]:
-    """Return a model with packed attention, or None, and the reason if the model rules out packing, or None."""
+    """Return a model with packed attention (None if it cannot be built), and the reason against packing, if any."""
     try:
         module = build(implementation)
     except UserError as error:

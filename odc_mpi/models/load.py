@@ -40,7 +40,7 @@ def load_model(
         base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:
-        The model. Adapters are float32. Other parameters have the `model.param_dtype` of the run (checkpoint), the
+        The model. Adapters are float32. Other parameters have the run's `model.param_dtype` (checkpoint), the
         `stored_dtype` (peft directory), or float32. A checkpoint stays open until `weights` is garbage-collected.
 
     Raises:
@@ -96,7 +96,7 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint under `path`. Return None if there are no checkpoints or `path` is a model.
+    """Open the newest complete checkpoint in `path`. Return None if `path` is a model directory or has no checkpoints.
 
     Raises `UserError` if all checkpoints are incomplete, or if the newest complete one is damaged.
     """

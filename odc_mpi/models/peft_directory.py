@@ -84,7 +84,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 class _PeftWeights(WeightSource):
-    """Source of the weights of a base model and of the adapters in a peft directory, which are kept in memory."""
+    """Source of a base model's weights and of the adapters in a peft directory. All adapters are kept in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:
         file = path / _WEIGHTS

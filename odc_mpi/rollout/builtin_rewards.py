@@ -45,7 +45,7 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) ->
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, if any. Commas in numbers and text before the last ``####`` are ignored."""
+    """Return the last number in a text, if any, ignoring commas in numbers and text before the last ``####``."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

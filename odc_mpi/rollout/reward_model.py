@@ -1,4 +1,4 @@
-"""Reward functions that are reward models: transformers sequence classifiers with the reward as their only output.
+"""Reward models as reward functions: transformers sequence classifiers whose only output is the reward.
 
 Reward models are frozen, and each rank has all of their parameters in memory.
 """
@@ -93,7 +93,7 @@ class RewardModel:
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
         """Tokenize a prompt together with its completion. Strings are tokenized in the same way as training data.
 
-        Messages are rendered without tools. If the model was trained this way, they end with the end-of-turn token.
+        Messages are rendered without tools and end with the end-of-turn token if the model was trained this way.
         """
         if isinstance(prompt, str):
             [[encoded]] = encode(self._tokenizer, [PromptCompletion(self._location, prompt, completion)])

@@ -53,7 +53,7 @@ class GroupRewards:
     Attributes:
         per_function: Unweighted rewards, float64 `[functions, completions]`. An entry is NaN if the function does not
             apply to the completion, or if any function failed for the completion.
-        rewards: Weighted sums over the functions, float64 `[completions]`. A sum is NaN if it contains no reward.
+        rewards: Weighted sums over the functions, float64 `[completions]`. A sum is NaN if all of its terms are.
         num_failed: Number of completions for which a function failed.
     """
 
@@ -73,7 +73,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result, float64 `[completions]`, is 0 where the reward is NaN, and all 0 if the other rewards are equal.
+        The result, float64 `[completions]`, is 0 where the reward is NaN, and everywhere if the others are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -143,7 +143,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """Raised if a function fails for the completions in `failed` (None means all). `values` are the other rewards."""
+    """Raised if a function fails for the completions in `failed` (None means all). `values` has the other rewards."""
 
     def __init__(
         self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None

@@ -54,7 +54,7 @@ class PromptCompletions(NamedTuple):
         tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: For each completion, the log-probabilities of its tokens before `top_k` and `top_p`, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
-        entropy: Entropy in nats of the distributions before `top_k` and `top_p`, summed over all tokens.
+        entropy: Entropy of the token distributions before `top_k` and `top_p`, in nats, summed over all tokens.
     """
 
     tokens: list[list[int]]

@@ -1,4 +1,4 @@
-"""Prediction tasks of models: the next token or a reward. Transformers has one class per task and model family.
+"""Prediction tasks for models: the next token or a reward. Transformers has one class per task and model family.
 
 A reward model is a transformers sequence classifier, which is a causal model with a linear layer `score` in place of
 the language model head. Its output for a sequence is the score of the last token that is not padding.

@@ -14,7 +14,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class HashedWeights(WeightSource, Protocol):
-    """Interface to a source of weights that is divided into named parts, each of which has a digest."""
+    """Interface for weight sources that are divided into named parts, each of which has a digest."""
 
     def parts(self) -> list[str]:
         """Return the names of the parts."""

@@ -1,7 +1,7 @@
 """Names and layouts of published weights, from the conversion mapping with which transformers loads and saves models.
 
 Published files may store the experts of a layer separately, use parameter names that differ from those in the module,
-or omit the prefix of the base model. The functions here convert only names and shapes, and read no weights.
+or omit the prefix of the base model. The functions here convert only names and shapes, without reading weights.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -62,7 +62,7 @@ class Region(NamedTuple):
         return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
 
     def swap(self, dim0: int, dim1: int) -> "Region":
-        """Return this region with two dimensions exchanged."""
+        """Return this region with the dimensions `dim0` and `dim1` exchanged."""
         dims = list(self.dims)
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return self._replace(dims=tuple(dims))
