@@ -1,4 +1,4 @@
-"""Functions that shard a module across MPI ranks, and that choose the device and how the ranks communicate."""
+"""Functions that shard a module across MPI ranks, and that choose the device and the way in which ranks communicate."""
 
 import functools
 from collections import Counter
@@ -31,7 +31,7 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 
-#: Size of the AdamW state of one trainable element, in bytes: two moments in fp32.
+#: Size in bytes of the AdamW state per trainable element: two moments in fp32.
 OPTIMIZER_BYTES = 8
 
 
@@ -55,46 +55,47 @@ def shard_model(
     """Shard the parameters of a module across the ranks of `world`. Collective.
 
     Args:
-        module: Module to shard. It is modified in place: placeholders replace its parameters. If the initial values
-            differ between ranks, those of rank 0 are used.
-        units: Classes, class names or instances of submodules, such as transformer blocks. The parameters of each
-            matching submodule form a unit and are fetched together. By default, those in `module._no_split_modules`.
+        module: Module to shard. It is modified in place: its parameters are replaced with placeholders. If the initial
+            values differ between ranks, those of rank 0 are used.
+        units: Classes, class names or instances of submodules, such as transformer blocks; by default, the classes in
+            `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
             keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
             than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
         reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
             float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
-            whose sums do not depend on the order of the additions (docs/exact.md).
-        activation_checkpointing: True to save only the inputs of units and repeat forward passes in the backward pass.
-        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
-            is 0). Each increment beyond 1 needs memory for one more unit and its gradients. If `prefetch` is positive
-            and MPI grants MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
+            whose sums do not depend on the order of addition (docs/exact.md).
+        activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
+        prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
+            is 0). Each increment beyond 1 requires memory for one more unit and its gradients. If `prefetch` is
+            positive and MPI provides MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
-        decision: Choices of how ranks communicate, by default the result of `decide_for(world, device=device)`. With
-            the result of `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison:
-            every rank must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
-        parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
-            the minibatch. May differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
-            pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
-        islands: Islands of `world`, each of which then holds all parameters (hybrid sharding, docs/islands.md). By
-            default, all ranks together hold them. Requires one-sided windows in host memory. The model closes them.
+        decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of
+            `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison: every rank
+            must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
+        parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
+            ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
+        gradient_cache_bytes: Memory in bytes on the computing device for gradients that are accumulated locally and
+            pushed once per minibatch. It may differ between ranks. "auto" uses a share of the free memory.
+        islands: Islands of `world`, each of which holds all parameters (hybrid sharding, docs/islands.md). By default,
+            the parameters are sharded across all ranks. Islands require one-sided windows in host memory. The model
+            closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
-        optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
+        optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
-        The sharded model, which sums the gradients of all microbatches of all ranks.
+        The sharded model, which sums gradients over the microbatches of all ranks.
 
     Raises:
         ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not
-            supported, a trainable parameter is not real floating-point, an embedding has `max_norm`, `prefetch` is
-            negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
+            supported, a trainable parameter has no real floating-point dtype, an embedding has `max_norm`, `prefetch`
+            is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
             an earlier model has closed `islands`.
-        UserError: There is too little memory for windows, the device is not available, CuPy is missing for windows on a
-            GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
+        UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
+            on a GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
@@ -159,15 +160,15 @@ def decide_for(
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
     `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
-    Windows on GPUs are not probed, because a trial may crash the job. Results of the last `odc-mpi doctor` with the
-    same layout of ranks and GPUs are used instead.
+    Windows on GPUs are not probed, because a trial may crash the job. Instead, the results of the last `odc-mpi doctor`
+    with the same layout of ranks and GPUs are used.
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline of benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
+            baseline in benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
             `device`.
-        zero_copy: "auto" to read parameters of other ranks on the node directly in shared memory if possible, or "off"
-            to copy them.
+        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
+            "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
@@ -206,7 +207,7 @@ def choose_device(world: World) -> tuple[str, str]:
     """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
     Returns:
-        The device ("cuda" or "cpu") and the reason for the choice as text, both the same on all ranks.
+        The device ("cuda" or "cpu") and the reason for the choice as text, both of which are the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))
@@ -220,10 +221,10 @@ def choose_device(world: World) -> tuple[str, str]:
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the free memory of the computing device, in bytes, and the number of ranks that share the device.
+    """Return the free memory of the computing device in bytes, and the number of ranks that share this device.
 
     Collective if `device` is given. `optimized` is the model if its optimizer runs on the same device. The memory that
-    its optimizer state will need is then subtracted.
+    the optimizer state will need is then subtracted.
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
@@ -294,7 +295,7 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
 
 
 def _with_device_report(report: ProbeReport, world: World, device: Device) -> ProbeReport:
-    """Return the report with the cached results of `odc-mpi doctor` about windows on devices. Collective."""
+    """Return the report with any cached results of `odc-mpi doctor` for windows on devices added. Collective."""
     # Imported late: only needed with a GPU.
     from odc_mpi.probe.device_probe import load_device_report
 
@@ -345,9 +346,9 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the most common parameter dtype, by number of elements, and all other dtypes, keyed by parameter name.
+    """Return the dtype with the most parameter elements, and any dtypes that differ from it, keyed by parameter name.
 
-    Only floating-point parameters are considered. If there are none, the most common dtype is float32.
+    Only floating-point parameters are considered. If there are none, the first result is float32.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()
