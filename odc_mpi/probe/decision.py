@@ -131,8 +131,10 @@ class Decision:
 
 def decide_collective() -> Decision:
     """Return the decision for benchmarks of `comm.transport: collective`, which uses collectives instead of windows."""
-    values = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
-    return Decision(**{name: Choice(value, "comm.transport is collective") for name, value in values.items()})
+    window, off, reduction = (
+        Choice(value, "comm.transport is collective") for value in ("none", "off", "reduce_scatter")
+    )
+    return Decision(window, off, reduction, off)
 
 
 def _format_urgent(reason: str) -> str:
