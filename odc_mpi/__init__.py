@@ -7,8 +7,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public names and the modules that define them. A module is imported when one of its names is first used, so that
-#: commands without MPI, such as `odc-mpi prepare`, do not start MPI.
+#: Public names, each with the module that defines it. A module is imported when one of its names is first used, so that
+#: commands that do not use MPI, such as `odc-mpi prepare`, do not start it.
 _PUBLIC = {
     "train": "odc_mpi.scripting",
     "prepare": "odc_mpi.scripting",

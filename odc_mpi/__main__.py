@@ -1,4 +1,4 @@
-"""Entry point of `python -m odc_mpi`, which is equivalent to the command `odc-mpi`."""
+"""Entry point for `python -m odc_mpi`, which is equivalent to the command `odc-mpi`."""
 
 import sys
 

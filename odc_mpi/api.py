@@ -1,4 +1,4 @@
-"""Functions that shard a module across MPI ranks, and that choose the device and how the ranks communicate."""
+"""Functions that shard a module across MPI ranks, and that choose the device and the way in which ranks communicate."""
 
 import functools
 from collections import Counter
@@ -18,7 +18,6 @@ from odc_mpi.comm.factory import (
     window_transport,
 )
 from odc_mpi.comm.islands.islands import Islands
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
 from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, require_correct_data
@@ -32,7 +31,7 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 
-#: Size of the AdamW state of one trainable element, in bytes: two moments in fp32.
+#: Size in bytes of the AdamW state per trainable element: two moments in fp32.
 OPTIMIZER_BYTES = 8
 
 
@@ -47,10 +46,8 @@ def shard_model(
     prefetch: int = 1,
     weights: WeightSource | None = None,
     decision: Decision | None = None,
-    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     parameter_cache_bytes: int | Literal["auto"] = "auto",
     gradient_cache_bytes: int | Literal["auto"] = "auto",
-    node_cache: Literal["auto", "off"] = "auto",
     islands: Islands | None = None,
     device: str = "cpu",
     optimizer_device: str = "cpu",
@@ -58,52 +55,50 @@ def shard_model(
     """Shard the parameters of a module across the ranks of `world`. Collective.
 
     Args:
-        module: Module to shard. It is modified in place: placeholders replace its parameters. If the initial values
-            differ between ranks, those of rank 0 are used.
-        units: Classes, class names or instances of submodules, such as transformer blocks. The parameters of each
-            matching submodule form a unit and are fetched together. By default, those in `module._no_split_modules`.
+        module: Module to shard. It is modified in place: its parameters are replaced with placeholders. If the initial
+            values differ between ranks, those of rank 0 are used.
+        units: Classes, class names or instances of submodules, such as transformer blocks; by default, the classes in
+            `module._no_split_modules`. The parameters of each matching submodule form a unit and are fetched together.
             All other parameters form the root unit, which stays unsharded until the minibatch ends.
         param_dtype: Dtype in which parameters are stored, fetched and used in computation. By default, each parameter
             keeps its dtype, for example float32 for adapters on a frozen bfloat16 base model. If the dtype is narrower
             than float32, each rank keeps float32 master copies of its trainable slices for the optimizer.
         reduce_dtype: Dtype in which gradients are summed: float32, float64 or int64. The default is the widest of
             float32 and the dtypes in which trainable parameters are stored. int64 selects 64-bit fixed-point numbers,
-            whose sums do not depend on the order of the additions (docs/exact.md).
-        activation_checkpointing: True to save only the inputs of units and repeat forward passes in the backward pass.
-        prefetch: Number of units to fetch ahead of their use, and maximum number of pushes in flight (1 if `prefetch`
-            is 0). Each increment beyond 1 needs memory for one more unit and its gradients. If `prefetch` is positive
-            and MPI grants MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
+            whose sums do not depend on the order of addition (docs/exact.md).
+        activation_checkpointing: True to save only the inputs of units, and recompute activations in the backward pass.
+        prefetch: Number of units to fetch before they are used, and maximum number of pushes in flight (1 if `prefetch`
+            is 0). Each increment beyond 1 requires memory for one more unit and its gradients. If `prefetch` is
+            positive and MPI provides MPI_THREAD_MULTIPLE, fetches and pushes run on two separate threads.
         weights: Source of the initial parameter values. By default, they are taken from `module`. If a source is given,
             the parameters of `module` may be on the meta device.
-        decision: Choices of how ranks communicate, by default the result of `decide_for(world, device=device)`. With
-            the result of `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison:
-            every rank must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
-        mailbox_bytes: Size of this rank's mailbox, a buffer for received gradients, in bytes, if mailboxes are used.
-        parameter_cache_bytes: Memory of the computing device, in bytes, for units that stay unsharded until the end of
-            the minibatch. May differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory of the computing device, in bytes, for gradients that are accumulated locally and
-            pushed once per minibatch. May differ between ranks. "auto": a share of the free memory.
-        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory. This requires
-            zero-copy, and parameter caches that could together hold the model on each node (docs/caching.md). "off" to
-            fetch each array once per rank.
-        islands: Islands of `world`, each of which then holds all parameters (hybrid sharding, docs/islands.md). By
-            default, all ranks together hold them. Requires one-sided windows in host memory.
+        decision: Decision on how ranks communicate, by default that of `decide_for(world, device=device)`. With that of
+            `decide_for(world, transport="collective")`, the model communicates like FSDP, for comparison: every rank
+            must run the same number of microbatches, and nothing is prefetched or cached (docs/ordering.md).
+        parameter_cache_bytes: Memory in bytes on the computing device for units that stay unsharded until the minibatch
+            ends. It may differ between ranks. "auto" uses a share of the free memory (docs/caching.md).
+        gradient_cache_bytes: Memory in bytes on the computing device for gradients that are accumulated locally and
+            pushed once per minibatch. It may differ between ranks. "auto" uses a share of the free memory.
+        islands: Islands of `world`, each of which holds all parameters (hybrid sharding, docs/islands.md). By default,
+            the parameters are sharded across all ranks. Islands require one-sided windows in host memory. The model
+            closes them.
         device: Device that computes: "cpu" or "cuda". The GPUs of a host are assigned to its ranks round-robin, so
             ranks may share a GPU. Shards are in host memory unless `decision` selects windows on GPUs (docs/gpu.md).
-        optimizer_device: Device of the trainable slices and the optimizer state: "cpu", or "cuda" if `device` is cuda.
+        optimizer_device: Device of the trainable slices and optimizer state: "cpu", or "cuda" if `device` is "cuda".
 
     Returns:
-        The sharded model, which sums the gradients of all microbatches of all ranks.
+        The sharded model, which sums gradients over the microbatches of all ranks.
 
     Raises:
         ValueError: An entry of `units` matches no submodule or one without a `forward` method, a dtype is not
-            supported, a trainable parameter is not real floating-point, an embedding has `max_norm`, `prefetch` is
-            negative, the module is already sharded, or a parameter is on the meta device although `weights` is None.
-        UserError: There is too little memory for windows, the device is not available, CuPy is missing for windows on a
-            GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
+            supported, a trainable parameter has no real floating-point dtype, an embedding has `max_norm`, `prefetch`
+            is negative, the module is already sharded, a parameter is on the meta device although `weights` is None, or
+            an earlier model has closed `islands`.
+        UserError: There is not enough memory for the windows, the device is not available, CuPy is missing for windows
+            on a GPU, `decision` selects collectives although `device` is "cuda", or a cache setting is invalid.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
-    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes, node_cache))
+    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
     reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
     param_dtype, dtypes = (param_dtype, {}) if param_dtype else dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
@@ -111,16 +106,22 @@ def shard_model(
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
     if islands and not in_host_memory:
         raise UserError("islands: expected one-sided windows in host memory: set comm.window_device to cpu")
-    islands = islands if islands and islands.size > 1 else None
+    if islands and islands.is_closed:
+        raise ValueError("islands: expected new islands for each model, got those that an earlier model has closed")
+    if islands and islands.size == 1:
+        islands.close()
+        islands = None
     sharing = islands.island if islands else world
     if sharing.num_nodes > 1 and in_host_memory and decision.zero_copy.value == "on":
         sizes = [(p.numel(), dtypes.get(name, param_dtype), p.requires_grad) for name, p in module.named_parameters()]
-        inbox_bytes = mailbox_bytes if decision.reduction.value == "mailbox" else 0
+        settings = decision.settings
+        inbox_bytes = settings.mailbox_bytes if decision.reduction.value == "mailbox" else 0
         # With a GPU, the caches of a rank are there, and not on the host.
         caches = (parameter_cache_bytes, gradient_cache_bytes) if computing is None else ("auto", "auto")
-        fits = node_cache == "auto" and _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
-        shares = all(world.gather_objects(fits or sharing.local_size == 1))
-    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes, shares, islands)
+        fits = _fits_node_cache(sharing, sizes, reduce_dtype.itemsize, inbox_bytes, *caches)
+        wants_cache = settings.node_cache == "auto" and (fits or sharing.local_size == 1)
+        shares = all(world.gather_objects(wants_cache))
+    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, shares, islands)
     model = ShardedModel(
         module,
         transport,
@@ -150,6 +151,8 @@ def decide_for(
     reduction: str = "auto",
     progress: str = "auto",
     window_device: str = "auto",
+    node_cache: str = "auto",
+    mailbox_bytes: int = CommSettings.mailbox_bytes,
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
@@ -157,18 +160,23 @@ def decide_for(
 
     The probe is skipped if none of `zero_copy`, `reduction` and `progress` is "auto". Its results are cached in
     `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi` for later runs with the same MPI library, environment and hosts.
-    Windows on GPUs are not probed, because a trial may crash the job. Results of the last `odc-mpi doctor` with the
-    same layout of ranks and GPUs are used instead.
+    Windows on GPUs are not probed, because a trial may crash the job. Instead, the results of the last `odc-mpi doctor`
+    with the same layout of ranks and GPUs are used.
 
     Args:
         transport: "window" for one-sided operations, or "collective" for all-gather and reduce-scatter on the host, the
-            baseline of benchmarks. "collective" needs no probe and requires the defaults for the next five settings.
-        zero_copy: "auto" to read parameters of other ranks on the node directly in shared memory if possible, or "off"
-            to copy them.
+            baseline in benchmarks. "collective" needs no probe, and requires the defaults of all settings up to
+            `device`.
+        zero_copy: "auto" to read parameters of other ranks on the node directly from shared memory if possible, or
+            "off" to copy them.
         reduction: How gradients are added to the shards of other ranks: "accumulate" for MPI_Accumulate, "mailbox" for
             MPI_Put into a buffer from which the owner of the shard adds them, or "auto".
         progress: "thread" for a thread that makes MPI progress for other ranks during computation, "off" or "auto".
         window_device: Memory of the windows if the model computes on GPUs: "cuda", "cpu" or "auto".
+        node_cache: "auto" to fetch each array from other nodes once per node, into shared memory, if zero-copy is used
+            and the parameter caches on each node could together hold the model (docs/caching.md). "off" to fetch each
+            array once per rank.
+        mailbox_bytes: Size of the mailbox that receives gradients on this rank, in bytes, if mailboxes are used.
         device: Device that computes: "cpu" or "cuda".
         tickets: True if ranks claim microbatches with `Tickets`. Wrong results of MPI_Fetch_and_op are then an error.
 
@@ -178,7 +186,7 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    settings = CommSettings(zero_copy, reduction, progress, window_device)
+    settings = CommSettings(zero_copy, reduction, progress, window_device, node_cache, mailbox_bytes)
     if transport == "collective":
         if settings != CommSettings() or device != "cpu":
             raise UserError(
@@ -199,7 +207,7 @@ def choose_device(world: World) -> tuple[str, str]:
     """Choose the device for `run.device: auto`: cuda if each rank has a GPU of its own, otherwise cpu. Collective.
 
     Returns:
-        The device ("cuda" or "cpu") and the reason for the choice as text, both the same on all ranks.
+        The device ("cuda" or "cpu") and the reason for the choice as text, both of which are the same on all ranks.
     """
     # By identity: ranks bound to one GPU each see the same number of GPUs as ranks that share one.
     uuids = world.gather_objects(gpu_uuid(world.host_rank))
@@ -213,10 +221,10 @@ def choose_device(world: World) -> tuple[str, str]:
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the free memory of the computing device, in bytes, and the number of ranks that share the device.
+    """Return the free memory of the computing device in bytes, and the number of ranks that share this device.
 
     Collective if `device` is given. `optimized` is the model if its optimizer runs on the same device. The memory that
-    its optimizer state will need is then subtracted.
+    the optimizer state will need is then subtracted.
     """
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
@@ -253,9 +261,7 @@ def _fits_node_cache(
     return node_cache_fits(num_bytes, available, world.local_size, parameters, gradients)
 
 
-def _check_caches(parameters: object, gradients: object, node_cache: object) -> None:
-    if node_cache not in ("auto", "off"):
-        raise UserError(f"node_cache: expected auto or off, got {node_cache!r}")
+def _check_caches(parameters: object, gradients: object) -> None:
     for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
@@ -289,7 +295,7 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
 
 
 def _with_device_report(report: ProbeReport, world: World, device: Device) -> ProbeReport:
-    """Return the report with the cached results of `odc-mpi doctor` about windows on devices. Collective."""
+    """Return the report with any cached results of `odc-mpi doctor` for windows on devices added. Collective."""
     # Imported late: only needed with a GPU.
     from odc_mpi.probe.device_probe import load_device_report
 
@@ -306,7 +312,6 @@ def _transport(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     decision: Decision,
-    mailbox_bytes: int,
     node_cache: bool,
     islands: Islands | None,
 ) -> Transport:
@@ -325,7 +330,7 @@ def _transport(
         device=window_device,
         zero_copy=zero_copy,
         node_cache=node_cache,
-        reduction=gradient_store_factories(mailbox_bytes, window_device)[decision.reduction.value],
+        reduction=gradient_store_factories(decision.settings.mailbox_bytes, window_device)[decision.reduction.value],
         progress=decision.progress.value == "thread",
         islands=islands,
     )
@@ -341,9 +346,9 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the most common parameter dtype, by number of elements, and all other dtypes, keyed by parameter name.
+    """Return the dtype with the most parameter elements, and any dtypes that differ from it, keyed by parameter name.
 
-    Only floating-point parameters are considered. If there are none, the most common dtype is float32.
+    Only floating-point parameters are considered. If there are none, the first result is float32.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()

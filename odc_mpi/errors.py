@@ -4,15 +4,15 @@ import sys
 
 
 class UserError(ValueError):
-    """An error that the user can correct, for example in a configuration, a data set or a checkpoint.
+    """Error that the user can correct, for example in a configuration, a data set or a checkpoint.
 
-    The message is one line with the expected value, the actual value, and the setting to change. The command `odc-mpi`
-    prints it without a traceback and exits with code 2.
+    The message is one line that names the expected value, the actual value, and the setting to change. The command
+    `odc-mpi` prints it without a traceback and exits with code 2.
     """
 
 
 class AllRanksUserError(UserError):
-    """A `UserError` that every rank raises at the same point, which allows all ranks to exit cleanly."""
+    """`UserError` that every rank raises at the same point, so that all ranks can exit cleanly."""
 
 
 class TrainingError(RuntimeError):
@@ -24,7 +24,7 @@ class StoppedError(RuntimeError):
 
 
 def file_error(error: OSError) -> UserError:
-    """Convert an `OSError` about a file, such as a missing permission, to a `UserError`, and return it.
+    """Return a `UserError` for an `OSError` that concerns a file, such as a missing permission.
 
     An error that names no file is raised again unchanged, because no setting can correct it.
     """

@@ -1,4 +1,4 @@
-"""Atomic and durable writes of files and directories, and reading of JSON. Does not use MPI."""
+"""Atomic and durable writing of files and directories, and parsing of JSON. Does not use MPI."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ def write_text_durable(path: Path, text: str) -> None:
     """Replace the content of a file atomically and durably.
 
     Readers get either the old or the new content, even after a crash of the node. If the new content cannot be written,
-    the file is unchanged. Only one process at a time may write a path, because the temporary file has a fixed name.
+    the file is unchanged. Only one process at a time may write to a path, because the temporary file has a fixed name.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -38,8 +38,8 @@ def write_text_durable(path: Path, text: str) -> None:
 def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
     """Replace the content of a file atomically.
 
-    The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged.
-    Several processes may write the same path concurrently. The last write then determines the content.
+    The file may be empty after a crash of the node. If the new content cannot be written, the file is unchanged. If
+    several processes write to the same path concurrently, the last write determines the content.
 
     Args:
         private: True if only this user may access the file, False for the default permissions of new files.
@@ -58,7 +58,7 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
 
 
 def set_default_mode(path: Path) -> None:
-    """Give a file the default permissions of new files. mkstemp and safetensors create files with mode 0600."""
+    """Give a file the default permissions of new files. `mkstemp` and safetensors create files with mode 0600."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -121,7 +121,7 @@ def warn_write_failed(path: Path, error: OSError) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON. Raises `ValueError` for all invalid content, including content that is nested too deeply."""
+    """Parse JSON. Raises `ValueError` for any invalid content, including content that is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -129,7 +129,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to disk, so that it is not lost in a crash of the node."""
+    """Flush the content of a file to disk, so that it is not lost if the node crashes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Formatting for messages, tables and plots: sizes, durations, truncated texts, suggestions for misspellings."""
+"""Formatting for messages, tables and plots: sizes, durations, truncated texts, and suggestions for misspellings."""
 
 import difflib
 from collections.abc import Iterable
 
-#: Suffixes of sizes and the numbers of bytes that they represent, in ascending order.
+#: Size suffixes and the numbers of bytes that they represent, in ascending order.
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -37,19 +37,19 @@ def format_duration(seconds: float) -> str:
 
 
 def printable_text(text: str) -> str:
-    """Escape the lone surrogates in a text, as in undecodable file names, so that UTF-8 can encode the text."""
+    """Escape lone surrogates, which occur in undecodable file names, so that the text can be encoded as UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def truncate_text(text: str, max_chars: int) -> str:
-    """Truncate a text to `max_chars` characters. A truncated text ends with "..."."""
+    """Truncate a text to `max_chars` characters, including the "..." with which a truncated text ends."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = " ({})") -> str:
-    """Return a suggestion such as " (did you mean NAME?)" with the known name most similar to `word`.
+    """Return a suggestion such as " (did you mean NAME?)" with the known name that is most similar to `word`.
 
-    Return "" if no known name is similar. `form` is a format string, into which "did you mean NAME?" is inserted.
+    Return "" if no known name is similar. `form` is a format string into which "did you mean NAME?" is inserted.
     """
     near = difflib.get_close_matches(word, list(known), n=1)
     return form.format(f"did you mean {near[0]}?") if near else ""

@@ -1,7 +1,7 @@
 """Creation of HDF5 files on disks that may fill up. Does not use MPI.
 
-If HDF5 cannot write its cached metadata, closing the file crashes the process. Therefore, files are written through a
-Python stream. After the first error, the stream discards all writes, so that closing the file always succeeds.
+If HDF5 cannot write its cached metadata, closing the file crashes the process. Files are therefore written through a
+Python stream that discards all writes after the first error, so that closing the file always succeeds.
 """
 
 import io
@@ -17,7 +17,7 @@ import h5py
 def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
     """Context manager that creates a new HDF5 file and closes it on exit. Raises `FileExistsError` if `path` exists.
 
-    If a write failed, for example because the disk is full, `OSError` is raised on exit and the file is incomplete.
+    If a write fails, for example because the disk is full, `OSError` is raised on exit, and the file is incomplete.
     `options` are passed to `h5py.File`.
     """
     with Path(path).open("xb+", buffering=0) as raw:
@@ -32,7 +32,7 @@ def create_hdf5(path: Path | str, **options: Any) -> Iterator[h5py.File]:
 
 
 class _Stream:
-    """Stream over a raw file with the methods that h5py requires. After the first error, it discards all writes."""
+    """Stream over a raw file, with the methods that h5py requires. It discards all writes after the first error."""
 
     def __init__(self, raw: io.FileIO) -> None:
         self._raw = raw

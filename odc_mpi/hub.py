@@ -1,7 +1,7 @@
-"""Lookup of Hugging Face Hub models in the local cache, and downloads of missing models into the cache.
+"""Lookup of Hugging Face Hub models in the local cache, and download of missing models into the cache.
 
 The cache is that of huggingface_hub (HF_HOME, HF_HUB_CACHE). A download runs in a child process, which is killed if the
-network does not answer. Pickled weights and code are neither downloaded nor used. This module does not use MPI.
+network does not answer. Pickled weights and code are neither downloaded nor used. This module does not use MPI;
 `resolve_model_path` communicates only through its argument `gather`.
 """
 
@@ -19,16 +19,16 @@ from typing import Any
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.files import parse_json
 
-#: OWNER/NAME, or only NAME for the oldest models, optionally followed by @REVISION: a branch, tag or commit.
+#: Pattern for OWNER/NAME (NAME for the oldest models), optionally followed by @REVISION: a branch, tag or commit.
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?", re.ASCII)
-#: Directory of a snapshot in a cache, possibly of another machine: name of the repository, and commit.
+#: Pattern for a snapshot directory in a cache, possibly on another machine. The groups are repository and commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _MODEL_FILES = (*_TOKENIZER_FILES, "model*.safetensors", "adapter_model.safetensors")
-#: Time without new bytes after which a download is ended, in seconds.
+#: Time in seconds after which a download is aborted if no new bytes arrive.
 STALL_S = 60.0
 _POLL_S, _REPORT_S = 0.5, 10.0
-#: The child ends with this process, even if this process is killed. It imports nothing from the working directory.
+#: Child program, which ends even if this process is killed, and imports nothing from the working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -69,7 +69,7 @@ def download_hint(path: str) -> str:
 
 
 def cached_model_path(path: str) -> str:
-    """Return the directory of the Hub model `path` in the cache, or `path` if it exists or is not completely cached."""
+    """Return the directory of the Hub model `path` in the cache, or `path` if it exists or is not fully cached."""
     return _find(path, weights=True) or path
 
 
@@ -82,7 +82,7 @@ def resolve_model_path(
     downloads: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Return the directory of a model. Download it first if it is a Hub model that is not in the cache.
+    """Return the directory of a model, which is downloaded first if it is a Hub model that is not in the cache.
 
     Collective if `gather` is. A path that exists or does not denote a Hub model is returned unchanged.
 
@@ -91,7 +91,7 @@ def resolve_model_path(
         setting: Name of the setting or option that specifies `path`, for the error message.
         weights: False if only the tokenizer is needed.
         gather: Function that returns the values that all ranks pass to it. The default is for a single rank.
-        downloads: True on one rank of each node, which downloads the model for all ranks of the node.
+        downloads: True on one rank per node, which downloads the model for all ranks on the node.
         report: Function that is called with lines of text about the progress of the download.
 
     Raises:
@@ -124,7 +124,7 @@ def resolve_model_path(
 
 
 class _Download:
-    """A download in a child process, which `has_ended` kills if no new bytes arrive for `STALL_S` seconds."""
+    """Download in a child process, which `has_ended` kills if no new bytes arrive for `STALL_S` seconds."""
 
     def __init__(self, path: str, weights: bool, report: Callable[[str], None]) -> None:
         from huggingface_hub import constants
@@ -164,7 +164,7 @@ class _Download:
         return False
 
     def close(self) -> str | None:
-        """End the process if it is still running. Return the reason if the download has failed, or None."""
+        """End the process if it is still running. Return the reason if the download has failed, otherwise None."""
         self._process.kill()
         output, _ = self._process.communicate()
         code = self._process.returncode
@@ -178,7 +178,7 @@ def _size(file: Path) -> int:
 
 
 def _find(path: str, weights: bool) -> str | None:
-    """Return `path` if it exists or is no Hub model, otherwise its complete snapshot in the cache, or None."""
+    """Return `path` if it exists or is not a Hub model, otherwise its complete snapshot in the cache, or None."""
     parsed = parse_name(path)
     if parsed is None or os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for long names
         return path
@@ -194,7 +194,7 @@ def _find(path: str, weights: bool) -> str | None:
 
 
 def _is_complete(directory: Path, weights: bool) -> bool:
-    """Return True if a snapshot has all files of the tokenizer or, with `weights`, of the model."""
+    """Return True if a snapshot contains a tokenizer or, if `weights` is True, all files of the model."""
     if not weights:
         patterns = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
         return any(file.exists() for pattern in patterns for file in directory.glob(pattern))

@@ -1,4 +1,4 @@
-"""Functions `train` and `prepare`, which do in a script what the commands `odc-mpi train` and `odc-mpi prepare` do.
+"""Functions `train` and `prepare`, for use in scripts instead of the commands `odc-mpi train` and `odc-mpi prepare`.
 
 Run the script as one process, or on several ranks with `mpiexec -n N python SCRIPT`. All ranks must make the same calls
 with the same arguments. Errors that the user can correct are raised as `UserError` on every rank.
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
 _SOURCE = "odc_mpi.train"
-#: Options of `prepare` that are files or directories.
+#: Options of `prepare` that are paths of files or directories.
 _PATHS = ("tokenizer", "chat_template")
 _DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of `train`. It is the same on all ranks, except for times in `summary`.
+    """Result of `train`, which is the same on all ranks except for the times in `summary`.
 
     Attributes:
-        run_dir: Directory of the run, for `odc-mpi export` or as the `model` from which another run starts.
+        run_dir: Directory of the run, which can be passed to `odc-mpi export`, or as the `model` of another run.
         losses: Training loss of each step.
         summary: Content of summary.json, or only the entry `steps` if the run was already complete.
     """
@@ -56,16 +56,16 @@ def train(
         odc_mpi.train(model="MODEL_DIR", data="chats.h5", run={"steps": 10}, optim={"learning_rate": 1e-5})
 
     Args:
-        model: Directory of a Hugging Face model or of a run, the name of a Hub model, or a mapping with all settings of
+        model: Directory of a Hugging Face model or of a run, the name of a Hub model, or a mapping with all settings in
             the section `model`.
-        data: Data set written by `prepare`, file of prompts for GRPO, or a mapping with the settings of the section
-            `data`.
-        world: Ranks that train. It stays open. By default, a world of all ranks of the job, which is closed at the end.
+        data: Path of a data set written by `prepare` or of a prompt file for GRPO, or a mapping with the settings in
+            the section `data`.
+        world: World of the ranks that train, which stays open. By default, a world of all ranks that closes at the end.
         settings: Other top-level entries of the YAML file, such as the section `run={"steps": 10}`.
 
     Raises:
-        UserError: A setting is invalid, settings, data and model do not match, or a sequence is damaged. In the last
-            case, a checkpoint of the last complete step, if any, was saved.
+        UserError: A setting is invalid, the settings, data and model do not match, or a sequence is damaged. In the
+            last case, a checkpoint of the last complete step, if any, was saved.
         TrainingError: Training cannot continue, for example because of non-finite gradients.
         StoppedError: A stop was requested, for example by a signal. If training had begun, a checkpoint was saved.
     """
@@ -87,19 +87,19 @@ def train(
 def prepare(
     sources: str | Path | Sequence[str | Path], out: str | Path, *, world: "World | None" = None, **options: Any
 ) -> PrepareReport:
-    """Tokenize text into a data set, as `odc-mpi prepare` does. Collective: rank 0 writes it while other ranks wait.
+    """Tokenize text into a data set, like `odc-mpi prepare`. Collective: rank 0 writes it while the other ranks wait.
 
         odc_mpi.prepare("chats.jsonl", "chats.h5", tokenizer="MODEL_DIR", eval_fraction=0.02)
 
     Args:
         sources: Files, folders or Hugging Face data sets, each optionally followed by a colon and a weight.
         out: Path of the data set, on a file system that all nodes can access.
-        world: Ranks that call this function. By default, all ranks of the job.
+        world: World of the ranks that call this function, by default all ranks of the job.
         options: Fields of `PrepareOptions`, such as `tokenizer`, `max_length` and `eval_fraction`. `num_proc` is 1 by
-            default. With more processes, the script must call this function under `if __name__ == "__main__":`.
+            default. If it is larger, the script must call this function under `if __name__ == "__main__":`.
 
     Returns:
-        Counts of sequences and tokens, the same on all ranks. The method `describe` formats them as text.
+        Counts of sequences and tokens, which are the same on all ranks. The method `describe` formats them as text.
 
     Raises:
         UserError: An option or a source is invalid, or a file cannot be read or written. The data set is unchanged.
@@ -128,7 +128,7 @@ def prepare(
 
 @contextmanager
 def _new_world() -> Iterator["World"]:
-    """Context manager for a world of all ranks. It is closed on exit, also after an error that every rank raises."""
+    """Context manager that yields a world of all ranks and closes it on exit, even if every rank raises an error."""
     with mpi_startup():
         from odc_mpi.runtime.world import World
     world = World()

@@ -1,7 +1,7 @@
-"""The YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
+"""YAML dialect of configuration files: safe YAML 1.1 in which ``1e-4`` and ``-.1`` are numbers, not strings.
 
-Duplicate keys are an error. The sizes of files and values are limited, far above those of any configuration. A file of
-another kind, or one whose aliases expand without end, is therefore rejected within a second.
+Duplicate keys are an error. The sizes of files and values are limited to far more than any configuration needs, so a
+file of another kind, or one whose aliases expand endlessly, is rejected within a second.
 """
 
 import os
@@ -15,7 +15,7 @@ import yaml
 from odc_mpi.errors import UserError
 
 _NOT_UTF8 = re.compile("[\0\ud800-\udfff]")
-#: Limits of a document: bytes of the file, keys and values after the expansion of aliases, and levels of nesting.
+#: Limits of a document: file size in bytes, number of keys and values after aliases are expanded, and nesting depth.
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1 << 20, 10_000, 50
 
 
@@ -56,7 +56,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_value(text: str) -> Any:
-    """Parse a command-line argument as YAML. Text that is blank, invalid or beyond a limit is returned unchanged."""
+    """Parse a command-line argument as YAML. Blank or invalid text, or text beyond a limit, is returned unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -65,17 +65,17 @@ def read_value(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Return True unless a text contains NUL or a lone surrogate, which stands for a byte that is not valid UTF-8."""
+    """Return True unless a text contains NUL or a lone surrogate, which represents a byte that is not valid UTF-8."""
     return not _NOT_UTF8.search(text)
 
 
 def write(document: Any) -> str:
-    """Format a document as YAML from which `read_file` restores an equal document."""
+    """Format a document as YAML that `read_file` converts back to an equal document."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that accepts numbers like 1e-4 and -.1, and rejects duplicate keys and values beyond the limits."""
+    """Safe loader that reads 1e-4 and -.1 as numbers, and rejects duplicate keys and values beyond the limits."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes strings which `_Loader` would read as numbers."""
+    """Safe dumper that quotes strings that `_Loader` would read as numbers."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

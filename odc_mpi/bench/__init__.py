@@ -1,1 +1,1 @@
-"""Benchmarks that compare odc_mpi on this machine with MPI collectives, gloo, FSDP2 and plain PyTorch."""
+"""Benchmarks that compare odc_mpi with MPI collectives, gloo, FSDP2 and plain PyTorch on this machine."""

@@ -1,9 +1,9 @@
 """Comparison of training implementations, called contenders, for `bench.train` and the studies in `benchmarks/`.
 
-In each round, all contenders train on the same minibatches, one contender after the other. Their order rotates from
-round to round. All ranks begin at the same time, and the time of the slowest rank counts. The first round is a warm-up.
+In each round, the contenders take turns training on the same minibatches, in an order that rotates from round to round.
+All ranks begin at the same time, and the time of the slowest rank counts. The first round is a warm-up.
 
-All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step. This
+All contenders start from the same weights, and each trains its own copy. Their losses must agree at every step, which
 shows that no contender is faster because it does less work.
 """
 
@@ -22,22 +22,22 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import Config
 
-#: Minimum divisor of relative differences, because rounding errors of the cross-entropy do not shrink with the loss.
+#: Minimum divisor for relative differences, because rounding errors in the cross-entropy do not shrink with the loss.
 MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
-    """Training implementation to compare with others. All steps use `optim.learning_rate`, without a schedule."""
+    """Training implementation to compare with others. Every step uses `optim.learning_rate`, without a schedule."""
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Collective. This method may return before the device has finished the step.
 
-        Returns this rank's contribution to the loss, and the number of input tokens of all ranks.
+        Returns this rank's contribution to the loss, and the total number of input tokens on all ranks.
         """
 
 
 class OdcContender(Contender):
-    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0, and 0.0 elsewhere."""
+    """Contender that runs the trainer of `odc-mpi train`. `step` returns the full loss on rank 0 and 0.0 elsewhere."""
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
@@ -50,7 +50,7 @@ class OdcContender(Contender):
 
 @dataclass(frozen=True)
 class Round:
-    """Measurement of a contender in a round: seconds of the slowest rank, input tokens of all ranks, losses by step."""
+    """One contender's result for a round: time of the slowest rank, total number of input tokens, loss of each step."""
 
     seconds: float
     num_tokens: int
@@ -65,9 +65,9 @@ def run_rounds(
     report: Callable[[str], None],
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Round]]:
-    """Train with all contenders: a warm-up and `repeats` rounds, each of `steps` minibatches. Collective.
+    """Run all contenders for a warm-up round and `repeats` further rounds of `steps` minibatches each. Collective.
 
-    `report` is called with a line of text before each measurement. `synchronize` waits until the device has finished.
+    `report` is called with a line of text before each measurement. `synchronize` must wait until the device is idle.
     Returns the rounds of each contender, beginning with the warm-up. The result is the same on all ranks.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
@@ -91,10 +91,10 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return, for each contender, the largest relative difference of its losses from those of `reference`.
+    """Return, for each contender, the largest relative difference between its losses and those of `reference`.
 
     Raises `AllRanksUserError` if a difference exceeds `tolerance` or a loss is not finite. All ranks must pass the same
-    rounds.
+    `rounds`.
     """
     deviations = {
         name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
@@ -114,7 +114,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return the largest relative difference of losses from reference losses; infinity if a loss is not finite."""
+    """Return the largest relative difference between losses and reference losses, or infinity if any is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -122,9 +122,9 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Raise `UserError` if a setting has a value that not all contenders support.
+    """Raise `UserError` if a setting has a value that some contenders do not support.
 
-    `comparable` maps names of settings, such as `optim.device`, to supported values. The error message names `command`.
+    `comparable` maps setting names, such as `optim.device`, to the supported values. The error message names `command`.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")

@@ -1,4 +1,4 @@
-"""Functions that benchmarks share: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
+"""Functions shared by the benchmarks: interleaved rounds, times of the slowest rank, ratios, sizes and output."""
 
 import json
 import os
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Default of `--sizes`.
+#: Default value of `--sizes`.
 DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 
 
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
-    """Call all variants once per round, so that a slow period of the machine affects all variants.
+    """Call every variant once per round, so that all variants suffer alike if the machine is slow for a while.
 
-    Each round begins with a different variant, because the first variant may find caches in a different state.
+    The variant that begins changes from round to round, because the first one may find caches in a different state.
     `on_call` is called before each variant with the index of the round and the name of the variant. Returns the results
-    of each variant, ordered by round.
+    of each variant, in the order of the rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -40,13 +40,13 @@ def interleaved(
 
 
 def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """Rotate a list of names to the left by `turn` places."""
+    """Return a copy of `names`, rotated left by `turn` places."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
-    """Call operations cyclically, `times` calls in total, then `finish`. Return the mean seconds per operation."""
+    """Cycle through `operations` for `times` calls in total, call `finish`, and return the mean seconds per call."""
     row = list(islice(cycle(operations), times))
     start = perf_counter()
     for operation in row:
@@ -56,7 +56,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return common entries of benchmark results, and `fields`. `load` is the load average before the benchmark."""
+    """Return entries common to benchmark results, plus `fields`. `load` is the load average before the benchmark."""
     return {
         "benchmark": benchmark,
         "library": world.mpi_library,
@@ -68,9 +68,9 @@ def header(world: "World", benchmark: str, load: float, **fields: Any) -> dict[s
 
 
 def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
-    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
+    """Call `work` on all ranks at the same time, and return the time of the slowest rank in seconds. Collective.
 
-    A timeout error names the work `what`.
+    `what` names the work in timeout errors.
     """
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
@@ -81,7 +81,7 @@ def slowest_s(world: "World", what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return the maximum time over all ranks, for each variant and round. Collective."""
+    """Return the time of the slowest rank for each variant and round. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
 
@@ -89,12 +89,11 @@ def slowest(world: "World", times: Mapping[str, Sequence[float]]) -> dict[str, l
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return an entry per variant for the JSON object of a benchmark.
+    """Return one entry per variant for the JSON object of a benchmark.
 
-    `times` are seconds per operation on `num_bytes` bytes, by variant and round. An entry contains the quartiles of
-    `seconds` and `gb_per_s`, and a key for each function in `references`. The function maps a variant to another
-    variant. The value of the key is the median speed relative to the other variant, or None if there is no such
-    variant.
+    `times` contains the seconds per operation on `num_bytes` bytes, by variant and round. Each entry contains the
+    quartiles of `seconds` and `gb_per_s`, and one key per function in `references`. The function maps the variant to
+    its reference variant, and the key contains the median speed relative to it, or None if there is no such variant.
     """
 
     def relative_speed(name: str, other: str | None) -> float | None:
@@ -111,7 +110,7 @@ def entries(
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return the speed relative to a reference: the median over rounds of the reference time divided by the time."""
+    """Return the speed relative to a reference: the median, over all rounds, of `reference` divided by `times`."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
@@ -129,7 +128,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line to standard error on rank 0, and does nothing on other ranks."""
+    """Return a function that prints a line to standard error on rank 0 and does nothing on the other ranks."""
 
     def print_line(line: str) -> None:
         if rank == 0:
@@ -139,9 +138,9 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Parse sizes such as `64K,1M` into bytes, without duplicates. Raises `UserError` if a size is invalid.
+    """Parse a list of sizes such as ``64K,1M`` into bytes, and remove duplicates.
 
-    A size must be a positive multiple of 4. The error message names `option`.
+    Raises `UserError`, whose message names `option`, unless each size is a positive multiple of 4 bytes.
     """
     sizes = []
     for word in map(str.strip, text.split(",")):

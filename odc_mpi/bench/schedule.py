@@ -1,16 +1,16 @@
 """Benchmark of the step times of all transports and balancing strategies. Ranks may outnumber cores.
 
-The benchmark measures how ranks wait for each other, not bandwidth. Windows, collectives, tickets, plans and
-synchronization points are those of a training run. A sleep of the modeled duration, multiplied by a scale, replaces the
-computation of a unit. Sleeping ranks can share a core. Units are small, so that transfers take little time.
+The benchmark measures how long ranks wait for each other, not bandwidth. It uses the windows, collectives, tickets,
+plans and synchronization points of a training run, but instead of computing a unit, a rank sleeps for the modeled
+duration multiplied by a scale. Sleeping ranks can share a core. Units are small, so transfers take little time.
 
-    one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
-                       gradient
-    one minibatch      ranks begin at the same time; the time until the slowest rank has published parameters counts
+    one microbatch     for each unit: fetch it and sleep; then, for each unit in reverse order: fetch it, sleep twice as
+                       long, and push a gradient
+    one minibatch      all ranks begin at the same time; the time ends when the slowest rank has published parameters
     one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-Results have the type of the simulator, `SimulationResult`, with times divided by the scale. Schedules with split
-sequences are only simulated: their chunks wait for keys and values, which this benchmark does not compute.
+Results have the same type as those of the simulator, `SimulationResult`, with times divided by the scale. Schedules
+with split sequences are only simulated, because their chunks wait for keys and values, which are not computed here.
 """
 
 import os
@@ -37,20 +37,20 @@ from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 from odc_mpi.simulate.simulate import PAUSE_S, SCHEDULES, SPLIT, SimulationResult, floor_s, plan, simulate
 
-#: Schedules to measure: all schedules without split sequences.
+#: Schedules to measure, which are all schedules without split sequences.
 MEASURED = tuple(name for name in SCHEDULES if name != SPLIT)
-#: Number of elements of a unit.
+#: Number of elements in a unit.
 UNIT_NUMEL = 1024
 
 
 def measure(
     world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all schedules without split sequences on the same minibatches, and simulate all on rank 0. Collective.
+    """Measure the schedules in `MEASURED` on the same minibatches, and simulate all schedules on rank 0. Collective.
 
-    `step_s` is the mean time, in seconds, to which perfectly balanced minibatches are scaled. Returns a JSON object
-    with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`: the speed-ups in the
-    simulation on rank 0, and None on other ranks. Raises `AllRanksUserError` if the ranks run on several nodes.
+    Times are scaled so that a perfectly balanced minibatch takes `step_s` seconds on average. Returns a JSON object
+    with the keys of `header`, the fields of the measured `SimulationResult`, and `simulated`, which contains the
+    simulated speed-ups on rank 0 and None on other ranks. Raises `AllRanksUserError` if there are several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
@@ -99,12 +99,12 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """Times of one rank in one minibatch, in seconds. Dummy microbatches count only in `end_s`.
+    """Times of one rank in one minibatch, in seconds. Dummy microbatches count only toward `end_s`.
 
     Attributes:
-        end_s: Time from the beginning of the minibatch until parameters are published.
+        end_s: Time from the start of the minibatch until the parameters are published.
         busy_s: Sum of the requested sleep times.
-        slept: Intervals of sleep, relative to the beginning of the minibatch and divided by the scale.
+        slept: Intervals in which the rank slept, relative to the start of the minibatch and divided by the scale.
     """
 
     end_s: float
@@ -113,14 +113,14 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """Microbatch of one rank. `seconds` is the modeled total duration of all units, before scaling."""
+    """Microbatch of one rank. `seconds` is its modeled duration, summed over all units, before scaling."""
 
     seconds: float
     is_dummy: bool = False
 
 
 class Runner(ABC):
-    """Base class that runs the plans of minibatches over a new transport. Construction is collective."""
+    """Base class that runs plans of minibatches over a transport, which it allocates. Construction is collective."""
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
@@ -129,7 +129,7 @@ class Runner(ABC):
         self._gradient = torch.ones(UNIT_NUMEL)
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
-        """Run a minibatch, which all ranks begin at the same time, with sleeps scaled by `scale`. Collective."""
+        """Run a minibatch, with sleeps scaled by `scale`. All ranks begin at the same time. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
@@ -149,10 +149,10 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's microbatches. The caller runs each microbatch before it requests the next. One-sided."""
+        """Yield this rank's microbatches. The caller must run each one before requesting the next. One-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - optional
-        """Reset the state for the next minibatch, between completing gradients and publishing parameters."""
+        """Reset the state for the next minibatch, after gradients are complete and before parameters are published."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -176,7 +176,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Runs plans over windows. A rank runs its own microbatches, then claims microbatches that any rank may run."""
+    """Runs plans over windows. Each rank runs its own microbatches, then claims microbatches that any rank may run."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -214,14 +214,14 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps without accumulating errors. `slept` contains begin and end of each sleep, by `time.perf_counter`."""
+    """Sleeps without accumulating errors. `slept` contains the start and end of each sleep by `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.slept: Intervals = []
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for `seconds`, minus the time by which the previous sleep was too long."""
+        """Sleep for `seconds`, minus the time by which the previous sleep overran."""
         due = seconds - self._late_s
         began = time.perf_counter()
         if due > 0:

@@ -1,12 +1,12 @@
-"""Benchmark of the start of training on one node: the seconds of each phase, by number of ranks and units.
+"""Benchmark of how long training takes to start on one node, by phase, number of ranks and number of units.
 
 Each measurement is a run of `odc-mpi train` for a few steps. The phases are those of `start_s` in summary.json. The
 time of a phase is that of the slowest rank.
 
-If C cores are fewer than R ranks, ranks share cores. With a core for each rank, s seconds would become about s * C / R
-seconds. The prediction for many ranks uses these reduced times. For a phase that communicates, the prediction
-extrapolates a line fitted to the times as a function of R. For other phases, or if the line does not rise, the
-prediction is the median. A slower network, or a file system that many nodes read at once, is not modeled.
+If there are fewer cores (C) than ranks (R), ranks share cores. If each rank had its own core, a phase would take about
+C / R of the measured time. The prediction for many ranks uses these reduced times. For a phase that communicates, it
+extrapolates a line fitted to the times as a function of R. For other phases, and if the line does not rise, it is the
+median. Slower networks, and file systems that many nodes read at the same time, are not modeled.
 """
 
 import json
@@ -22,15 +22,15 @@ import numpy as np
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.errors import UserError
 
-#: Number of steps of each run.
+#: Number of steps in each run.
 STEPS = 3
 #: Number of ranks for which times are predicted.
 MANY_RANKS = 1024
-#: Phases that can take longer with more ranks.
+#: Phases that communicate and can therefore take longer with more ranks.
 COMMUNICATING = ("mpi", "probe", "windows", "weights", "other")
-#: Maximum relative difference of losses. Summation of fp32 values in another order causes differences.
+#: Maximum relative difference between losses, which differ because fp32 values are summed in a different order.
 TOLERANCE = 1e-5
-#: Default model, without its number of layers. Its units are layers of 0.1 million parameters, and the root.
+#: Default model, without the number of layers. Its units are the layers, of 0.1 million parameters each, and the root.
 _MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 1024,
@@ -42,20 +42,20 @@ _MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-#: Function that runs `odc-mpi train` with the given arguments on a number of ranks, and returns the exit code.
+#: Function that runs `odc-mpi train` on a number of ranks with the given arguments, and returns the exit code.
 Train = Callable[[int, Sequence[str]], int]
 
 
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure a run on each number of ranks, for `config` or for the default model with each number of units.
+    """Measure one run on each number of ranks, with `config` or with the default model for each number of units.
 
-    `train` is called with a number of ranks and arguments of `odc-mpi train`, and must return the exit code. `report`
-    is called with a line of progress. Returns the JSON object of the benchmark. Each of its `starts` has the keys
-    `ranks`, `units` (None with `config`), `start_s` (seconds by phase), `host_bytes` (peak memory of the largest rank)
-    and `losses`. `predicted_s` contains the seconds by phase predicted for `MANY_RANKS` ranks with `config` or the last
-    number of units, or is None if `ranks` has one element.
+    `report` is called with a line of text before each run, which `train` starts. Returns the JSON object of the
+    benchmark. Each entry of its `starts` has the keys `ranks`, `units` (None with `config`), `start_s` (seconds by
+    phase), `host_bytes` (peak memory of the rank that uses the most) and `losses`. `predicted_s` contains the seconds
+    by phase predicted for `MANY_RANKS` ranks, with `config` or the last number of units, or is None if `ranks` has only
+    one element.
 
     Raises `UserError` if a run fails, or if its losses differ from those on the first number of ranks.
     """
@@ -128,7 +128,7 @@ def _check_losses(starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _predict(starts: Sequence[Mapping[str, Any]], cores: int) -> dict[str, float]:
-    """Return the predicted seconds of each phase on `MANY_RANKS` ranks with a core each, and their sum as `total`."""
+    """Return the predicted seconds of each phase on `MANY_RANKS` ranks with one core each, and their sum as `total`."""
     ranks = np.array([start["ranks"] for start in starts], dtype=float)
     predicted = {}
     for phase in starts[0]["start_s"]:

@@ -1,8 +1,8 @@
-"""Benchmark of training speed: FSDP2, odc_mpi over collectives and over windows, and unsharded training.
+"""Benchmark of the training speed of FSDP2, odc_mpi over collectives and over windows, and unsharded training.
 
-All contenders train on the same minibatches in rounds (`bench.contenders`), and all losses must agree. For `ceiling`,
-rank 0 trains on all sequences in plain PyTorch while other ranks are idle. The ceiling is the speed of rank 0,
-multiplied by the number of ranks.
+All contenders train on the same minibatches in rounds (see `bench.contenders`), and their losses must agree. For the
+contender `ceiling`, rank 0 trains on all sequences in plain PyTorch while the other ranks are idle. The ceiling is the
+speed of rank 0 multiplied by the number of ranks.
 """
 
 import math
@@ -40,18 +40,18 @@ from odc_mpi.training.settings import (
 )
 
 BASELINE = "fsdp2"
-#: FSDP2 with the `lb_mini` plan and dummy microbatches on ranks that have fewer: the baseline of AMD's port of ODC.
+#: FSDP2 with the `lb_mini` plan, and dummies on ranks with fewer microbatches: the baseline in AMD's port of ODC.
 PADDED = "fsdp2/lb_mini"
 CEILING = "ceiling"
 #: Name of the `dynamic` balance with context parallelism for the longest sequences.
 SPLIT = "split"
-#: Contenders on the runtime, as TRANSPORT/BALANCE.
+#: Contenders that use odc_mpi, as TRANSPORT/BALANCE.
 COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
-#: Optional contenders: windows with `run.exact`.
+#: Optional contenders, which use windows with `run.exact`.
 EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, PADDED, COLLECTIVE, *OURS, CEILING)
-#: Maximum relative difference of losses. fp32 sums in another order cause differences, of which 4e-7 was observed.
+#: Maximum relative difference between losses. Summing fp32 values in a different order caused differences of 4e-7.
 TOLERANCE = 1e-5
 #: Values of settings that all contenders support, including plain PyTorch.
 COMPARABLE = {
@@ -65,7 +65,7 @@ COMPARABLE = {
     "comm.progress": ("auto", "off"),
 }
 
-#: Default data set, which is also that of the quick start.
+#: Default data set, which the quick start uses, too.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
 #: Default model, with 8 million parameters.
@@ -83,11 +83,11 @@ MODEL: dict[str, Any] = {
 
 
 def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
-    """Load the configuration from the file `path`, or use the default configuration if `path` is None. Collective.
+    """Load the configuration in the file `path`, or the default configuration if `path` is None. Collective.
 
-    With the default configuration, rank 0 prepares the default data set if it does not exist, and announces this by
-    calling `report` with a line of text. The device in the returned configuration is always the CPU. If the
-    configuration sets epochs instead of steps, the number of steps is set to 100.
+    With the default configuration, rank 0 prepares the default data set if it does not exist yet, and announces this
+    by calling `report` with a line of text. The returned configuration always uses the CPU, and
+    `run.steps` defaults to 100.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"starts after {DATA} is prepared")
@@ -101,7 +101,7 @@ def configuration(world: World, path: Path | None, report: Callable[[str], None]
 
 
 def default_configuration(timeout_s: float) -> Config:
-    """Return the configuration that `odc-mpi bench train` uses without the option `--config`."""
+    """Return the configuration that `odc-mpi bench train` uses if `--config` is not given."""
     return Config(
         model=ModelConfig(config=MODEL, param_dtype="float32"),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -122,15 +122,15 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the training speed of all contenders on one node. Collective.
 
-    There are `repeats` rounds of `steps` minibatches. If `exact`, the contenders `EXACT` are also measured.
+    After a warm-up, `repeats` rounds of `steps` minibatches follow. If `exact`, contenders in `EXACT` also take part.
 
     Returns:
-        JSON object, the same on every rank. For each contender, it contains the median `tokens_per_s`, their lower and
-        upper `quartiles`, the median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the
-        maximum relative difference from the losses of FSDP2, which are in `losses`. Further keys describe the run.
+        JSON object. For each contender, it contains the median of `tokens_per_s`, the lower and upper `quartiles`, the
+        median relative speeds `ratio_to_fsdp2` and `ratio_to_ceiling`, and `loss_deviation`, the maximum relative
+        difference from the losses of FSDP2, which are in `losses`. Further keys describe the run.
 
     Raises:
-        AllRanksUserError: The ranks run on several nodes, a setting or input is invalid, or losses differ.
+        AllRanksUserError: There are several nodes, a setting or an input is invalid, or the losses do not agree.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
@@ -171,7 +171,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of parameters of the model, and the communication settings of contenders over windows."""
+        """Return the model's number of parameters, and the communication settings of the contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -215,7 +215,7 @@ class _Contenders:
 
 
 class IdleContender(Contender):
-    """Contender that does nothing. All ranks except 0 use this contender while rank 0 measures the ceiling."""
+    """Contender that does nothing. All ranks except rank 0 use it while rank 0 measures the ceiling."""
 
     @override
     def step(self) -> tuple[float, int]:
@@ -223,7 +223,7 @@ class IdleContender(Contender):
 
 
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
-    """Return the speeds and relative speeds of all contenders, without the warm-up, and the losses of FSDP2."""
+    """Return the speeds and relative speeds of all contenders, excluding the warm-up, and the losses of FSDP2."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
     seconds = {
         name: [done.seconds / ranks[name] for done in rounds_of_contender[1:]]

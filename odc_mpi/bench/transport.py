@@ -1,25 +1,25 @@
-"""Benchmark of the speed of fetches and pushes, compared with memcpy, MPI collectives and gloo.
+"""Benchmark that compares the speed of fetches and pushes with that of memcpy, MPI collectives and gloo.
 
 Unit sizes are measured one after the other. For each size, the benchmark allocates units, touches their memory and
-checks the results of all variants. A measurement moves one unit after the other, like the units of a model, so that no
-unit stays in the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and
-parameters are published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
+checks the results of all variants. A measurement cycles through the units, as training does, so that no unit stays in
+the cache of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and parameters are
+published before the next sequence (`proceed`). All values are small integers, so every sum is exact.
 
-A sample is a sequence of operations of one variant, which all ranks begin at the same time. The time of the slowest
-rank counts. The variants alternate in rounds.
+A sample is a sequence of operations of one variant. All ranks begin it at the same time, and the time of the slowest
+rank counts. The variants take turns in rounds.
 
 Variants, all with units in fp32:
 
     memcpy                   copies the unit within private memory, with one core per rank
-    fetch_zero_copy          creates a view of the unit, without a copy, if all ranks are on one node
-    fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the buffer
-    push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` NAME; a sample
-                             includes the synchronization after which all gradients are complete
-    mpi_allgather, gloo_all_gather            gather the unit from all shards, as FSDP does
-    mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients, and keep this rank's shard, as FSDP does
+    fetch_zero_copy          creates a view of the unit instead of a copy, if all ranks are on one node
+    fetch_copy               copies this rank's shard to a buffer, and fetches the other shards into the same buffer
+    push_NAME                adds the unit's gradient to the shards of its owners, with `comm.reduction` set to NAME;
+                             a sample includes the synchronization that completes all gradients
+    mpi_allgather, gloo_all_gather            gather all shards of the unit, as FSDP does
+    mpi_reduce_scatter, gloo_reduce_scatter   sum the unit's gradients and keep this rank's shard, as FSDP does
 
-Speeds in GB/s are 10^9 bytes of the *full unit* per second. A rank's own shard, 1/`ranks` of the unit, does not leave
-its process. `crossing_bytes` is the size of the other shards.
+Speeds are in GB/s, where 1 GB is 10^9 bytes of the *full unit*. A rank's own shard, 1/`ranks` of the unit, does not
+leave its process, however. `crossing_bytes` is the size of the other shards.
 
 benchmarks/README.md describes the JSON object that `measure` returns.
 """
@@ -45,16 +45,16 @@ from odc_mpi.formatting import format_size
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 
-#: Factories of gradient stores, by value of `comm.reduction`.
+#: Factories of gradient stores, keyed by the value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()
 
-#: Total bytes of all units of one size, which exceed the cache of a core ...
+#: Total bytes in the units of one size, more than fit in the cache of a core ...
 UNITS_BYTES = 16 << 20
 #: ... but at most this number of units, because each unit has a window per transport.
 MAX_UNITS = 64
-#: Number of bytes that a sample moves, so that its synchronization, of up to 0.4 ms, is negligible ...
+#: Number of bytes that a sample moves, enough to make its synchronization of up to 0.4 ms negligible ...
 SAMPLE_BYTES = 64 << 20
-#: ... but at most this number of operations. Samples of variants that move no bytes have this number of operations.
+#: ... but at most this number of operations, which is also the number if a variant moves no bytes.
 MAX_OPERATIONS = 256
 
 
@@ -63,9 +63,9 @@ class Variant:
     """Method of moving the data of a unit.
 
     Attributes:
-        operations: One function per unit. A call moves the unit once.
-        is_right: Function that verifies the moved data, and returns True if they are correct. Collective.
-        gloo: Name of the gloo variant with which to compare, or None.
+        operations: One function per unit, which moves the unit once per call.
+        is_right: Function that verifies the moved data and returns True if it is correct. Collective.
+        gloo: Name of the gloo variant to compare with, or None.
         moves: True if an operation copies data, False if it creates a view.
         finish: Function that ends a sequence of operations. Its time is part of the sample. Collective.
         proceed: Function that prepares the next sequence. Its time is not part of the sample. Collective.
@@ -82,12 +82,12 @@ class Variant:
 def measure(
     world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure all variants for units of several sizes, given in bytes as multiples of 4. Collective.
+    """Measure all variants for each unit size in `sizes` (in bytes, multiples of 4). Collective.
 
-    Returns a JSON object, the same on every rank. benchmarks/README.md describes its content.
+    Returns a JSON object. benchmarks/README.md describes its content.
 
     Raises:
-        AllRanksUserError: A node has too little available memory for a size.
+        AllRanksUserError: A node does not have enough memory available for one of the sizes.
         RuntimeError: Fetched parameters or sums of gradients are wrong.
     """
     load = os.getloadavg()[0]
@@ -145,7 +145,7 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Raise RuntimeError on every rank if a variant has moved wrong data on any rank. Collective."""
+    """Raise RuntimeError on every rank if a variant moved wrong data on any rank. Collective."""
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
@@ -153,7 +153,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return a variant that fetches units and checks them with `is_whole`. `attributes` are fields of `Variant`."""
+    """Return a variant that fetches units and checks them with `is_whole`. `attributes` sets its other fields."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -175,14 +175,14 @@ def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
 
 
 def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatLayout:
-    """Return the layout of a unit that consists of one parameter, `[numel]`, sharded over `num_owners` ranks."""
+    """Return the layout of a unit that consists of one `[numel]` parameter, sharded over `num_owners` ranks."""
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return a variant that pushes gradients to `num_units` units of a transport. `attributes` are fields of `Variant`.
+    """Return a variant that pushes gradients to `num_units` units. `attributes` sets its other fields.
 
     `push` takes the index of a unit and pushes a gradient of ones. This rank owns `numel` elements of each unit.
     """
@@ -209,10 +209,10 @@ def pushes(
 
 
 class Units:
-    """Units of one size, and all variants that move the units. Construction allocates the memory, and is collective.
+    """Units of one size, and all variants that move them. Construction allocates the memory and is collective.
 
-    Each unit has `num_bytes` bytes, a multiple of 4, of which other ranks own `crossing_bytes`. If `gloo` is None, the
-    gloo variants are omitted. Raises `AllRanksUserError` if a node has too little available memory.
+    Each unit consists of `num_bytes` bytes, a multiple of 4. Other ranks own `crossing_bytes` of them. If `gloo` is
+    None, there are no gloo variants. Raises `AllRanksUserError` if a node does not have enough memory available.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
@@ -315,7 +315,7 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Raise `AllRanksUserError`, naming `option`, if a node has less than `required` bytes available. Collective."""
+    """Raise `AllRanksUserError`, which names `option`, if a node has fewer than `required` bytes free. Collective."""
 
     def check_available() -> None:
         free = available_bytes()

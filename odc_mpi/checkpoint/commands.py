@@ -15,7 +15,7 @@ from odc_mpi.files import atomic_write
 
 
 def open_newest_checkpoint(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint in a run directory. Raise `UserError` if there is none, or it is damaged."""
+    """Open the newest complete checkpoint in a run directory. Raise `UserError` if it is damaged or there is none."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
@@ -55,7 +55,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield the lines to print about the newest checkpoint in a run directory. Each tensor has a line with its norm."""
+    """Yield lines that describe the newest checkpoint in a run directory, including the norm of each tensor."""
     with open_newest_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
@@ -80,7 +80,7 @@ def digest_line(path: Path) -> str:
 
 
 def index_line(path: Path) -> str:
-    """Write index.h5 of the newest checkpoint in a run directory. Return a line with the path of the new file."""
+    """Write index.h5 for the newest checkpoint in a run directory, and return a line with its path to print."""
     with open_newest_checkpoint(path) as checkpoint:
         if error := checkpoint.check_files(range(checkpoint.manifest.size)):
             raise UserError(error)
@@ -97,7 +97,7 @@ def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    """Return the 2-norm of a tensor. For fp8, it is the norm of the bits of the values, read as integers."""
+    """Return the 2-norm of a tensor. For fp8, it is the norm of the bit patterns of the values, read as integers."""
     total = 0.0
     for block in _read_blocks(checkpoint, name):
         if checkpoint.record(name).dtype == "bfloat16":

@@ -21,25 +21,25 @@ from odc_mpi.data.tokenizer import write_files
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import set_default_mode, sync_directory, sync_file
 
-#: Maximum size of the weights in one file, in bytes. A larger tensor is written to a separate file.
+#: Maximum size of the weights in one file, in bytes. A larger tensor gets a file of its own.
 FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
-    """Source of the content of an exported directory: the configuration, and tensors, which are read one by one."""
+    """Source of the content of an exported directory: the configuration, and tensors that are read one by one."""
 
-    #: Name of the weight files, without number and suffix.
+    #: Name of the weight files, without the number and the suffix.
     stem: str = "model"
     #: Name of the configuration file.
     config_name: str = "config.json"
-    #: Name of the default torch dtype of floating-point weights.
+    #: Name of the default torch dtype for floating-point weights.
     dtype: str
     #: True for a language model, which needs generation_config.json.
     generates: bool = True
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Map the exported name of each tensor to its size in bytes as `dtype`, in the order of writing."""
+        """Return the size in bytes of each tensor as `dtype`, keyed by exported name, in the order of writing."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -53,13 +53,13 @@ class Exporter(ABC):
 def export(
     checkpoint: Checkpoint, out: Path, exporter: Exporter, dtype: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Export a checkpoint to a directory that `from_pretrained` of transformers or peft loads. Return the file names.
+    """Export a checkpoint as a directory for `from_pretrained` of transformers or peft. Return the names of its files.
 
     Args:
-        out: Directory to create. It appears atomically with all files. An empty directory may already exist there.
-        dtype: Name of the torch dtype of floating-point weights; by default `exporter.dtype`.
-        base: Current directory of the model from which the run started, if it is not `model.path` of the run. Tokenizer
-            files and generation settings are read from it.
+        out: Directory to create, which appears atomically with all of its files. It may already exist if it is empty.
+        dtype: Name of the torch dtype for floating-point weights. By default, `exporter.dtype`.
+        base: Directory that now contains the run's initial model, if not `model.path`. Generation settings are read
+            from it, and so are tokenizer files if its tokenizer has a chat template or the run has no other one.
 
     Raises:
         UserError: `out` exists and is not an empty directory, a file cannot be written, or the checkpoint is damaged or

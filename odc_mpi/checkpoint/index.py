@@ -1,11 +1,11 @@
-"""The index of a checkpoint, index.h5, in which other HDF5 programs find the full tensors by name.
+"""The index of a checkpoint, index.h5, in which other HDF5 programs can find the full tensors by name.
 
-Each tensor except scalars is a virtual data set: HDF5 assembles it from the files of the ranks on reading. If one of
-the files is missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible, so
-that missing data is visible, and this package never reads a checkpoint through its index.
+Each tensor except scalars is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If one of
+these files is missing, HDF5 returns the fill value without an error. Therefore, the fill value is NaN where possible,
+so that missing data is visible, and this package never reads a checkpoint through its index.
 
-The size of an index grows with the number of ranks. Therefore, a checkpoint of many ranks is saved without an index.
-The command `odc-mpi checkpoint index` can write the index later.
+The size of an index grows with the number of ranks, so a checkpoint of many ranks is saved without an index. The
+command `odc-mpi checkpoint index` can write the index later.
 """
 
 import math
@@ -22,14 +22,14 @@ from odc_mpi.hdf5_file import create_hdf5
 
 #: Box in a tensor: start and stop of the range in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
-#: Maximum number of ranks of a checkpoint that is saved with an index.
+#: Maximum number of ranks for which a checkpoint is saved with an index.
 MAX_INDEXED_RANKS = 64
-#: Bits of NaN for types that are stored as integers.
+#: Bits of NaN for floating-point types that are stored as integers.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(path: Path, directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint to the new file `path`, and return the record of this file.
+    """Write the index of a checkpoint to the new file `path`, and return the record of that file.
 
     The files of all ranks must exist in `directory`, the directory of the checkpoint.
     """
@@ -70,8 +70,8 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
     """Split elements `[start, stop)` of a flattened tensor into hyperslabs (boxes) of the tensor.
 
     A range that begins or ends within a row of the first dimension is split into the end of a row, complete rows, and
-    the beginning of a row. Parts of rows are split recursively. Yields the start and stop of each part, in order, and
-    the hyperslab with the same elements in the same order. `shape` must have at least one dimension.
+    the beginning of a row. Parts of rows are split recursively. For each part, in order, yields its start and stop, and
+    the hyperslab that has the same elements in the same order. `shape` must have at least one dimension.
     """
     if start >= stop:
         return

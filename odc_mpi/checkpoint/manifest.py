@@ -1,12 +1,12 @@
 """The manifest of a checkpoint: records of its tensors and files, with checksums.
 
-A checkpoint is a directory such as `step_00000100`. A checkpoint is complete if it has an intact manifest.json, which
-is written last. For each file, the manifest contains a checksum of all bytes except the data of tensors. These bytes
-include a table with checksums of blocks of tensor data. Every byte is therefore covered by a checksum, although rank 0
-does not read the files of other ranks.
+A checkpoint is a directory such as `step_00000100`. It is complete if it has an intact manifest.json, which is written
+last. For each file, the manifest contains a checksum of all bytes except tensor data. These bytes include a table of
+checksums for blocks of tensor data, so every byte is covered by a checksum although rank 0 does not read the files of
+other ranks.
 
-The digest of a checkpoint covers the names, dtypes, shapes and bits of parameters, buffers and optimizer state. The
-digest does not depend on the number of ranks, the configuration, the position in the data, or software versions.
+The digest of a checkpoint covers the names, dtypes, shapes and bits of parameters, buffers and optimizer state. It does
+not depend on the number of ranks, the configuration, the position in the data, or software versions.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from odc_mpi.files import parse_json, sync_file
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
-#: Name of the directory of checkpoints in a run directory.
+#: Name of the subdirectory of a run directory that contains the checkpoints.
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
 
-#: Numpy type in which each torch dtype is stored. The bits of bf16 and fp8, which HDF5 lacks, are stored as integers.
+#: NumPy type in which each torch dtype is stored. HDF5 lacks bf16 and fp8, so their bits are stored as integers.
 STORED_AS = {
     **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -39,22 +39,22 @@ STORED_AS = {
     "float8_e4m3fn": "<u1",
     "float8_e5m2": "<u1",
 }
-#: Maximum number of elements of a tensor that are read at once for its digest.
+#: Maximum number of elements of a tensor that are read at once to compute its digest.
 BLOCK_NUMEL = 1 << 22
-#: Kinds of tensors: see `TensorRecord`.
+#: Kinds of tensors (see `TensorRecord`).
 KINDS = ("trainable", "frozen", "buffer", "state")
 
 
 class VersionError(UserError):
-    """Raised if a checkpoint has another version of the format. The checkpoint may be intact."""
+    """Raised if a checkpoint has a different format version. The checkpoint may be intact."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Record of a tensor: kind, name of the torch dtype, full shape, and the ranges in the files of the ranks.
+    """Record of a tensor: its kind, torch dtype (by name) and full shape, and its ranges in the files of the ranks.
 
     The kind is "trainable" or "frozen" for a parameter, "buffer" for a replicated tensor, and "state" for optimizer
-    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are ordered and not empty.
+    state. A range is a tuple of rank, start and stop in the flattened tensor. The ranges are ordered and non-empty.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size of a file in bytes, and CRC-32 of all its bytes except the data of tensors."""
+    """Size of a file in bytes, and the CRC-32 of all of its bytes except tensor data."""
 
     num_bytes: int
     checksum: int
@@ -78,14 +78,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a checkpoint, saved by `size` ranks after `step` training steps.
+    """Description of a checkpoint that was saved by `size` ranks after `step` training steps.
 
     Attributes:
         tensors: Records of the tensors, keyed by the paths of their data sets, such as model/layers.0.weight or
             optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state with one number per parameter: `scalars["step"]["layers.0.weight"]`, for example.
+        scalars: Optimizer state with one number per parameter, such as `scalars["step"]["layers.0.weight"]`.
         optimizer: Name of the optimizer class.
-        metadata: JSON-serializable values: configuration of the run, position in the data, software versions, etc.
+        metadata: JSON-serializable values: the run's configuration, the position in the data, software versions, etc.
         files: Records of the files of all ranks and of the index, if any, keyed by file name.
     """
 
@@ -99,14 +99,14 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file in the checkpoint of a step."""
+    """Return the name of a rank's file in a step's checkpoint."""
     # The name contains the step, because HDF5 also searches the current directory for the files of an index, and that
     # directory may be another checkpoint.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of the checkpoint of a step."""
+    """Return the directory name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
@@ -119,7 +119,7 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest to the file `path` and flush it to the disk."""
+    """Write a manifest to the file `path`, and flush it to disk."""
     # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     path.write_text(json.dumps({**body, "checksum": _checksum(body)}) + "\n", encoding="utf-8")
@@ -127,7 +127,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raise `VersionError` for another version, `UserError` if missing or damaged."""
+    """Read a checkpoint's manifest. Raise `VersionError` for other versions, `UserError` if missing or damaged."""
     path = directory / MANIFEST
     try:
         body = parse_json(path.read_bytes())
@@ -166,7 +166,7 @@ def _from_json(body: Mapping[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise `ValueError` unless a manifest lists the files of all ranks, and its ranges cover each tensor."""
+    """Raise `ValueError` unless a manifest lists the files of all ranks and its ranges cover each tensor."""
     if type(manifest.step) is not int or type(manifest.size) is not int or not isinstance(manifest.metadata, dict):
         raise ValueError("step, size or metadata has another type")
     if (

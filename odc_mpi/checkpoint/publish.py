@@ -1,10 +1,10 @@
-"""Publication, replacement and removal of checkpoint directories. A crash at any time leaves only complete checkpoints.
+"""Publishing, replacing and removing checkpoint directories. A crash at any time leaves only complete checkpoints.
 
 Note: retired checkpoints
     A checkpoint is retired, that is, renamed to a hidden name, before it is replaced or pruned. A replaced checkpoint
-    is removed only after its replacement has been published and flushed to the disk. Of a retired directory, the
-    manifest is removed first. A retired directory with a manifest is therefore complete, and `recover_retired` restores
-    its name if no other checkpoint has that name.
+    is removed only after its replacement has been published and flushed to disk. The removal of a retired directory
+    begins with its manifest, so a retired directory with a manifest is complete, and `recover_retired` restores its
+    name unless another checkpoint has that name.
 """
 
 import os
@@ -17,15 +17,15 @@ from odc_mpi.checkpoint.index import MAX_INDEXED_RANKS, write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, Manifest, steps_in, write_manifest
 from odc_mpi.files import sync_directory
 
-#: Prefixes of hidden directories: checkpoints that are being written, and retired ones.
+#: Prefixes of the hidden directories of checkpoints that are being written, and of retired checkpoints.
 _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish a directory with the files of all ranks as a checkpoint, by renaming it atomically to `goal`.
+    """Publish a directory that contains the files of all ranks as a checkpoint, by renaming it atomically to `goal`.
 
-    Before that, the manifest and, unless there are many ranks, the index are written to the directory. `manifest` has
-    records of the files of all ranks. `directory` and `goal` have the same parent. An existing `goal` is replaced.
+    The manifest and, unless there are many ranks, the index are written to the directory first. `manifest` must have
+    records of all ranks' files. `directory` and `goal` must have the same parent. An existing `goal` is replaced.
     """
     files = dict(manifest.files)
     if manifest.size <= MAX_INDEXED_RANKS:
@@ -57,7 +57,7 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 def recover_retired(directory: Path) -> None:
     """Restore the names of retired checkpoints that a killed run has not replaced.
 
-    Call this before searching for checkpoints, since a retired checkpoint may be the newest. No run may write to the
+    Call this before searching for checkpoints, because a retired checkpoint may be the newest. No run may write to the
     directory at the same time.
     """
     for path, goal in recoverable_checkpoints(directory).items():
@@ -67,7 +67,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def recoverable_checkpoints(directory: Path) -> dict[Path, Path]:
-    """Map each complete retired checkpoint that has no replacement to the path that it had before."""
+    """Map each complete retired checkpoint that has not been replaced to its original path."""
     goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
@@ -96,7 +96,7 @@ def _retire(path: Path) -> Path:
 
 
 def _remove(retired: Path) -> None:
-    """Remove a retired checkpoint. The manifest is removed first, so that a directory with a manifest is complete."""
+    """Remove a retired checkpoint, starting with the manifest, so that a directory with a manifest is complete."""
     with suppress(OSError):
         (retired / MANIFEST).unlink(missing_ok=True)
         sync_directory(retired)

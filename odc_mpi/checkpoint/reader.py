@@ -1,7 +1,7 @@
-"""Reading of slices of tensors from a checkpoint.
+"""Reading slices of tensors from a checkpoint.
 
-The manifest contains the locations of slices. Checksums are verified on reading. index.h5 is for other programs and is
-not used.
+The manifest contains the locations of the slices. Checksums are verified on reading. index.h5 is meant for other
+programs, and is not used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,12 +24,12 @@ from odc_mpi.checkpoint.manifest import (
 from odc_mpi.checkpoint.shard_file import ShardFile, checksum_of_file, stored_type
 from odc_mpi.errors import UserError
 
-#: Maximum number of open files: one rank may have to read the files of a thousand ranks.
+#: Maximum number of open files, because one rank may have to read the files of a thousand ranks.
 _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Complete checkpoint that is open for reading. Construction raises the same errors as `read_manifest`."""
+    """Complete checkpoint, open for reading. Construction raises the same errors as `read_manifest`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -66,7 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Verify the files of `ranks`, except for tensor data. Return the first error message, or None if none."""
+        """Verify the files of `ranks` except for tensor data. Return the first error message, or None if intact."""
         try:
             for rank in ranks:
                 with self._open(rank):
@@ -117,7 +117,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 def checkpoint_directories(path: Path) -> list[Path]:
     """Return the directories of the checkpoints in `path`, oldest first. Checkpoints may be incomplete.
 
-    `path` is a run directory, its directory of checkpoints, or one checkpoint. Raises `UserError` if there are none.
+    `path` is a run directory, its checkpoint directory, or a single checkpoint. Raises `UserError` if there are none.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]

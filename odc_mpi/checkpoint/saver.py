@@ -1,12 +1,12 @@
-"""Saving of checkpoints in the background. A thread of each rank writes a file; then rank 0 publishes the checkpoint.
+"""Saving checkpoints in the background. A thread on each rank writes a file; then rank 0 publishes the checkpoint.
 
-    start             after the parameters are published: start a thread that writes the copied state of this rank
+    start             after the parameters are published: start a thread that writes a copy of this rank's state
     report            before the all-gather of gradient statistics: return three numbers for this all-gather
     receive_reports   after the all-gather: if all ranks have written their files, rank 0 starts a thread that publishes
                       the checkpoint
 
-The files are written to a hidden directory, the index and the manifest last. Then the directory is renamed. A directory
-with the name of a checkpoint is therefore complete. If a rank cannot write its file, the unfinished checkpoint is
+The files are written to a hidden directory, the index and the manifest last. Then the directory is renamed, so any
+directory with the name of a checkpoint is complete. If a rank cannot write its file, the unfinished checkpoint is
 removed, and training continues. The threads do not communicate.
 """
 
@@ -33,7 +33,7 @@ class BackgroundTask(threading.Thread, Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(name="odc_mpi-checkpoint", daemon=True)
-        #: Return value of the function. None until it returns, or if it raised an exception.
+        #: Return value of the function, or None if it has not returned or has raised an exception.
         self.result: T | None = None
         self._function = function
         self.start()
@@ -54,18 +54,18 @@ class _PendingCheckpoint:
 
 
 class Saver:
-    """Writer of this rank's files of checkpoints. On rank 0, it also publishes the checkpoints.
+    """Writer for this rank's checkpoint files. On rank 0, it also publishes the checkpoints.
 
     Args:
-        directory: Directory of the checkpoints, on a file system that all nodes share.
-        token: Name of the run, unique and equal on all ranks. It is part of the name of the hidden directory.
+        directory: Directory for the checkpoints, on a file system that all nodes share.
+        token: Name of the run, which must be unique and equal on all ranks. It is part of the hidden directory's name.
         keep: Number of complete checkpoints to keep. 0 keeps all.
         warn: Thread-safe function that prints a line for the user.
         check: Thread-safe function that raises `OSError` if this run may no longer write to the run directory.
 
     Attributes:
-        num_saved, num_failed: Numbers of published and failed checkpoints. 0 on ranks other than 0.
-        last_failed: True if the last checkpoint failed. False on ranks other than 0.
+        num_saved, num_failed: Numbers of published and failed checkpoints. Always 0 on ranks other than 0.
+        last_failed: True if the last checkpoint failed. Always False on ranks other than 0.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True from `start` until each rank has reported that its file is written or has failed. Equal on all ranks."""
+        """True from `start` until every rank has reported whether its file was written. Equal on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """True while a thread of this rank writes a file or publishes a checkpoint."""
+        """True while a thread of this rank is writing a file or publishing a checkpoint."""
         writing = self._pending is not None and self._pending.writing.is_alive()
         return writing or (self._publishing is not None and self._publishing.is_alive())
 
     def wait_until_written(self) -> None:
-        """Wait until this rank's file is written or has failed. There is no time limit: use `World.deadline`."""
+        """Wait until writing this rank's file has succeeded or failed. Has no time limit: use `World.deadline`."""
         if self._pending:
             self._pending.writing.join()
 
@@ -111,8 +111,8 @@ class Saver:
     ) -> None:
         """Start a thread that writes this rank's file of a checkpoint. `pending` and `busy` must be False.
 
-        The arrays of `entries` must not change until the file is written. `manifest` has no records of files, and is
-        None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
+        The arrays in `entries` must not change until the file is written. `manifest` must contain no file records, and
+        is None on ranks other than 0. The checkpoint of `protected_step` is kept in addition to the newest ones.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
         writing = BackgroundTask(lambda: self._write(step, entries))
@@ -131,7 +131,7 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Process the reports of all ranks, `[size, 3]`. If all files are written, rank 0 starts to publish them.
+        """Process the reports of all ranks, `[size, 3]`. Once all files are written, rank 0 starts publishing them.
 
         If a rank could not write its file, rank 0 removes the unfinished checkpoint and prints a warning instead.
         """
@@ -145,7 +145,7 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """On rank 0, wait until the checkpoint is published. There is no time limit: use `World.deadline`."""
+        """On rank 0, wait until publishing has succeeded or failed. Has no time limit: use `World.deadline`."""
         if self._publishing:
             self._publishing.join()
 

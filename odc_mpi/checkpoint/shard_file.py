@@ -1,8 +1,8 @@
-"""The file of a rank in a checkpoint: ranges of flattened tensors as contiguous HDF5 data sets, and checksums.
+"""A rank's file in a checkpoint: ranges of flattened tensors as contiguous HDF5 data sets, and checksums.
 
-h5py has one lock for all HDF5 calls of a process. If gigabytes were written under the lock, training could not read its
-data at the same time. Therefore, HDF5 only allocates the data sets in the file. Their bytes are then written and read
-at their offsets without the lock.
+h5py has a single lock for all HDF5 calls of a process. If gigabytes were written under this lock, training could not
+read its data in the meantime. Therefore, HDF5 only allocates the data sets in the file, and their bytes are then
+written and read at their offsets without the lock.
 
 | data set                            | type           | content                                                     |
 |-------------------------------------|----------------|-------------------------------------------------------------|
@@ -32,9 +32,9 @@ try:
 except ImportError:  # only available for two processor architectures
     from zlib import crc32
 
-#: Size of a block, in bytes. Each block has a checksum. To read a slice, complete blocks are read.
+#: Size of a block, in bytes. Each block has its own checksum, so slices are read in complete blocks.
 BLOCK_BYTES = 1 << 18
-#: Maximum size of one write, in bytes: enough to keep a disk busy.
+#: Maximum size of one write, in bytes, which is enough to keep a disk busy.
 _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
@@ -57,7 +57,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write non-empty `entries` to a new file and sync it. Thread-safe. Data is written without the lock of h5py."""
+    """Write non-empty `entries` to a new file, and sync it. Thread-safe. Data is written without h5py's lock."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -88,7 +88,7 @@ def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str
 
 
 def _create_dataset(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
-    """Create a data set whose space in the file is allocated immediately and not filled."""
+    """Create a data set whose space in the file is allocated immediately, but not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -133,7 +133,7 @@ def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]
 
 
 def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> int:
-    """Return the checksum of a file without the ranges of bytes in `extents`, each `(offset, num_bytes)`."""
+    """Return the checksum of a file, excluding the byte ranges in `extents`, each given as `(offset, num_bytes)`."""
     checksum, position, size = 0, 0, os.fstat(descriptor).st_size
     for offset, num_bytes in [*sorted(extents), (size, 0)]:
         offset = min(offset, size)
@@ -150,7 +150,7 @@ def checksum_of_file(path: Path) -> FileRecord:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Data set in a file. `offset` is its location, and `first_block` the index of its first checksum in the table."""
+    """Data set in a file at `offset`. `first_block` is the index of its first checksum in the table."""
 
     dtype: np.dtype
     numel: int
@@ -164,9 +164,9 @@ class _Stored:
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """The file of a rank, open for reading. The checksums of data are verified on reading.
+    """A rank's file, open for reading. Data is verified against its checksums on reading.
 
-    Construction raises `UserError` if the file is missing, damaged, or differs from its record `expected`.
+    Construction raises `UserError` if the file is missing or damaged, or does not match its record `expected`.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:
@@ -203,7 +203,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of the flattened tensor in the data set `path`, as a 1D array.
+        """Read elements `[start, stop)` of the flattened tensor in the data set `path` as a 1D array.
 
         All of these elements must be in this file. Raises `UserError` if they are damaged or cannot be read.
         """
@@ -262,7 +262,7 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which the torch dtype `dtype` is stored. Raise `UserError` for unsupported dtypes."""
+    """Return the NumPy type in which the torch dtype `dtype` is stored. Raise `UserError` for unsupported dtypes."""
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
     return np.dtype(STORED_AS[dtype])

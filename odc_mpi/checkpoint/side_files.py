@@ -1,7 +1,7 @@
-"""Files that accompany the weights of an exported model: tokenizer, chat template, generation_config.json.
+"""Files that accompany the weights of an exported model: tokenizer, chat template, and generation_config.json.
 
-Special tokens in the configuration determine where transformers, vLLM and llama.cpp stop generation. Therefore, they
-must be those of the tokenizer and the chat template, not the defaults of a configuration class.
+The special tokens in the configuration determine where transformers, vLLM and llama.cpp stop generating. Therefore,
+they must be those of the tokenizer and the chat template, not the defaults of a configuration class.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ class SideFiles:
 
     Args:
         config: Configuration of the run.
-        base: Current directory of the model from which the run started, the base model; by default `model.path`.
+        base: Current location of the base model, from which the run started. By default, the run's `model.path`.
 
     Attributes:
-        tokenizer: Contents of the files to export, keyed by file name. They are the files of the base model if its
+        tokenizer: Contents of the tokenizer files to export, keyed by file name: those of the base model if its
             tokenizer has a chat template, even if the run used another template, and otherwise those of the run.
     """
 
@@ -50,7 +50,7 @@ class SideFiles:
         return {**config, **self._special_tokens(config, config)}
 
     def generation_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of generation_config.json: that of the base model, if any, with the special tokens.
+        """Return the content of generation_config.json: that of the base model, if any, with updated special tokens.
 
         `config` is the content of config.json. Raises `UserError` if the file of the base model cannot be read.
         """
@@ -60,9 +60,9 @@ class SideFiles:
         return {key: value for key, value in {**defaults, **special}.items() if value is not None}
 
     def _special_tokens(self, defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ids of special tokens, keyed by setting.
+        """Return the IDs of special tokens, keyed by setting.
 
-        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base model. The other ids are
+        `eos_token_id` contains the tokens that end a sequence or a turn, and those of the base model. The other IDs are
         those of the tokenizer or, if it has none, of the base model, as in the Trainer of transformers.
         """
         if not self._tokenizers:
@@ -81,10 +81,10 @@ class SideFiles:
 
 
 def read_tokenizer_files(config: Mapping[str, Any], base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer files of a run with the configuration `config`. Return their contents, keyed by file name.
+    """Read the tokenizer files of a run with the configuration `config`, and return their contents, keyed by file name.
 
-    The files are read from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
-    directory of the model (`base`, or by default `model.path`). The result is empty if there are none.
+    The files come from the first of these locations that has tokenizer files: `data.path`, `rl.tokenizer`, and the
+    directory of the model (`base`, or `model.path` by default). The result is empty if none has any.
     """
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
@@ -99,7 +99,7 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def read_generation_config(directory: Path | None) -> dict[str, Any]:
-    """Read generation_config.json. Return {} if `directory` has none. Raise `UserError` if the file is invalid."""
+    """Read generation_config.json, or return {} if `directory` has none. Raise `UserError` if the file is invalid."""
     path = directory / GENERATION_CONFIG if directory else None
     if path is None or not path.is_file():
         return {}

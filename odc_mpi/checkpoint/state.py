@@ -1,11 +1,11 @@
 """Saving and restoring the state of a model and its optimizer. Does not communicate.
 
-    snapshot    copy the slices of this rank to host memory, from which a thread writes them
-    restore     read the slices of this rank from a checkpoint that was written by any number of ranks
+    snapshot    copy this rank's slices to host memory, from which a thread writes them
+    restore     read this rank's slices from a checkpoint, which a different number of ranks may have written
 
 The state consists of the parameters in master precision, the optimizer state, and the tensors that are replicated on
 all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Frozen parameters of a base model are
-omitted; `metadata["base"]` of the checkpoint describes the base model.
+omitted; the checkpoint's `metadata["base"]` describes the base model.
 """
 
 from collections.abc import Iterator
@@ -55,14 +55,14 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self) -> list[ShardEntry]:
-        """Copy this rank's part of the state to host memory, and return it as entries of this rank's file.
+        """Copy this rank's part of the state to host memory, and return it as entries for this rank's file.
 
-        Call this after the parameters are published. It overwrites the arrays that the previous call returned.
+        Call this after the parameters are published. Each call overwrites the arrays that the previous call returned.
         """
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def local_ranges(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Map the path of each tensor to the range that this rank has: its start, and its elements in the stored type.
+        """Map the path of each tensor to this rank's range of it: the start, and the elements in the stored type.
 
         For tensors in host memory, the arrays are views, so their values change with the next optimizer step.
         """
@@ -73,7 +73,7 @@ class TrainingState:
         }
 
     def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of the current state, without records of files.
+        """Return the manifest of the current state, without file records.
 
         The manifest is complete only on rank 0; other ranks omit the replicated tensors. `step` is the number of
         completed training steps. `metadata` must be JSON-serializable.
@@ -92,7 +92,7 @@ class TrainingState:
         """Restore the optimizer state of this rank's slices from a checkpoint.
 
         Parameters are not restored; `CheckpointWeights` reads them. Raises `UserError` if the checkpoint was saved with
-        another optimizer class, or is damaged.
+        a different optimizer class, or is damaged.
         """
         manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
@@ -149,7 +149,7 @@ class TrainingState:
 
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
-        """Kind of each parameter, and rank, start and stop of its non-empty slices, keyed by parameter name."""
+        """Kind of each parameter, and rank, start and stop of each of its non-empty slices, keyed by parameter name."""
         records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
         for layout in self._model.layouts:
             kind = "trainable" if layout.trainable else "frozen"
@@ -187,13 +187,13 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Restore the replicated tensors of a module: persistent buffers, and parameters that are not floating-point."""
+    """Restore the replicated tensors of a module: persistent buffers and non-floating-point parameters."""
     for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Raise `UserError` unless a checkpoint has the tensors of a module, with the same names, shapes and kinds."""
+    """Raise `UserError` unless a checkpoint and a module have the same tensors, with equal names, shapes and kinds."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()

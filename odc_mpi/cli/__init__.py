@@ -1,1 +1,1 @@
-"""Command line: the parser and exit codes (`main`), one module per command, and options shared by commands."""
+"""Command-line interface: parser and exit codes (`main`), one module per command, and shared options (`options`)."""

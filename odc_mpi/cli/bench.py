@@ -1,7 +1,7 @@
 """`odc-mpi bench`: run a benchmark.
 
-Outside mpiexec, the command starts mpiexec, and only its ranks import the module of the benchmark in `odc_mpi.bench`.
-`odc-mpi bench start` itself runs in one process, which starts mpiexec several times.
+Unless it already runs under mpiexec, the command starts mpiexec. Only the ranks import the module of the benchmark in
+`odc_mpi.bench`. The exception is `odc-mpi bench start`, a single process that starts mpiexec several times.
 """
 
 import argparse
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 HELP = "benchmark communication, schedules and training"
 
-#: Defaults of `bench start`.
+#: Default values of `--ranks` and `--units` for `bench start`.
 RANKS, UNITS = "2,4,8,16", "8,50"
-#: Function that prints a line of progress.
+#: Function that prints one line about the progress of a benchmark.
 ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
-    """Help text of a benchmark, the function that adds its options, and the function that runs the benchmark."""
+    """Benchmark subcommand: its help text, a function that adds its options, and a function that runs it."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -40,7 +40,7 @@ class Benchmark(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a subcommand for each benchmark, with its options."""
+    """Add one subcommand per benchmark, each with its options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         description = f"Measure {benchmark.help}. {'It' if name == 'start' else 'Outside mpiexec, it'} starts mpiexec."
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Collective under mpiexec; otherwise, mpiexec is started."""
+    """Run the selected benchmark and return the exit code. Collective under mpiexec; otherwise, mpiexec is started."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 
@@ -66,10 +66,10 @@ def _measure_on_ranks(
     measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
-    """Run a benchmark on the ranks of this job, or start ranks if there are none. Return the exit code. Collective.
+    """Run a benchmark on all ranks and return the exit code. Collective under mpiexec; otherwise, mpiexec is started.
 
-    `measure` is called on each rank with the imported `module`, the `World`, and a function that prints progress.
-    `ranks` is the number of ranks to start, by default `--ranks` or 2.
+    On each rank, `measure` is called with the module named `module`, the `World`, and a function that prints progress.
+    `ranks` is the number of ranks to start. It defaults to `--ranks` or, if that is not given, to 2.
     """
     if not is_launched():
         try:
@@ -82,7 +82,7 @@ def _measure_on_ranks(
         benchmark = importlib.import_module(module)
         from odc_mpi.runtime.world import World
 
-    # In some benchmarks, a rank waits for a full round, so the deadline is that of the benchmark.
+    # In some benchmarks, a rank waits for a full round, so the deadline is the time limit of the benchmark.
     world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
     def work() -> None:
@@ -122,6 +122,8 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.scenario import Scenario
 
     scenario = build_scenario(arguments, Scenario)
+    if scenario.num_islands > 1:
+        raise UserError(f"--islands: expected 1, got {scenario.num_islands}: odc-mpi simulate --islands simulates them")
 
     def measure(schedule: Any, world: "World", progress: ProgressPrinter) -> Any:
         resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))
@@ -166,7 +168,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """Parse integers of at least 2, such as 2,4,8, and remove duplicates."""
+    """Parse a list of integers, such as ``2,4,8``, each of which must be at least 2, and remove duplicates."""
     counts = [positive_int(word.strip()) for word in text.split(",")]
     if min(counts) < 2:
         raise argparse.ArgumentTypeError(f"expected numbers of at least 2, such as 2,4,8, got {text!r}")

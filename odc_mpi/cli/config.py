@@ -1,4 +1,4 @@
-"""`odc-mpi config`: print the values and the sources of all settings of a configuration. Does not use MPI."""
+"""`odc-mpi config`: print all settings of a configuration with their values and sources. Does not use MPI."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each setting with its value and the source of the value, and return the exit code."""
+    """Print each setting with its value and where the value comes from, and return the exit code."""
     from odc_mpi.training import settings
 
     require_config(arguments)

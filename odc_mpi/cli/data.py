@@ -1,4 +1,4 @@
-"""`odc-mpi data`: verify data sets, in one process."""
+"""`odc-mpi data`: verify data sets in a single process."""
 
 import argparse
 from pathlib import Path
@@ -11,14 +11,14 @@ _VERIFY_HELP = "compare all data with its checksums, and load the tokenizer; exi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the action `verify` and its arguments."""
+    """Add the `verify` action and its arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help=_VERIFY_HELP, description=_VERIFY_HELP, allow_abbrev=False)
     verify.add_argument("paths", metavar="FILE", nargs="+", type=Path, help="data set of odc-mpi prepare")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify data sets and print one line for each. Return 2 if a file is damaged or is not a data set, otherwise 0."""
+    """Verify data sets and print one line per file. Return 2 if any file is damaged or not a data set, otherwise 0."""
     from odc_mpi.data.dataset.verify import verify_dataset
     from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 

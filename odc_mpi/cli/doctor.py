@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Probe the MPI library from a child process of each rank, and return the exit code. Collective."""
+    """Probe the MPI library in a child process of each rank, and return the exit code. Collective."""
     from odc_mpi.probe.doctor import doctor
 
     return doctor(arguments.json)

@@ -1,4 +1,4 @@
-"""`odc-mpi job`: print, and optionally submit, a Slurm batch script that trains with a configuration."""
+"""`odc-mpi job`: print a Slurm batch script that trains with a configuration, and optionally submit it."""
 
 import argparse
 import re
@@ -9,20 +9,20 @@ from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
 HELP = "print a Slurm batch script for a configuration, or submit it"
-#: Options for the size of the job, with default and help text.
+#: Options that set the size of the job, each with its default and help text.
 JOB = (
     ("--nodes", job.SlurmJob.nodes, "number of nodes"),
     ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each node, usually its number of GPUs"),
     ("--cores-per-rank", job.SlurmJob.cores_per_rank, "cores of each rank"),
 )
-#: Options that are passed to sbatch, for sites that require them.
+#: Options that are passed on to sbatch, because some sites require them.
 CHOICES = ("partition", "account", "gpus-per-node")
-#: Time limits of sbatch: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+#: Pattern for the formats in which sbatch accepts time limits: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
 _TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
 _UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
-#: Pattern for the values of options of sbatch and srun, and its description in errors.
+#: Pattern for option values of sbatch and srun, and its description in error messages.
 _WORD, _WORD_DESCRIPTION = r"[\w.,:/@+=-]+", "a word of letters, digits and . , : / @ + = - _"
-#: Minimum time limit in seconds. A shorter job would receive the stop signal while it starts.
+#: Minimum time limit in seconds. A shorter job would receive the stop signal while it is still starting.
 _SHORTEST_S = 300
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the batch script. With `--submit`, submit it and return the exit code of sbatch; otherwise, return 0."""
+    """Print the batch script and return 0. With `--submit`, also submit it, and return the exit code of sbatch."""
     # Imported late: other commands need neither module.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_time(time: str) -> str:
-    """Return `time`. Raises `UserError` if sbatch does not accept this time limit, or if the limit is too short."""
+    """Return `time` unchanged. Raises `UserError` if this time limit is too short, or if sbatch does not accept it."""
     match = _TIME.fullmatch(time)
     if not match:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
@@ -88,7 +88,7 @@ def _check_time(time: str) -> str:
 
 
 def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_DESCRIPTION) -> str:
-    """Return `value`. Raises `UserError` unless the value matches `pattern`: a match needs no quotes in a script."""
+    """Return `value` unchanged. Raises `UserError` unless it matches `pattern`. Matches need no quotes in scripts."""
     if not re.fullmatch(pattern, value, re.ASCII):
         raise UserError(f"--{option}: expected {expected}, got {value!r}")
     return value

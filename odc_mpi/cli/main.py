@@ -1,10 +1,10 @@
-"""Entry point of the command line: parses arguments, calls a command, and converts exceptions to exit codes.
+"""Entry point of the command-line interface: parses arguments, runs a command, and converts exceptions to exit codes.
 
 0   success
 2   invalid arguments, input or files, reported in one line; also if standard output could not be written completely
-75  stopped on request after saving; run the same command to resume (0 if ODC_MPI_STOPPED_FILE is set)
+75  stopped on request after saving; to resume, run the same command again (0 if ODC_MPI_STOPPED_FILE is set)
 130 interrupted
-141 the reader closed the output pipe, like `head` in `odc-mpi checkpoint show RUN | head`; 128 + SIGPIPE, as in shells
+141 output pipe closed by its reader, as by `head` in `odc-mpi checkpoint show RUN | head` (128 + SIGPIPE, as in shells)
 1   any other failure; commands that run mpiexec or sbatch return the exit code of that program
 """
 
@@ -24,8 +24,8 @@ from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import exit_as_interrupted
 from odc_mpi.runtime.streams import open_standard_streams
 
-#: Command modules by name, in the order of the help. A module has `HELP`, `add_arguments` and `run`. `run` imports slow
-#: modules, and raises `UserError` for invalid arguments and input.
+#: Command modules by name, in the order in which the help lists them. Each module defines `HELP`, `add_arguments` and
+#: `run`. Slow imports are in `run`, which raises `UserError` if arguments or input are invalid.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
@@ -42,19 +42,19 @@ COMMANDS = {
     "bench": bench,
     "simulate": simulate,
 }
-#: Commands that accept settings, `--SECTION.KEY VALUE`, which the parser does not know.
+#: Commands that accept settings (`--SECTION.KEY VALUE`), which the parser does not know.
 _WITH_SETTINGS = ("train", "job", "config")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError` for an invalid argument, instead of exiting."""
+    """Argument parser that raises `UserError` instead of exiting if an argument is invalid."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for all commands. Instead of exiting, it raises `UserError` for invalid arguments."""
+    """Return the parser for all commands, which raises `UserError` instead of exiting if an argument is invalid."""
     description = "Sharded post-training (SFT, LoRA, DPO, GRPO) of Hugging Face models over MPI."
     parser = _Parser(prog="odc-mpi", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
-    In the result, `words` is a copy of `argv`, and `overrides` lists the arguments `--SECTION.KEY VALUE`, which set
-    training settings and are not parsed here. Raises `UserError` if the command is unknown or an argument is invalid.
+    In addition to the parsed arguments, the result contains `words`, a copy of `argv`, and `overrides`, the unparsed
+    training settings (`--SECTION.KEY VALUE`). Raises `UserError` if the command is unknown or an argument is invalid.
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}: see odc-mpi --help")
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code. Collective if the command is collective.
 
-    If `argv` is None, `sys.argv[1:]` is parsed, and `open_standard_streams` replaces standard output and error.
+    If `argv` is None, `sys.argv` is used, and `open_standard_streams` replaces standard output and standard error.
     """
     if argv is not None:
         return _run(argv)

@@ -1,4 +1,4 @@
-"""Run `odc-mpi` commands under mpiexec from a process that does not use MPI."""
+"""Run `odc-mpi` commands under mpiexec, from a process that does not use MPI itself."""
 
 import os
 import shutil
@@ -11,30 +11,30 @@ from pathlib import Path
 
 from odc_mpi.errors import UserError
 
-#: By default, Open MPI refuses root and more ranks than cores, and its UCX component prints an error line per window.
-#: MPICH ignores these variables.
+#: Environment variables for Open MPI, which by default refuses to run as root or with more ranks than cores, and whose
+#: UCX component prints an error line for each window. MPICH ignores these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_osc": "^ucx",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-#: Maximum number of ranks on a node with fewer cores, because each rank is a process that imports torch.
+#: Maximum number of ranks to start, unless the node has more cores. Each rank is a process that imports torch.
 MAX_RANKS = 64
-#: Time for mpiexec to end the ranks after SIGTERM, in seconds. Then mpiexec is killed, and the ranks end by themselves.
+#: Seconds that mpiexec has to end the ranks after SIGTERM before it is killed. The ranks then end by themselves.
 GRACE_S = 10.0
 
 
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int | None = None) -> int:
-    """Run `odc-mpi` with `arguments` on `ranks` ranks of this node, and wait until they end.
+    """Run `odc-mpi` with `arguments` on `ranks` ranks on this node, and wait until they end.
 
-    The ranks inherit standard error. `stdout` is the standard output of mpiexec, as for `subprocess.Popen`. If this
-    process receives SIGINT or SIGTERM, it terminates mpiexec and raises KeyboardInterrupt. Returns the exit code of
-    mpiexec, or 128 plus the number of the signal that killed mpiexec.
+    The ranks inherit this process's standard error. `stdout` is passed to `subprocess.Popen`, which starts mpiexec. On
+    SIGINT or SIGTERM, this function terminates mpiexec and raises KeyboardInterrupt. Returns the exit code of mpiexec
+    or, if a signal killed mpiexec, 128 plus the signal number.
 
     Raises:
         UserError: mpiexec is not installed, or `ranks` exceeds the maximum for one node.
-        TimeoutError: The ranks ran longer than `timeout_s` and were terminated.
+        TimeoutError: The ranks ran for longer than `timeout_s` seconds and were terminated.
     """
     max_ranks = max(MAX_RANKS, os.cpu_count() or 1)
     if ranks > max_ranks:
@@ -60,7 +60,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float, stdout: int |
 
 
 def mpiexec() -> str:
-    """Return the path of mpiexec, next to the Python executable or on the PATH. Raises `UserError` if there is none."""
+    """Return the path of mpiexec next to the Python executable or on the PATH. Raises `UserError` if there is none."""
     candidate = Path(sys.executable).with_name("mpiexec")
     path = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -70,7 +70,7 @@ def mpiexec() -> str:
 
 @contextmanager
 def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Context manager that sets `handler` for the signals `numbers` and restores the previous handlers on exit."""
+    """Context manager that handles the signals `numbers` with `handler`, and restores the previous handlers on exit."""
     previous = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -81,7 +81,7 @@ def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) ->
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Context manager that delays the KeyboardInterrupt for SIGINT or SIGTERM until the block ends."""
+    """Context manager that, on SIGINT or SIGTERM, raises KeyboardInterrupt only at the end of the block."""
     received: list[int] = []
     try:
         with signals_handled(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):

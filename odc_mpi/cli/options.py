@@ -1,4 +1,4 @@
-"""Options that several commands share. The parsers of option values raise `argparse.ArgumentTypeError`."""
+"""Options shared by several commands. Functions that parse option values raise `argparse.ArgumentTypeError`."""
 
 import argparse
 import os
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     ScenarioT = TypeVar("ScenarioT", bound=Scenario)
 
-#: Maximum count. Larger values are probably typos, and some system calls reject them.
+#: Maximum value of an integer option. Larger values are probably typos, and some system calls reject them.
 MAX_VALUE = 10**9
 BASE_HELP = "for adapters: directory or hub name of their base model; default: its directory in the training run"
 
 
 def output(text: str) -> Path:
-    """Convert `text` to the path of a file or directory to write. Raises an error if `text` is empty."""
+    """Convert `text` to the path of an output file or directory. Raises an error if `text` is empty."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty string")
     return Path(text)
@@ -45,7 +45,7 @@ def positive_int(text: str) -> int:
 
 
 def size_in_bytes(text: str) -> int:
-    """Convert a size such as 512M to bytes."""
+    """Convert a size such as ``512M`` to a number of bytes."""
     num_bytes = parse_size(text)
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
@@ -53,14 +53,14 @@ def size_in_bytes(text: str) -> int:
 
 
 def attention_name(text: str) -> str:
-    """Return `text` if it is the name of a supported attention implementation."""
+    """Return `text` unchanged if it names a supported attention implementation."""
     if text not in SUPPORTED:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
     return text
 
 
 def step_seconds(text: str) -> float:
-    """Parse the duration of a step in seconds, from 0.001 to 3600."""
+    """Parse the duration of a step, which must be from 0.001 to 3600 seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -71,7 +71,7 @@ def step_seconds(text: str) -> float:
 
 
 def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], **defaults: Any) -> None:
-    """Add `--json` and the options of the scenario class `kind`. `defaults` replaces default values, by field name."""
+    """Add `--json` and the options of the scenario class `kind`. `defaults` overrides field defaults by name."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field, (number, option) in options_of(kind).items():
         default = defaults.get(field, getattr(kind, field))
@@ -87,7 +87,7 @@ def add_scenario(parser: argparse.ArgumentParser, kind: type[ScenarioOptions], *
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Create a scenario of class `kind` from parsed options. Raises `UserError` for an invalid value."""
+    """Create a scenario of class `kind` from parsed options. Raises `UserError` if a value is invalid."""
     names = {field.name for field in fields(kind)}
     values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     scenario = kind(**values)
@@ -96,7 +96,7 @@ def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "S
 
 
 def utf8(text: str) -> str:
-    """Return an argument as UTF-8 text, even if Python decoded the argument with another encoding."""
+    """Return an argument decoded as UTF-8, even if Python decoded it with a different encoding."""
     try:
         return os.fsencode(text).decode()
     except UnicodeDecodeError as error:

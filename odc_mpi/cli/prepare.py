@@ -1,4 +1,4 @@
-"""`odc-mpi prepare`: tokenize text and write a data set. Does not use MPI."""
+"""`odc-mpi prepare`: tokenize text and write it to a data set. Does not use MPI."""
 
 import argparse
 import dataclasses
@@ -92,13 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _columns(text: str) -> dict[str, str]:
-    """Parse pairs such as "prompt=question,completion=answer" into a dictionary from field to column."""
+    """Parse pairs such as ``prompt=question,completion=answer`` into a dictionary that maps fields to columns."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     return {name.strip(): source.strip() for name, _, source in pairs}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a data set, print a summary and the sequences that `--show` requests, and return the exit code."""
+    """Write a data set, print a summary and any sequences requested with `--show`, and return the exit code."""
     from rich.console import Console
 
     from odc_mpi.data.prepare import PrepareOptions, prepare

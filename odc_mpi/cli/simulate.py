@@ -1,4 +1,4 @@
-"""`odc-mpi simulate`: estimate the speed-up of windows over collectives, by balancing strategy. Does not use MPI."""
+"""`odc-mpi simulate`: estimate the speed-up of windows over collectives by balancing strategy. Does not use MPI."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import LENGTHS, RolloutOptions, ScenarioOptions, option_name, options_of
 
 HELP = "estimate the speed-up of balancing strategies; needs no MPI"
-#: Maximum number of sequences in all minibatches by default, with which 1,000 ranks are simulated in ten seconds.
+#: Default limit on the total number of sequences in all minibatches. Simulating 1,000 ranks then takes ten seconds.
 MAX_DEFAULT_SEQUENCES = 16_384
 #: Fields whose options are valid only with `--workload grpo`.
 GENERATION = tuple(options_of(RolloutOptions).keys() - options_of(ScenarioOptions).keys())

@@ -1,4 +1,4 @@
-"""`odc-mpi train`: initialize the ranks and train. `training.settings` defines the settings."""
+"""`odc-mpi train`: initialize the ranks and train a model. The settings are defined in `training.settings`."""
 
 import argparse
 import importlib
@@ -29,7 +29,7 @@ HELP = "train a model; run under mpiexec or srun for several ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `odc-mpi train`, except the settings."""
+    """Add the options of `odc-mpi train` other than the settings."""
     parser.usage = "odc-mpi train [--config FILE] [--dry-run [--ranks N]] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings on the command line override those in the file."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")

@@ -1,4 +1,4 @@
-"""`odc-mpi watch`: follow a run on the terminal. Does not use MPI."""
+"""`odc-mpi watch`: follow a run in the terminal. Does not use MPI."""
 
 import argparse
 from functools import partial

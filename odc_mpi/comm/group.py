@@ -22,6 +22,7 @@ class WorldGroup(Group):
 
     def __init__(self, world: World, *, progress: bool = False, islands: Islands | None = None) -> None:
         self.rank, self.size = world.rank, world.size
+        self._islands = islands
         self.num_islands = islands.size if islands else 1
         self._island = WorldGroup(islands.island) if islands else self
         self._world = world
@@ -93,6 +94,8 @@ class WorldGroup(Group):
                 storage.free()
             for comm in (self._gradients_comm, self._norm_comm, self._publish_comm):
                 comm.Free()
+            if self._islands is not None:
+                self._islands.close()
         self._progress = None
         self._world.job.num_models -= 1
         self._world.cancel_on_close(self._close)

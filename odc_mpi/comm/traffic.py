@@ -45,7 +45,7 @@ class TrafficCounter:
         for index in self._transport.parameters.take_shared_fetches():
             self.fetched = self.fetched - self._bytes_of(index)
         if self._transport.exchange:
-            received, pushed = map(self._by_place_of, self._transport.exchange.bytes_per_minibatch())
+            received, pushed = self._exchanged
             self.fetched, self.pushed = self.fetched + received, self.pushed + pushed
         now, last = (self.fetched, self.pushed), self._last
         self._last = now
@@ -62,8 +62,14 @@ class TrafficCounter:
                 counts[PLACES[not group.is_on_this_node(owner)]] += (end - begin) * itemsize
         return counts
 
-    def _by_place_of(self, num_bytes: Counter[int]) -> Counter[str]:
-        counts = Counter[str]()
-        for rank, count in num_bytes.items():
-            counts[PLACES[not self._transport.group.is_on_this_node(rank)]] += count
-        return counts
+    @functools.cached_property
+    def _exchanged(self) -> list[Counter[str]]:
+        """Bytes received from and pushed to other islands in a minibatch, by place."""
+        assert self._transport.exchange is not None
+        result, group = [], self._transport.group
+        for num_bytes in self._transport.exchange.bytes_per_minibatch():
+            counts = Counter[str]()
+            for rank, count in num_bytes.items():
+                counts[PLACES[not group.is_on_this_node(rank)]] += count
+            result.append(counts)
+        return result

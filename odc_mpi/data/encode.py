@@ -1,4 +1,4 @@
-"""Tokenizing examples and computing their loss masks, with any fast tokenizer of transformers."""
+"""Tokenizing examples and computing their loss masks with any fast tokenizer from transformers."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Encoded:
         is_plain_text: True for a text without a prompt, which may be split into several sequences.
         starts_with_bos: True if the tokenizer begins plain texts with the bos token.
         has_own_special: True if the text already contained the bos or eos token, which was therefore not added.
-        omitted: End of the generation prompt if the chat template leaves it out of the text; see `templates.Rendered`.
-        pair: Numbers of tokens of the parts if the sequence is a pair of answers (see `pairs.encode`), otherwise None.
+        omitted: End of the generation prompt if the chat template omits it from the text (see `templates.Rendered`).
+        pair: Numbers of tokens in the parts of a pair of answers (see `pairs.encode`); None for other sequences.
     """
 
     tokens: npt.NDArray[np.uint32]
@@ -39,12 +39,12 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Number of tokens that is compared with the option `--max-length`."""
+        """Number of tokens to which the option `--max-length` applies."""
         return len(self.tokens)
 
     @property
     def has_loss(self) -> bool:
-        """True if a token after the first is a loss token."""
+        """True if any token after the first is a loss token."""
         return bool(self.loss_mask[1:].any())
 
     def truncate(self, length: int | None) -> "Encoded":
@@ -53,13 +53,13 @@ class Encoded:
 
 
 def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns = "auto") -> list[list[Encoded]]:
-    """Tokenize prompts with completions, and conversations, with a fast tokenizer of transformers.
+    """Tokenize examples, which are prompts with completions or conversations, with a fast tokenizer from transformers.
 
     Args:
         split_turns: When to return one sequence for each answer of a conversation; see `templates.ChatRenderer`.
 
     Returns:
-        The sequences of each example: one, or one for each answer of a conversation to train on.
+        The sequences of each example: a single one, or one for each answer to train on in a conversation.
 
     Raises:
         UserError: The tokenizer has no end-of-sequence token (needed for `PromptCompletion`) or no chat template
@@ -74,7 +74,7 @@ def encode(tokenizer: Any, examples: Sequence[Example], split_turns: SplitTurns 
 
 
 def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[Encoded]]:
-    """Tokenize prompts and completions separately, so that no token contains text of both."""
+    """Tokenize prompts and completions separately, so that no token contains text from both."""
     if not pairs:
         return []
     if tokenizer.eos_token_id is None:
@@ -84,7 +84,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[list[En
     start = start_tokens(tokenizer)
     encoded = []
     for pair, prompt, completion in zip(pairs, ids[: len(pairs)], ids[len(pairs) :], strict=True):
-        # Texts that a chat template rendered contain both tokens already; white space may follow the second.
+        # Texts rendered by a chat template already contain both tokens; whitespace may follow the second.
         has_start = bool(start) and (prompt or completion)[:1] == start
         has_end = pair.completion.rstrip().endswith(tokenizer.eos_token) and tokenizer.eos_token_id in completion
         begin, end = [] if has_start else start, [] if has_end else [tokenizer.eos_token_id]
@@ -98,10 +98,10 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     """Tokenize prompts for generation in the same way as training data, and return the tokens of each prompt.
 
     Args:
-        examples: Prompts without completion, or conversations, which get the generation prompt. There is at least one.
+        examples: One or more prompts without completions, or conversations, to which the generation prompt is added.
 
     Raises:
-        UserError: There is a conversation, but the tokenizer has no chat template.
+        UserError: An example is a conversation, but the tokenizer has no chat template.
         InvalidRecordError: The chat template rejects the messages, or a prompt has no tokens.
     """
     chats = ChatRenderer(tokenizer)
@@ -119,7 +119,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the number of the special token that ends an assistant turn, or None if no chat template defines it."""
+    """Return the ID of the special token that ends an assistant turn, or None if no chat template defines one."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     chats = ChatRenderer(tokenizer)
     try:
@@ -131,13 +131,13 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that begin each sequence: the bos token if the tokenizer adds it, as for Llama, or none."""
+    """Return the tokens with which sequences begin: the bos token if the tokenizer adds it, as for Llama, else none."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitTurns) -> list[list[Encoded]]:
-    """Tokenize the rendered conversations, and find the tokens of the answers by their character offsets."""
+    """Render and tokenize conversations, and find the tokens of the answers by their character offsets."""
     if not chats:
         return []
     renderer = ChatRenderer(tokenizer, split_turns)
@@ -162,13 +162,13 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation], split_turns: SplitT
 def _mask(offsets: list[CharSpan], spans: list[CharSpan]) -> npt.NDArray[np.bool_]:
     """Return the loss mask: True for tokens that contain at least one character of a span.
 
-    Tokens that extend beyond a span are included, since they must be trained: some tokenizers join a turn's first word
-    with the blank before it, others join the end-of-turn token with the line break after it.
+    Tokens that extend beyond a span are included, since they must be trained on: some tokenizers join a turn's first
+    word with the space before it, others join the end-of-turn token with the line break after it.
     """
     # np.array takes twice as long for a list of tuples.
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
     ends = bounds[:, 1]
-    # Byte-level tokenizers that trim blanks from offsets give a single blank an empty range at its end.
+    # Byte-level tokenizers that trim spaces from offsets give a single space an empty range at its end.
     begins = np.minimum(bounds[:, 0], ends - 1)
     mask = np.zeros(len(bounds), dtype=np.bool_)
     for start, stop in spans:

@@ -1,7 +1,7 @@
 """Tokenizing blocks of records, in this process or in several worker processes. Does not use MPI.
 
-Worker processes are spawned, not forked, because a fork would copy the threads of the library tokenizers and the locks
-of h5py in an invalid state. At most `_AHEAD` blocks per process are submitted in advance, which limits memory.
+Worker processes are spawned, not forked, because a fork would copy h5py's locks and the thread pool of the library
+tokenizers in an invalid state. To limit memory, at most `_AHEAD` blocks per process are submitted in advance.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from odc_mpi.data.templates import SplitTurns
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
-_BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, little enough for the memory of offsets
+_BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, but few enough to limit the memory of offsets
 _EncodeFn = Callable[[list[Any]], list[list[Encoded]]]
-_AHEAD = 4  # blocks of each process that are submitted before the result of the first is needed
+_AHEAD = 4  # blocks per process that are submitted before the result of the first is needed
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class FilterCounts:
 
     Attributes:
         num_truncated: Number of sequences that were truncated to the maximum length, and not dropped afterwards.
-        num_truncated_tokens: Number of tokens that were removed from these sequences.
+        num_truncated_tokens: Number of tokens removed from these sequences.
         num_split: Number of plain texts that were split into several sequences.
         num_dropped: Number of sequences that were dropped because they were longer than the maximum length.
-        num_dropped_tokens: Number of tokens of these sequences.
+        num_dropped_tokens: Number of tokens in these sequences.
         num_untrained_dropped: Number of sequences that were dropped because they had no loss tokens within the maximum
             length. A pair must have loss tokens in both answers, and different answers, within this length.
         num_own_special: Number of texts that already contained the bos or eos token, which was not added again.
         num_split_turns: Number of conversations that were split into one sequence per answer.
         num_omitted: Number of conversations with an answer that lacks the end of the generation prompt.
-        omitted: The end of the generation prompt that is missing in the first of these conversations.
+        omitted: End of the generation prompt that is missing in the first of these conversations.
     """
 
     num_truncated: int = 0
@@ -82,7 +82,7 @@ class FilterCounts:
         self.omitted = omitted
 
     def count(self, parts: Sequence[Encoded]) -> None:
-        """Count an example by the properties of its encoded sequences `parts`, before they are filtered."""
+        """Count an example according to its encoded sequences, `parts`, before they are filtered."""
         self.num_own_special += parts[0].has_own_special
         self.num_split_turns += len(parts) > 1
         omitted = next((part.omitted for part in parts if part.omitted), "")
@@ -95,11 +95,11 @@ class EncodedBlock:
     """Result of tokenizing a block.
 
     Attributes:
-        sequences: List of the sequences for training, and list of the held-out sequences.
+        sequences: Sequences for training, and held-out sequences.
         counts: Counts of the sequences that were changed or dropped.
         invalid: Error message for each invalid record.
-        kinds: Location of the first pair of answers (key True) and of the first example of another kind (key False). If
-            a block contains both, it has no sequences.
+        kinds: Location of the first pair of answers (key True) and of the first other example (key False). If a block
+            contains both, it has no sequences.
     """
 
     sequences: tuple[list[Encoded], list[Encoded]]
@@ -143,7 +143,7 @@ def encode_block(tokenizer: Any, block: Block, columns: Columns, sequence_filter
 def _encode_all(
     encode_batch: _EncodeFn, examples: Mapping[int, Any], invalid: dict[int, str]
 ) -> Iterator[list[Encoded]]:
-    """Tokenize examples in batches. If an example is rejected, its error message is added to `invalid`."""
+    """Tokenize examples in batches. The error messages of rejected examples are added to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
@@ -179,10 +179,10 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
 
 
 def _split(tokens: npt.NDArray[np.uint32], *, starts_with_bos: bool, limit: int) -> list[Encoded]:
-    """Split a plain text into consecutive sequences of at most `limit` tokens, in which each token has loss once.
+    """Split a plain text into sequences of at most `limit` tokens, so that each token except the first has loss once.
 
-    The first token of a sequence has no loss. It is the bos token if the text begins with it, otherwise the last token
-    of the sequence before.
+    The first token of each sequence has no loss. It is the bos token if the text begins with it, otherwise the last
+    token of the previous sequence.
     """
     parts = [
         np.concatenate([tokens[:1] if starts_with_bos else tokens[i - 1 : i], tokens[i : i + limit - 1]])
@@ -210,12 +210,12 @@ def encode_blocks(
 
     Args:
         blocks: Blocks, each with the index of its source and the names of its columns.
-        worker_arguments: Location of the tokenizer (directory or data set) or contents of its files by name; chat
-            template that replaces the one of the tokenizer, or None; options for sequences.
+        worker_arguments: Location of the tokenizer (directory or data set), or contents of its files keyed by name;
+            chat template that replaces the tokenizer's own, or None; options for sequences.
         num_proc: Number of worker processes.
 
     Raises:
-        UserError: Raised by `encode_block` in a worker process, or if a worker process ends early.
+        UserError: `encode_block` raised it in a worker process, or a worker process ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, worker_arguments)
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -265,7 +265,7 @@ def _start_worker(
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent has ended. Otherwise, the pipes of the pool would keep it alive."""
+    """Exit when the parent process has ended. Otherwise, the pipes of the pool would keep this process alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

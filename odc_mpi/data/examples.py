@@ -1,7 +1,7 @@
 """Training examples, parsed from the records (lines or rows) of a source.
 
 Records may have any of the forms that are common in published data sets (see `parse_example`). Error messages contain
-the file and the line. Texts may be empty, and an example may have no text to train on (see `has_loss`).
+the file and the line. Texts may be empty, and an example may contain nothing to train on (see `has_loss`).
 """
 
 import itertools
@@ -17,26 +17,26 @@ from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_na
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
-#: Formats of records, by their required fields. The first format whose fields are all present is used.
+#: Record formats, each given by its required fields. The first format whose fields are all present is used.
 _PLAIN_FORMATS = (("messages",), ("prompt", "completion"), ("conversations",), ("instruction", "output"), ("text",))
-#: Fields with the prompt of a pair of answers. Without them, the prompt is the beginning that both answers share.
+#: Fields that may contain the prompt of a pair. Without them, the prompt is the beginning that both answers share.
 _PROMPTS = ("prompt", "conversations", "instruction")
 _ANSWERS = ("chosen", "rejected")
 _FORMATS = (*((name, *_ANSWERS) for name in _PROMPTS), _ANSWERS, *_PLAIN_FORMATS)
 _OPTIONAL = ("input", "system", "tools")
-#: Fields that may contain messages. JSON text is accepted, too, because cells of tables contain only text.
+#: Fields that may contain messages. JSON text is accepted, too, because table cells contain only text.
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *_ANSWERS)
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and its completion. The model is trained on the completion only.
+    """A prompt and its completion. The model is trained only on the completion.
 
     Attributes:
         location: File and line of the record, for error messages.
-        prompt: Text before the completion, without loss. Empty if the record has only the field `text`.
-        completion: Text to train on. Empty if the prompt is used for generation.
+        prompt: Text before the completion, which has no loss; empty if the record has only the field `text`.
+        completion: Text to train on; empty if the prompt is used for generation.
     """
 
     location: str
@@ -55,9 +55,9 @@ class Conversation:
 
     Attributes:
         location: File and line of the record, for error messages.
-        messages: Messages without null fields. Each message has the strings `role` and `content`.
+        messages: Messages without null fields. Each message contains the strings `role` and `content`.
         tools: Definitions of the tools that the assistant may call, for the chat template; None if there are no tools.
-        context: Indices of the assistant's messages that have no loss.
+        context: Indices of the assistant's messages without loss.
     """
 
     location: str
@@ -76,7 +76,7 @@ class Conversation:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return True if a message can have loss, because it is from the assistant and has text or tool calls."""
+    """Return True if a message can have loss, that is, if it is from the assistant and contains text or tool calls."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -85,10 +85,10 @@ Example = PromptCompletion | Conversation
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to the same prompt, as two examples that each consist of the prompt and one answer.
+    """Two answers to the same prompt, stored as two examples that each consist of the prompt and one answer.
 
-    If the answers are texts and the record has no field `prompt`, both examples are completions without a prompt. The
-    text with which both begin then serves as the prompt.
+    If the answers are texts and the record has no field `prompt`, both examples are completions without a prompt, and
+    the text with which both begin serves as the prompt.
     """
 
     chosen: Example
@@ -107,17 +107,17 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names that the fields of this module have in a source.
+    """Names in a source for the fields that this module expects.
 
     Attributes:
-        names: Name in the source of each renamed field, such as ``{"prompt": "question"}``. If required fields of a
-            format are renamed, only formats that contain all of them are accepted.
+        names: Mapping from each renamed field to its name in the source, such as ``{"prompt": "question"}``. If
+            required fields of a format are renamed, only formats that contain all of these fields are accepted.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise a `UserError` if a field does not exist, or if no format has all renamed fields."""
+        """Raise a `UserError` if a field is unknown or has an empty name, or if no format has all renamed fields."""
         known = list(dict.fromkeys((*itertools.chain(*_FORMATS), *_OPTIONAL)))
         for name, source in self.names.items():
             if name not in known or not source:
@@ -129,10 +129,10 @@ class Columns:
             raise UserError(f"--columns: expected fields of one format, got {', '.join(self.names)}")
 
     def rename(self, record: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-        """Return a record in which the renamed fields have the names of this module.
+        """Return a record in which the renamed fields have the names that this module expects.
 
-        If a required field is renamed, the result contains only the fields of the first accepted format that is
-        complete. Raises an `InvalidRecordError` if no accepted format is complete.
+        If a required field is renamed, the result contains only the optional fields and those of the first accepted
+        format that is complete. Raises an `InvalidRecordError` if no accepted format is complete.
         """
         if not self.names:
             return record
@@ -159,18 +159,18 @@ class Columns:
 def parse_example(record: Mapping[str, Any], location: str, columns: Columns | None = None) -> Example | PreferencePair:
     """Return the example or pair that a record contains.
 
-    The record has the first of these forms whose fields are all present:
+    The first of these forms whose fields are all present is used:
 
         `chosen` and `rejected`       a pair, optionally with a prompt in `prompt`, `conversations` or `instruction`
         `messages`                    a list of messages
         `prompt` and `completion`     two texts or two lists of messages
         `conversations`               a list of objects with `from` and `value`
         `instruction` and `output`    texts, optionally with `input`
-        `text`                        a text without prompt
+        `text`                        a text without a prompt
 
     Conversations may have two more fields: `tools`, a list, and `system`, which is ignored if the first message is a
     system message. Lists may be given as JSON text. `columns` renames fields. Raises an `InvalidRecordError` if the
-    record has another form, or a field has an invalid value.
+    record has any other form, or if a field has an invalid value.
     """
     label = record.get("label")
     is_unwanted = label is False or label in ("false", "False")  # of unpaired preferences; text in CSV
@@ -199,11 +199,11 @@ def parse_example(record: Mapping[str, Any], location: str, columns: Columns | N
 
 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
-    """Return the prompt of a record as an example without completion.
+    """Return the prompt of a record as an example without a completion.
 
     The prompt is a list of messages in the field `messages`, or a text or list of messages in the field `prompt`. Final
     assistant messages are removed, because the model generates them. Conversations may also have the fields `system`
-    and `tools`. Raises an `InvalidRecordError` if there is no prompt, or one of these fields has an invalid value.
+    and `tools`. Raises an `InvalidRecordError` if there is no prompt, or if one of these fields is invalid.
     """
     record = _decode_messages(record)
     for name in ("messages", "prompt"):
@@ -218,7 +218,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
 
 def _decode_messages(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record in which JSON texts of lists of messages are replaced by the lists."""
+    """Return a copy of a record in which lists of messages given as JSON text are decoded."""
     decoded = dict(record)
     for name in _WITH_MESSAGES:
         if isinstance(text := record.get(name), str) and _OBJECTS.match(text):
@@ -260,7 +260,7 @@ def _preference_pair(record: Mapping[str, Any], prompt: str, location: str) -> P
 
 
 def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str) -> list[Conversation]:
-    """Return the conversations with each answer. The messages with which both begin have no loss."""
+    """Return one conversation for each answer. The messages with which both begin have no loss."""
     context: list[dict[str, Any]] = []
     if prompt == "instruction":
         context = _instruction(record, location)
@@ -272,7 +272,7 @@ def _pair_of_conversations(record: Mapping[str, Any], prompt: str, location: str
         num_shared += 1
     shared = [_role_and_text(message) for message in answers[0][:num_shared]]
     if all(_role_and_text(message) in shared for message in context):
-        context = []  # data sets with complete conversations as answers often repeat the prompt in a field of its own
+        context = []  # data sets with complete conversations as answers often repeat the prompt in a separate field
     elif isinstance(record[prompt], str) and any(each[0]["role"] != "assistant" for each in answers if each):
         raise InvalidRecordError(
             f"{location}: expected answers that begin with the assistant, or with the messages of the prompt, got "
@@ -291,7 +291,7 @@ def _role_and_text(message: dict[str, Any]) -> tuple[str, str]:
 
 
 def _turns(record: Mapping[str, Any], name: str, role: str, location: str) -> list[dict[str, Any]]:
-    """Return the messages in a field: a list of messages, one message, or its text, which is a message of `role`."""
+    """Return the messages in a field: a list of messages, one message, or the text of a message from `role`."""
     value = record[name]
     if isinstance(value, str):
         return [{"role": role, "content": text_field(record, name, location)}]
@@ -303,7 +303,7 @@ def _conversation(
 ) -> Conversation:
     """Return a conversation with the system prompt and the tools from other fields of the record.
 
-    The first `num_context` messages, messages that `LOSS_FLAGS` exclude and an answer at index 0 have no loss.
+    Messages have no loss if `LOSS_FLAGS` exclude them, or if they are at index 0 or among the first `num_context`.
     """
     untrained = [
         index < num_context or any(message.get(flag) == values[0] for flag, values in LOSS_FLAGS.items())
@@ -318,7 +318,7 @@ def _conversation(
 
 
 def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Return an instruction as the message of a user."""
+    """Return an instruction as a user message."""
     parts = [text_field(record, "instruction", location)]
     if record.get("input"):
         parts.append(text_field(record, "input", location))

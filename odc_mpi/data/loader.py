@@ -1,7 +1,7 @@
-"""Loader: an endless, resumable sequence of minibatches, and the microbatches of each rank as tensors.
+"""Loader of an endless, resumable sequence of minibatches, which yield the microbatches of a rank as tensors.
 
-All ranks construct the loader with the same arguments, except for `rank`. Without communication, they get the same
-minibatches and plans in the same order. A rank reads only the sequences that it processes, when it needs them.
+All ranks construct the loader with the same arguments, except for `rank`, so they get the same minibatches and plans in
+the same order without communicating. Each rank reads only the sequences that it processes, when it needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,18 +25,18 @@ from odc_mpi.formatting import did_you_mean
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Sequences of one optimizer step, on all ranks. Iteration reads and yields the microbatches of this rank.
+    """Sequences of one optimizer step on all ranks. Iteration reads and yields the microbatches of this rank.
 
-    Iteration raises a `UserError` if the plan has split sequences, or a pool of microbatches that idle ranks claim. For
-    a plan with a pool, call `microbatches`.
+    Iteration raises a `UserError` if the plan contains split sequences or a pool of microbatches for idle ranks to
+    claim. If the plan has a pool, call `microbatches` instead.
 
     Attributes:
         data_epoch: Number of complete passes over the data set before the current pass.
-        position: Number of sequences in the current pass that precede this minibatch.
-        indices: Indices in the data set of the sequences on all ranks, int64 [n].
-        num_tokens: Number of loss tokens on all ranks. A mean over loss tokens divides by this number.
-        num_input_tokens: Number of tokens on all ranks.
-        plan: Assignment of the sequences to microbatches and ranks. It refers to sequences by positions in `indices`.
+        position: Number of sequences that precede this minibatch in the current pass.
+        indices: Data set indices of the sequences on all ranks, int64 [n].
+        num_tokens: Total number of loss tokens on all ranks, which is the denominator of a mean over loss tokens.
+        num_input_tokens: Total number of tokens on all ranks.
+        plan: Assignment of the sequences, given by their positions in `indices`, to microbatches and ranks.
     """
 
     data_epoch: int
@@ -52,7 +52,7 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Create a minibatch of the sequences with these indices, and count its tokens. Does not read the sequences."""
+        """Create a minibatch from the indices of its sequences, and count its tokens without reading the sequences."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
@@ -70,15 +70,15 @@ class Minibatch:
         return self._fixed()
 
     def _fixed(self) -> Iterator[Microbatch]:
-        # Ranks do not synchronize in microbatches, so this rank can skip an empty one.
+        # Ranks do not synchronize in each microbatch, so this rank can skip empty ones.
         for positions in filter(None, self.plan.microbatches[self.rank]):
             yield _read(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield dummy microbatches, so that this rank runs as many microbatches as the rank with the most.
+        """Yield dummy microbatches so that this rank runs as many microbatches as the rank that has the most.
 
-        Dummy microbatches are for training with collectives, in which all ranks take part for each microbatch. Each
-        consists of the shortest sequence in the minibatch. Their losses and gradients must be ignored.
+        Training with collectives needs dummy microbatches because all ranks take part in each microbatch. Every dummy
+        consists of the shortest sequence in the minibatch, and its loss and gradients must be ignored.
         """
         counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -88,11 +88,11 @@ class Minibatch:
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield the microbatches of this rank, then the microbatches that it claims from `Plan.pool`, one at a time.
 
-        Split sequences are not in these microbatches.
+        These microbatches do not contain split sequences.
 
         Args:
             claim: Function, such as `Tickets.draw`, that receives the number of microbatches in the pool and yields
-                positions in the pool. Each position must be yielded on only one rank.
+                positions in the pool. Each position must be yielded on exactly one rank.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -106,15 +106,15 @@ def _read(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
 
 
 class ShuffledSampler:
-    """Endless sampler of sequences or prompts, by minibatches.
+    """Endless sampler of the sequences or prompts in each minibatch.
 
     Each data epoch is one pass over the data set in a new random order. The last minibatch of an epoch may be smaller.
-    The order depends only on the seed and the data epoch, so a run can resume on another number of ranks.
+    The order depends only on the seed and the data epoch, so a run can resume on a different number of ranks.
 
     Args:
-        dataset: Data set, which the caller closes.
-        num_samples: Number of sequences or prompts in a minibatch of all ranks.
-        seed: Seed of the random orders, the same on every rank.
+        dataset: Data set, which the caller must close.
+        num_samples: Number of sequences or prompts in a minibatch over all ranks.
+        seed: Seed for the random orders. Must be the same on every rank.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -125,15 +125,15 @@ class ShuffledSampler:
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next minibatch, which is the same on every rank.
 
-        `data_epoch` is the current data epoch, from 0. `position` is the number of sequences or prompts that were
-        already sampled in this data epoch.
+        `data_epoch` is the current data epoch, counted from 0. `position` is the number of sequences or prompts already
+        sampled in this data epoch.
         """
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`, from a `state_dict` with the same seed and data set.
+        """Continue at the position in `state`, which `state_dict` returned for the same seed and data set.
 
-        Raises a `UserError` if the position is not in the data set.
+        Raises a `UserError` if the position is outside the data set.
         """
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
@@ -144,7 +144,7 @@ class ShuffledSampler:
         self._move_to(data_epoch, position)
 
     def upcoming_indices(self, num_minibatches: int) -> npt.NDArray[np.int64]:
-        """Return the distinct indices in the next minibatches, ascending, int64 [n]. The sampler does not advance."""
+        """Return the distinct indices in the next minibatches, ascending, int64 [n]. Does not advance the sampler."""
         state, found = self.state_dict(), np.zeros(len(self._dataset), dtype=np.bool_)
         for _ in range(num_minibatches):
             if found.all():
@@ -171,7 +171,7 @@ class Loader(ShuffledSampler):
     """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost model for the plans. It may be replaced between minibatches, but must be equal on all ranks.
+        cost: Cost model for planning. It may be replaced between minibatches, but must be the same on all ranks.
     """
 
     def __init__(
@@ -192,15 +192,15 @@ class Loader(ShuffledSampler):
         """Create the loader, and check the settings against the data. See also `ShuffledSampler`.
 
         Args:
-            minibatch_sequences: Number of sequences in a minibatch of all ranks.
-            max_tokens_per_microbatch: Maximum number of tokens in a microbatch or in a chunk.
+            minibatch_sequences: Number of sequences in a minibatch over all ranks.
+            max_tokens_per_microbatch: Maximum number of tokens in a microbatch or a chunk.
             balance: Name of one of `BALANCE_STRATEGIES`.
-            rank: Rank whose microbatches the minibatches yield, from 0 to `size` - 1.
+            rank: Rank whose microbatches the minibatches yield, from 0 to `size - 1`.
             cost: Initial value of the attribute `cost`.
-            context_parallel: True to plan with `split_longest`, which splits long sequences. `balance` and `exact` then
-                do not affect the plans.
+            context_parallel: True to plan with `split_longest`, which splits long sequences. In this case, `balance`
+                and `exact` do not affect the plans.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
-            packs: False for one sequence in each microbatch. Must be True with `context_parallel`.
+            packs: False to put only one sequence in each microbatch. Must be True if `context_parallel` is True.
 
         Raises:
             UserError: A setting is invalid, `balance` is not available with `exact`, or a sequence is too long.
@@ -227,14 +227,14 @@ class Loader(ShuffledSampler):
         return self
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch with its plan. Does not read the sequences."""
+        """Return the next minibatch with its plan, without reading its sequences."""
         position, indices = self._next_indices()
         plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
 
 def find_strategy(name: str, cost: CostModel, *, exact: bool, packs: bool) -> BalanceStrategy:
-    """Return the balance strategy called `name`. `Loader` explains the other arguments and the errors."""
+    """Return the balance strategy called `name`. For the other arguments and the errors, see `Loader`."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")

@@ -18,15 +18,15 @@ class Microbatch:
     """Data of one forward and backward pass: concatenated sequences without padding, or a chunk of one sequence.
 
     Attributes:
-        inputs: Arguments of a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence) are
-            int64 [1, T], and so are `labels`, which chunks, pairs and rollouts do not have. Labels are -100 for tokens
+        inputs: Arguments for a Hugging Face causal model. `input_ids` and `position_ids` (positions in the sequence)
+            are int64 [1, T], and so are `labels`, which chunks, pairs and rollouts lack. Labels are -100 for tokens
             without loss and for the first token of each sequence, so no token is predicted from another sequence.
             `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], are the bounds of the sequences and of their
             keys (see `packed_inputs`). `max_length_q` and `max_length_k` are ints. `use_cache` is False, because with a
             cache, transformers would not separate sequences by their positions if attention ignores the bounds.
         num_tokens: Number K of loss tokens.
         num_input_tokens: Number T of tokens.
-        indices: Indices in the data set of the sequences, pairs or prompts, int64 [n].
+        indices: Data set indices of the sequences, pairs or prompts, int64 [n].
         logit_positions: Positions whose logits predict the loss tokens, int64 [K]. The last position of a prompt occurs
             once for each answer that shares the prompt.
         targets: Loss tokens, int64 [K].
@@ -56,7 +56,7 @@ class Microbatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read at least one sequence, and return a microbatch. `indices` are the indices of the sequences, int64 [n]."""
+    """Read the sequences with the given indices, int64 [n], as a microbatch. At least one index is required."""
     sequences = [dataset[i] for i in indices]
     lengths = [len(tokens) for tokens, _ in sequences]
     labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
@@ -69,7 +69,7 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read the tokens `begin:end` of a sequence, and return them as a microbatch with `is_chunk`.
+    """Read the tokens `begin:end` of a sequence as a microbatch whose `is_chunk` is True.
 
     `inputs` contains no labels. The last token of a chunk predicts the first token of the next chunk.
     """
@@ -94,15 +94,15 @@ def _with_targets(
 def packed_inputs(
     tokens: npt.NDArray[np.int64], lengths: Sequence[int], shared_prompts: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a model for concatenated sequences, without labels (see `Microbatch.inputs`).
+    """Return the model arguments for concatenated sequences, without labels (see `Microbatch.inputs`).
 
     Args:
         tokens: Tokens of all sequences, int64 [T].
-        lengths: Number of tokens of each sequence, without a shared prompt.
+        lengths: Number of tokens in each sequence, not counting a shared prompt.
         shared_prompts: For each sequence, the number n of prompt tokens that it shares with an earlier sequence, or 0
             if it shares none; None if no sequence shares a prompt. The earlier sequence is the nearest one before it
-            whose number is 0. A sequence with a shared prompt attends to the first n tokens of the earlier sequence.
-            Its positions begin at n, and it has n more keys than tokens.
+            whose entry is 0. A sequence with a shared prompt attends to the first n tokens of the earlier sequence. Its
+            positions begin at n, and it has n more keys than tokens.
     """
     prompts = shared_prompts or [0] * len(lengths)
     positions = [torch.arange(prompt, prompt + length) for prompt, length in zip(prompts, lengths, strict=True)]
@@ -115,9 +115,9 @@ def packed_inputs(
 
 
 def flash_attention_kwargs(lengths: Sequence[int], num_keys: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers, and `use_cache=False`.
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` for transformers, and `use_cache=False`.
 
-    `num_keys` is the number of keys of each sequence; None if it equals the number of tokens.
+    `num_keys` contains the number of keys for each sequence; None if it equals the number of tokens.
     """
     # With a cache, which is the default, transformers silently does not separate sequences by their positions.
     kwargs: dict[str, Any] = {"use_cache": False}

@@ -1,4 +1,4 @@
-"""Checks of the files that `prepare` may write: new files and existing data sets. Other files are never overwritten."""
+"""Checks of the files that `prepare` writes: new files or existing data sets. Other files are never overwritten."""
 
 import stat
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from odc_mpi.errors import UserError, file_error, one_line_message
 def check_outputs(
     paths: Sequence[Path], sources: Sequence[DataSource], tokenizer: Path | None, origin: str, force: bool
 ) -> list[str]:
-    """Check that `prepare` may write these files, and return a line of text for each existing data set among them.
+    """Check that `prepare` may write these files, and return a line of text for each data set that it would replace.
 
     Args:
         paths: Files to write.
-        tokenizer: Directory or data set of the tokenizer; None if it is trained.
+        tokenizer: Directory or data set that contains the tokenizer; None if a tokenizer is trained.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
-        force: True to permit replacing a data set whose stored `origin` differs or cannot be read.
+        force: True to allow replacing a data set whose stored digest differs from `origin` or cannot be read.
 
     Raises:
-        UserError: A file is an input, exists but is not a data set, has another `origin` although `force` is False,
-            cannot be accessed, or would become a file of a source because of its folder and suffix.
+        UserError: A file is an input, exists but is not a data set, has a different `origin` although `force` is False,
+            cannot be accessed, or would be read as part of a source because of its folder and suffix.
     """
     replaced = []
     for path in paths:
@@ -54,7 +54,7 @@ def check_outputs(
 
 
 def write_error(error: OSError, out: Path) -> UserError:
-    """Convert an `OSError` that occurred while writing `out` to a `UserError` without the names of temporary files."""
+    """Convert an `OSError` that occurred while writing `out` to a `UserError` that does not name temporary files."""
     path = Path(str(error.filename))
     if error.filename is None or ".tmp" in (path.suffix, path.parent.suffix):
         reason = error.strerror or one_line_message(error)
@@ -67,7 +67,7 @@ def _error(expected: str, path: Path, found: str = "the same file") -> UserError
 
 
 def _is_regular_file(path: Path) -> bool:
-    """Return True for a regular file, or False if `path` does not exist. Raises a `UserError` for other paths."""
+    """Return True for a regular file, or False if `path` does not exist. Raises a `UserError` for any other path."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -3,7 +3,7 @@
 The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
 one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. Held-out
 sequences are written to a second data set. Files are written atomically, and replace only data sets (`outputs`). They
-are byte for byte identical for any number of processes. This module does not use MPI.
+are byte-for-byte identical for any number of processes. This module does not use MPI.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import printable_text, truncate_text
 
-#: Minimum size of text for several processes, in bytes. With less, one process is nearly done before others start.
+#: Minimum number of bytes of text for several processes. With less, one process is nearly done before others start.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
 _MAX_PROCESSES = 1024
@@ -55,22 +55,22 @@ _MAX_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Options of `prepare`.
+    """Options for `prepare`.
 
     Attributes:
-        tokenizer: Directory of a tokenizer, or data set that contains one; None to train a tokenizer on the sources.
-        chat_template: File with a chat template, which replaces the one of the tokenizer; None to keep that one.
+        tokenizer: Directory or data set that contains a tokenizer; None to train a tokenizer on the sources.
+        chat_template: File with a chat template that replaces the tokenizer's own; None to keep that of the tokenizer.
         split_turns: When to write one sequence for each answer of a conversation; see `templates.ChatRenderer`.
-        max_length: Maximum number of tokens of a sequence, or of a prompt with one answer of a pair; None for no limit.
+        max_length: Maximum number of tokens in a sequence, or in a prompt with one answer of a pair; None for no limit.
         overlong: "truncate" to truncate sequences longer than `max_length`; "drop" to drop them; "split" to split plain
-            texts into consecutive sequences, and truncate others.
-        columns: Name in the sources of each renamed field; see `examples.Columns`.
+            texts into consecutive sequences, and to truncate other sequences.
+        columns: Mapping from each renamed field to its name in the sources; see `examples.Columns`.
         split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
-        vocab_size: Maximum number of tokens of a tokenizer that is trained.
-        bad_lines: "error" to raise a `UserError` for an invalid record; "skip" to skip and count invalid records.
+        vocab_size: Maximum number of tokens if a tokenizer is trained.
+        bad_lines: "error" to raise a `UserError` for an invalid record; "skip" to skip invalid records and count them.
         eval_fraction: Approximate fraction of the sequences to hold out and write to `eval_output_path(out)`. All
             sequences of an example are held out together. The selection depends only on the tokens of the example.
-        seed: Seed for the random selection of examples from sources with weights.
+        seed: Seed for randomly selecting examples from sources with weights.
         stopping_strategy: Strategy that determines the size of a mixture with weights; see `mix`.
         num_proc: Number of processes; None for the number of available cores, or 1 if there is little text.
         force: True to replace data sets that were made from other sources.
@@ -109,7 +109,7 @@ def prepare(
 ) -> PrepareReport:
     """Tokenize sources, and write a data set.
 
-    An undamaged data set is kept if it was made with the same options and versions from the same, unchanged sources.
+    An existing, undamaged data set is kept if it was made with the same options and versions from unchanged sources.
 
     Args:
         source_specs: Sources, each optionally followed by a colon and a weight; see `sources.find_sources`.
@@ -151,14 +151,14 @@ def eval_output_path(out: Path) -> Path:
 
 
 class _Plan:
-    """Inputs and outputs of a call of `prepare`, checked before any source is read.
+    """Inputs and outputs of a call to `prepare`, checked before any source is read.
 
     Attributes:
-        output_paths: Path of the data set, then path of the data set with held-out sequences, if any.
+        output_paths: Path of the data set, followed by that of the data set with held-out sequences, if any.
         replaced: A line of text for each data set that may be replaced, or whose sequences are no longer held out.
         tokenizer_path: Origin of the tokenizer; the path of the data set if the tokenizer is trained.
-        files: Contents of the tokenizer's files by name; empty if the tokenizer is trained.
-        chat_template: Chat template that replaces the one of the tokenizer, or None.
+        files: Contents of the tokenizer's files, keyed by file name; empty if the tokenizer is trained.
+        chat_template: Chat template that replaces the tokenizer's own, or None.
         request: Digest of everything that determines the result.
         origin: Digest of the origins of the sources (see `DataSource.origin`).
     """
@@ -273,7 +273,7 @@ def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> No
 
 
 class _Reader:
-    """Reader of the sources, with a progress bar. The sources can be read several times."""
+    """Reader for the sources, with a progress bar. The sources can be read several times."""
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
@@ -293,7 +293,7 @@ class _Reader:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts to train a tokenizer on. Skipped lines are counted later, when examples are tokenized."""
+        """Yield the texts for training a tokenizer. Skipped lines are counted later, when examples are tokenized."""
         invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, columns in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():

@@ -1,4 +1,4 @@
-"""Counts of sequences and tokens in a prepared data set, and their display."""
+"""Counts of sequences and tokens in a prepared data set, and their display as text."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ _MAX_SHARES = 50  # with more sources, the report omits their shares
 
 @dataclass(kw_only=True)
 class PrepareReport(FilterCounts):
-    """Counts of a prepared data set, including those of `FilterCounts`.
+    """Counts for a prepared data set, including those of `FilterCounts`.
 
     Attributes:
         path: Path of the data set.
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if the tokenizer was trained.
-        chat_template: File with the chat template that replaced the one of the tokenizer; None if it was not replaced.
+        chat_template: File with the chat template that replaced the tokenizer's own; None if it was not replaced.
         trained_on: Sources on which the tokenizer was trained; empty if the tokenizer was loaded.
         num_trained_tokens: Number of loss tokens, not counting the first token of each sequence.
         num_prompt_tokens: Number of tokens in the prompts of pairs; 0 if the sequences are not pairs.
         num_bad_lines: Number of invalid records that were skipped.
         bad_lines: Error messages of the first three invalid records.
-        longest: Number of tokens of the longest sequence.
+        longest: Number of tokens in the longest sequence.
         eval_path: Path of the data set with the held-out sequences; None if no sequences are held out.
         shares: Name, number of sequences (including held-out ones) and number of loss tokens of each source; empty for
             a single source and for more than 50 sources.
         folders: For each source that is a folder, a line of text about its files.
         elapsed_s: Time for tokenizing and writing, in seconds; None if the data set was up to date.
-        num_proc: Number of processes that tokenized.
+        num_proc: Number of processes used for tokenizing.
     """
 
     path: Path
@@ -121,7 +121,7 @@ class PrepareReport(FilterCounts):
 
 
 class PrepareStats:
-    """Counters of the sequences and invalid records of all sources.
+    """Counters for the sequences and invalid records of all sources.
 
     Args:
         invalid: Counter of invalid records.
@@ -138,7 +138,7 @@ class PrepareStats:
     def add(self, source: int, block: EncodedBlock) -> None:
         """Count the sequences and invalid records of a block. `source` is the index of its source.
 
-        Raises a `UserError` if pairs are mixed with other examples, or if an invalid record must not be skipped.
+        Raises a `UserError` if pairs are mixed with other examples, or if an invalid record may not be skipped.
         """
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
@@ -159,7 +159,7 @@ class PrepareStats:
             self._num_prompt_tokens += sequence.pair.num_prompt_tokens if sequence.pair else 0
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts for a `PrepareReport`, except `vocab_size`, by attribute name. JSON can represent them.
+        """Return the counts for a `PrepareReport`, except `vocab_size`, as a dictionary that JSON can represent.
 
         Args:
             writer: Writer of the sequences for training.

@@ -22,7 +22,7 @@ from odc_mpi.errors import UserError
 
 #: Fields that make up the prompt. All other fields of a record are columns.
 _NO_COLUMNS = ("prompt", "messages", "system", "tools")
-#: Names of the arguments that reward functions receive besides the columns. A column may not have such a name.
+#: Names of the arguments that reward functions receive besides the columns. A column may not have one of these names.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -33,8 +33,8 @@ class PromptRecord(NamedTuple):
     Attributes:
         tokens: Tokens of the prompt, at least one.
         prompt: Text of the prompt, or a list of messages with `role` and `content`.
-        columns: Value of each column by name, for the keyword arguments of reward functions. All fields in the file
-            that do not belong to prompts are columns. If this record does not have the field, the value is None.
+        columns: Value of each column, keyed by its name and passed to reward functions as a keyword argument. All
+            fields in the file that are not part of prompts are columns. If this record lacks the field, it is None.
     """
 
     tokens: list[int]
@@ -51,7 +51,7 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks. Each prompt is paired with the record that contains it.
 
     Args:
-        path: File in a format that `DataSource` reads.
+        path: File in a format that `DataSource` can read.
         setting: Name of the setting or option that specifies the file, for error messages.
 
     Raises:
@@ -81,11 +81,11 @@ class PromptDataset:
     """All prompts of a file, in memory.
 
     Attributes:
-        lengths: Number of tokens of each prompt, int64 [n].
+        lengths: Number of tokens in each prompt, int64 [n].
         locations: File and line or row of each prompt, for error messages.
-        vocab_size: Number of tokens of the tokenizer.
+        vocab_size: Number of tokens in the tokenizer's vocabulary.
         vocabulary: `vocabulary_digest` of the tokenizer.
-        max_token_id: Largest token number in the prompts.
+        max_token_id: Largest token ID in the prompts.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
@@ -97,7 +97,7 @@ class PromptDataset:
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
-        self._columns: dict[str, None] = {}  # names of all columns, each None
+        self._columns: dict[str, None] = {}  # names of all columns; the values are None
         self._texts: list[bytes] = []  # as JSON, which needs less memory than its objects
         for block in read_prompts(self.path, setting):
             self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))

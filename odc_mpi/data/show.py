@@ -1,4 +1,4 @@
-"""Display of sequences of a data set with marked loss tokens, so that wrong loss masks are found before training."""
+"""Display of the sequences in a data set with marked loss tokens, for finding wrong loss masks before training."""
 
 import itertools
 import re
@@ -20,10 +20,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but line breaks a
 
 
 def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None:
-    """Print sequences of a data set, decoded with its tokenizer. In pairs, a title precedes each answer.
+    """Print sequences of a data set, decoded with its tokenizer. For pairs, a title precedes each answer.
 
-    Loss tokens are green or, if the console has no colors, between double brackets. Printing stops at the first index
-    beyond the end of the data set. Raises a `UserError` if the data set is damaged or has no tokenizer.
+    Loss tokens are green, or in double brackets if the console has no colors. Printing stops at the first index beyond
+    the end of the data set. Raises a `UserError` if the data set is damaged or has no tokenizer.
     """
     tokenizer = load_tokenizer(path)
     has_colors = console.color_system is not None and not console.no_color
@@ -38,7 +38,7 @@ def show_sequences(path: Path, indices: Iterable[int], console: Console) -> None
 
 
 def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.int64], int]]:
-    """Yield the parts of a row: title, indices of the context and of the part, and number of tokens in the context."""
+    """Yield the title of each part of a row, the indices of its context and itself, and the length of the context."""
     complete = np.arange(dataset.lengths[index])
     if dataset.pair_counts is None:
         yield "", complete, 0
@@ -53,9 +53,9 @@ def _parts(dataset: Dataset, index: int) -> Iterator[tuple[str, npt.NDArray[np.i
 def _decode(
     tokenizer: Any, tokens: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_], begin: int, has_colors: bool
 ) -> Text:
-    """Return the text of the tokens from index `begin` on, with marked loss tokens."""
+    """Return the text of the tokens from index `begin` on, with loss tokens marked."""
     text, end = Text(), begin
-    # The complete beginning is decoded, since some tokenizers drop a blank at the beginning of a text.
+    # Decode from the first token, since some tokenizers drop a space at the beginning of a text.
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     num_decoded = len(tokenizer.decode(tokens[:begin], **options))
     for has_loss, run in itertools.groupby(loss_mask[begin:].astype(bool)):

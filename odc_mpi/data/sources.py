@@ -1,9 +1,9 @@
 """Sources of text: files, folders, data sets of the library `datasets` and the standard library, optionally weighted.
 
-Without weights, each example (line or row) of each source is used once. With weights, the numbers of examples from the
-sources are proportional to the weights, and the examples are selected at random. Whether an example may be used
-repeatedly depends on the strategy (see `mix`). Sources are read in the order of the command line, since training
-shuffles sequences. If a source cannot be read, a `UserError` is raised.
+Without weights, each example (line or row) of each source is used once. With weights, the number of examples from each
+source is proportional to its weight, and the examples are selected at random. The strategy determines whether examples
+may be used repeatedly (see `mix`). Sources are read in command-line order, since training shuffles sequences. If a
+source cannot be read, a `UserError` is raised.
 """
 
 import random
@@ -34,7 +34,7 @@ class DataSource:
     Attributes:
         name: Path, "stdlib" or name on the Hugging Face Hub, as specified by the user, without the weight.
         weight: Weight of the source, relative to those of the other sources; None if the user specified no weight.
-        files: Files, in the order in which they are read; empty for the standard library.
+        files: Files of the source, in the order in which they are read; empty for the standard library.
         dataset: Data set of the library `datasets`, which is stored in `files`; None for other sources.
     """
 
@@ -50,7 +50,7 @@ class DataSource:
 
     @property
     def is_folder(self) -> bool:
-        """True if the user specified a folder with files of text."""
+        """True if the user specified a folder of data files."""
         return self.dataset is None and bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
@@ -80,11 +80,11 @@ class DataSource:
         return list(stdlib.functions())
 
     def columns(self, columns: Columns) -> Columns:
-        """Return the names of the fields in the records, which are the default names for the standard library."""
+        """Return the names of the fields in the records: `columns`, or the default names for the standard library."""
         return Columns() if self.name == STDLIB else columns
 
     def count(self) -> int:
-        """Return the number of examples, including invalid ones. Text files are read completely for this."""
+        """Return the number of examples, including invalid ones. Text files must be read completely for this."""
         if self.dataset is not None:
             return len(self.dataset)
         if not self.files:
@@ -96,7 +96,7 @@ class DataSource:
         """Yield the examples in blocks.
 
         Args:
-            num_repeats: Function that returns how often to use an example. It is called for each example, in order.
+            num_repeats: Function that returns how many times to use an example. Called once for each example, in order.
             on_bytes_read: Function that is called repeatedly with the number of bytes read since its last call.
         """
         if self.dataset is not None:
@@ -118,8 +118,8 @@ def find_sources(specs: Sequence[str], split: str | None = None) -> list[DataSou
 
     Args:
         specs: Specification of each source: a path, "stdlib" or a name on the Hugging Face Hub, optionally followed by
-            a colon and a weight. If the complete specification is the name of a file or folder, there is no weight.
-        split: Split of data sets of the library `datasets`; see `hf_datasets.load`.
+            a colon and a weight. If the complete specification names an existing file or folder, there is no weight.
+        split: Split to read from data sets of the library `datasets`; see `hf_datasets.load`.
 
     Raises:
         UserError: A source does not exist or cannot be loaded, a folder has no data files, a weight is not a finite
@@ -182,7 +182,7 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files in a folder that have a supported suffix, sorted by path. Of .json, only arrays are included."""
+    """Return the files in a folder with supported suffixes, sorted by path. Omits .json files that are not arrays."""
     files = sorted(path for path in folder.iterdir() if is_supported(path) and path.is_file())
     data = tuple(
         file for file in files if compressed.bare_suffix(file) != text_files.ARRAY_SUFFIX or text_files.is_array(file)
@@ -196,7 +196,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 
 def is_supported(path: Path) -> bool:
-    """Return True if `path` has the suffix of a format that can be read, and its name does not begin with a dot."""
+    """Return True if `path` has the suffix of a readable format and its name does not begin with a dot."""
     if path.name.startswith("."):
         return False
     return compressed.bare_suffix(path) in _TEXT_SUFFIXES or _is_parquet(path)
@@ -212,7 +212,7 @@ class Mixture:
 
     Attributes:
         sources: Sources, in the order in which they are read.
-        counts: For each source, its number of examples and the number to use; None to use each example once.
+        counts: For each source, the number of its examples and the number to use; None to use each example once.
         seed: Seed for the random selection of examples.
     """
 
@@ -222,18 +222,18 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read. A source that is read several times counts several times."""
+        """Number of bytes to read. A source that is read several times is counted several times."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the examples to use in blocks, each with the index of its source. See also `DataSource.read`."""
+        """Yield blocks of the examples to use, each with the index of its source. See also `DataSource.read`."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
     def _passes(self, index: int) -> list[RepeatFn]:
-        """Return a function that selects examples for each pass over a source."""
+        """Return, for each pass over a source, a function that selects examples."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]
@@ -246,11 +246,11 @@ def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Determine the number of examples to use from each source. If sources have weights, their examples are counted.
 
     Args:
-        sources: Sources, either all with a weight or all without a weight.
+        sources: Sources, which must all have a weight or all have none.
         strategy: "first_exhausted" or "all_exhausted", as in `datasets.interleave_datasets`. "first_exhausted" uses no
-            example twice: the source with the fewest examples relative to its weight is used completely, the others in
-            part. "all_exhausted" uses every example: the source with the most examples relative to its weight is used
-            once, the others repeatedly.
+            example twice: the source with the fewest examples relative to its weight is used completely, and the others
+            in part. "all_exhausted" uses every example: the source with the most examples relative to its weight is
+            used once, and the others repeatedly.
 
     Raises:
         UserError: A source with a weight is empty, or the weights require more than 1000 passes over a source.
@@ -286,7 +286,7 @@ def _once() -> int:
 
 def _sample_without_replacement(count: int, num_samples: int, seed: str) -> RepeatFn:
     """Return a function that selects `num_samples` of `count` examples at random (Knuth, TAOCP 2, algorithm S)."""
-    uniform = random.Random(seed).random  # the same on every version of Python
+    uniform = random.Random(seed).random  # the same in every version of Python
     left = [count, num_samples]
 
     def num_repeats() -> int:

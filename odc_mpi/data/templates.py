@@ -1,9 +1,9 @@
 """Chat templates: rendering conversations, and finding the assistant's answers in the rendered text.
 
-A template renders all messages into one text. To find an answer, two renderings are compared. The first one contains
-the messages before the answer, and the generation prompt, which is the text that the model continues at inference. The
-second one contains the messages up to and including the answer. The loss begins where the two texts differ. If a
-template marks the answers with `{% generation %}`, only the marked text has loss, and the comparison serves to find the
+A template renders all messages into one text. To find an answer, two renderings are compared. The first contains the
+messages before the answer, and the generation prompt, which is the text that the model continues at inference. The
+second contains the messages up to and including the answer. The loss begins where the two texts differ. If a template
+marks the answers with `{% generation %}`, only the marked text has loss, and the comparison only serves to find the
 marks of a single answer. This module processes only characters; `encode` converts them to tokens.
 """
 
@@ -42,7 +42,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer, from character `begin` of the rendering `text`, which ends with it. For `omitted`, see `Rendered`."""
+    """An answer, which extends from character `begin` to the end of the rendering `text`. See also `Rendered`."""
 
     index: int
     text: str
@@ -51,13 +51,13 @@ class _Answer:
 
 
 class ChatRenderer:
-    """Renderer of conversations with the chat template of a tokenizer.
+    """Renderer that applies the chat template of a tokenizer to conversations.
 
     Rendering raises a `UserError` if the tokenizer has no chat template, and an `InvalidRecordError` if the template
     rejects the messages.
 
     Args:
-        tokenizer: Fast tokenizer of transformers.
+        tokenizer: Fast tokenizer from transformers.
         split_turns: "never" for one example per conversation; "always" for one example per answer to train on, which
             ends with this answer; "auto" for one example per conversation if later messages do not change the text of
             earlier ones, except for special tokens after a turn, and one example per answer otherwise.
@@ -72,11 +72,11 @@ class ChatRenderer:
         return tuple(self._tokenizer.get_added_vocab())  # slow: the tokenizer builds a dictionary
 
     def render_prompt(self, chat: Conversation, *, for_generation: bool = True) -> str:
-        """Render all messages of a conversation. If `for_generation`, the generation prompt is added at the end."""
+        """Render all messages of a conversation, followed by the generation prompt if `for_generation` is True."""
         return self._render(chat, [len(chat.messages)], for_generation=for_generation)[0].text
 
     def render_answers(self, chat: Conversation) -> list[Rendered]:
-        """Render the examples of a conversation, in which each trained answer has loss exactly once.
+        """Render the training examples of a conversation, in which each trained answer has loss exactly once.
 
         Raises:
             InvalidRecordError: The chat template omits a part of an answer, or later messages change earlier text so
@@ -107,15 +107,15 @@ class ChatRenderer:
         return examples
 
     def end_of_turn(self, turn: str) -> int:
-        """Return the number of characters of a turn up to and including the special token that ends it.
+        """Return the number of characters in a turn up to and including the special token that ends it.
 
-        White space after the token is not counted. If there is no such token, the complete turn is counted.
+        Whitespace after the token is not counted. If there is no such token, the complete turn is counted.
         """
         stripped = turn.rstrip()
         return len(stripped) if self._special and stripped.endswith(self._special) else len(turn)
 
     def _find_answers(self, chat: Conversation, trained: Sequence[int]) -> tuple[list[_Answer], str]:
-        """Find each trained answer in the messages up to it. Also return the text of all messages."""
+        """Find each trained answer in a rendering of the messages up to it. Also return the text of all messages."""
         prompts = self._render(chat, trained, for_generation=True)
         turns = self._render(chat, sorted({*(i + 1 for i in trained), len(chat.messages)}))
         found = []
@@ -132,11 +132,11 @@ class ChatRenderer:
         return found, turns[-1].text
 
     def _share(self, chat: Conversation, text: str, answers: list[_Answer]) -> Rendered | None:
-        """Return one example with all answers, or None if each answer needs its own. `text` contains all messages.
+        """Return one example with all answers, or None if each needs its own. `text` is the rendering of all messages.
 
-        Special tokens that follow the end-of-turn token may be missing in `text`: Phi 3 ends the last answer with an
-        end-of-text token. If `text` has another end-of-turn token, the result is None: gpt-oss ends the last answer
-        with <|return|>, which stops the generation, and other answers with <|end|>, which does not.
+        Special tokens after the end-of-turn token may be missing in `text`: Phi 3 ends only the last answer with an
+        end-of-text token. An answer whose end-of-turn token differs in `text` needs its own example: gpt-oss ends the
+        last answer with <|return|>, which stops generation, and other answers with <|end|>, which does not.
         """
         if self._split_turns == "always":
             return None
@@ -156,7 +156,7 @@ class ChatRenderer:
         return Rendered(text, spans, next((each.omitted for each in answers if each.omitted), ""))
 
     def _num_common(self, a: str, b: str) -> int:
-        """Return the length of the common beginning of two texts, without an incomplete special token at the end."""
+        """Return the length of the common prefix of two texts, without an incomplete special token at the end."""
         low, high = 0, min(len(a), len(b))
         while low < high:
             middle = (low + high + 1) // 2
@@ -171,7 +171,7 @@ class ChatRenderer:
         return min([low, *cut_at])
 
     def _is_special(self, text: str) -> bool:
-        """Return True if a text consists of special tokens and white space."""
+        """Return True if a text consists of special tokens and whitespace."""
         return not self._special_tokens.sub("", text).strip()
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class ChatRenderer:
     def _render(
         self, chat: Conversation, counts: Sequence[int], *, for_generation: bool = False, with_marks: bool = False
     ) -> list[Rendered]:
-        """Render the first `count` messages for each of `counts`. The spans are the marks of the chat template.
+        """Render the first `count` messages for each `count` in `counts`. The spans are those that the template marks.
 
         All counts are rendered in one call, because each call also converts tools and special tokens, which takes as
         long as rendering.
@@ -213,7 +213,7 @@ class ChatRenderer:
                     raise ValueError("expected a message, got none")
                 conversations = [messages[:count] for count in counts]
                 return _apply(self._tokenizer, conversations, chat.tools, for_generation, with_marks)
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates may raise any exception
                 first_error = first_error or error
         assert first_error is not None
         raise InvalidRecordError(
@@ -248,16 +248,16 @@ def _has_marks(template: str) -> bool:
 
 
 def _overlapping(spans: list[CharSpan], others: list[CharSpan]) -> list[CharSpan]:
-    """Return those of `spans` that overlap at least one of `others`."""
+    """Return the spans that overlap at least one of `others`."""
     return [span for span in spans if any(span[0] < end and begin < span[1] for begin, end in others)]
 
 
 def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered) -> str | None:
     """Return an error description for the first message that does not match the spans of an example, or None.
 
-    The content and the called functions of the messages with these indices must be in the spans, in order. The
-    beginning of the content may be before a span, if it is a part of the generation prompt, such as "<think>". The
-    content of a user message must not be in spans only.
+    The content of each message in `indices` and the names of the functions that it calls must be in the spans, in
+    order. The beginning of the content may precede a span if it is part of the generation prompt, such as "<think>".
+    The content of a user message must not occur only in spans.
     """
     text, spans, position = example.text, list(example.spans), 0
     is_one_each = len(spans) == len(indices)  # marks may divide an answer into several spans
@@ -280,9 +280,9 @@ def _find_problem(chat: Conversation, indices: Sequence[int], example: Rendered)
 
 
 def _find_content(text: str, content: str, position: int, span: CharSpan) -> int | None:
-    """Find `content` where it begins at `position` or later and ends in the span. Returns its end, or None.
+    """Find `content`, which must begin at `position` or later and end in the span. Returns its end, or None.
 
-    The template may have changed the white space.
+    The template may have changed the whitespace.
     """
     begin, end = span
     start = max(position, begin - len(content) + 1)
@@ -300,10 +300,10 @@ def _called_names(message: dict[str, Any]) -> list[str]:
 
 
 def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the messages with arguments of tool calls as objects, and as JSON text, or unchanged without tool calls.
+    """Return the messages in two forms: with the arguments of tool calls as objects, and with these as JSON text.
 
-    Data sets contain both forms. Most templates convert an object to JSON, and would quote a text. Other templates need
-    texts, and raise an exception for an object.
+    Data sets contain both forms. Most templates convert objects to JSON, and would quote a text, while others need
+    text, and raise an exception for an object. Without tool calls, the messages are returned in one form, unchanged.
     """
     if not any(message.get("tool_calls") for message in messages):
         return [messages]
@@ -311,7 +311,7 @@ def _argument_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]
 
 
 def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with `form` applied to the arguments of its tool calls, also within an object `function`."""
+    """Return a message with `form` applied to the arguments of its tool calls, including those in a `function`."""
     if not isinstance(calls := message.get("tool_calls"), list):
         return message
     converted = []

@@ -1,10 +1,10 @@
-"""Tokenizers: training and loading tokenizers, and reading their files.
+"""Training and loading tokenizers, and reading their files.
 
-A tokenizer is loaded from a directory that `save_pretrained` wrote, or from a data set, which contains a copy of the
-tokenizer's files (see `dataset`). Nothing is downloaded, and code in the directory is not executed.
+Tokenizers are loaded from a directory written by `save_pretrained`, or from a data set that contains a copy of the
+tokenizer's files (see `dataset`). Nothing is downloaded, and no code in the directory is executed.
 
-The libraries transformers and tokenizers take seconds to import. They are imported where they are used, so errors in
-the arguments are reported without this delay.
+Importing the libraries transformers and tokenizers takes seconds. They are imported only where they are used, so errors
+in the arguments are reported without this delay.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
 )
-#: Configuration file of a model. By its `model_type`, transformers chooses the class of the tokenizer beside it.
+#: Configuration file of a model. Its `model_type` determines the class of the tokenizer in the same directory.
 MODEL_CONFIG = "config.json"
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -38,12 +38,12 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files by name. The result is empty if there is no tokenizer.
+    """Return the contents of a tokenizer's files, keyed by file name. The result is empty if there is no tokenizer.
 
     Args:
-        location: Directory, or data set that contains a tokenizer.
-        model: If `location` is a directory, directory from which config.json is added; None for `location` itself. The
-            type of the tokenizer, and therefore the tokens, may depend on config.json.
+        location: Directory, or data set that may contain a tokenizer.
+        model: Directory from which config.json is added if `location` is a directory; None for `location` itself. The
+            type of the tokenizer, and therefore its tokens, may depend on config.json.
     """
     if not location.is_dir():
         files = read_tokenizer_files(location)
@@ -55,7 +55,7 @@ def tokenizer_files(location: Path, model: Path | None = None) -> dict[str, byte
 
 
 def read_chat_template(path: Path) -> str:
-    """Return the text of a chat template file. Raises a `UserError` if it cannot be read or is not UTF-8."""
+    """Return the text of a chat template file. Raises a `UserError` if the file cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -95,20 +95,20 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files, given as a mapping from names to contents, into an existing directory."""
+    """Write files, given as a mapping from names to contents, to an existing directory."""
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer of transformers.
+    """Load a fast tokenizer with transformers.
 
     Args:
-        location: Directory that `save_pretrained` wrote, or data set that contains a tokenizer.
+        location: Directory written by `save_pretrained`, or data set that contains a tokenizer.
         setting: Name of the setting or option that specifies `location`, for error messages.
 
     Raises:
-        UserError: `location` has no tokenizer, or the tokenizer cannot be loaded or is not a fast tokenizer.
+        UserError: `location` contains no tokenizer, or the tokenizer cannot be loaded or is not a fast tokenizer.
     """
     if location.is_dir():
         if not any(_is_tokenizer_file(path.name) for path in location.iterdir()):
@@ -124,12 +124,12 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer of transformers from the contents of its files by name.
+    """Load a fast tokenizer with transformers from the contents of its files, which are keyed by file name.
 
     Raises a `UserError` if the tokenizer cannot be loaded or is not a fast tokenizer. The message contains `location`,
-    the origin of the files, and `setting`, the name of the setting or option that specifies the origin.
+    from which the files were read, and `setting`, the name of the setting or option that specifies this location.
     """
-    with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
+    with tempfile.TemporaryDirectory() as name:  # transformers reads only directories
         write_files(files, Path(name))
         return _load(Path(name), location, setting)
 
@@ -139,14 +139,14 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # for invalid files, the library raises even bare Exception
+    except Exception as error:  # for invalid files, the library even raises a bare Exception
         raise UserError(
             f"expected a tokenizer in {str(location)!r}, got files that do not load ({' '.join(str(error).split())}): "
             f"change {setting}"
         ) from error
     if not tokenizer.is_fast:
         raise UserError(f"expected a fast tokenizer in {str(location)!r}, got a slow one: change {setting}")
-    if len(tokenizer.get_added_vocab()) == len(tokenizer):  # transformers makes an empty one
+    if len(tokenizer.get_added_vocab()) == len(tokenizer):  # transformers creates an empty one
         raise UserError(
             f"expected a tokenizer in {str(location)!r}, got no vocabulary, such as tokenizer.json: change {setting}"
         )
@@ -154,10 +154,10 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and with the chat template ChatML.
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens and the ChatML chat template.
 
-    The tokenizer splits texts into words like that of Qwen2, because transformers uses the rules of Qwen2 for any
-    tokenizer in the directory of a model of the type qwen2.
+    The tokenizer splits text into words as the Qwen2 tokenizer does, because transformers applies the Qwen2 rules to
+    any tokenizer in the directory of a model of type qwen2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -181,7 +181,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def serialize_tokenizer(tokenizer: Any) -> dict[str, bytes]:
-    """Return the contents of the files that `save_pretrained` writes for a tokenizer, by name."""
+    """Return the contents of the files that `save_pretrained` writes for a tokenizer, keyed by file name."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         return tokenizer_files(Path(name))

@@ -1,4 +1,4 @@
-"""A conversation with a model on the terminal, in one process."""
+"""Conversation with a model in the terminal, in one process."""
 
 import sys
 
@@ -18,7 +18,7 @@ _PROMPT = "> "
 def chat(arguments: GenerateArguments, world: World, system: str | None = None, engine: GenerateFn = generate) -> None:
     """Read questions from standard input, one per line, and print each answer while `engine` generates it.
 
-    The conversation consists of the message `system`, if given, and all questions and answers so far. If generation
+    The conversation consists of the `system` message, if given, and all questions and answers so far. If generation
     fails, for example because the conversation is too long, an error is printed and a new conversation begins.
 
     Raises:
@@ -51,7 +51,7 @@ def chat(arguments: GenerateArguments, world: World, system: str | None = None, 
 
 
 def _read_line() -> str | None:
-    """Return the next non-blank line without white space around it, or None at the end of the input."""
+    """Return the next non-blank line without surrounding whitespace, or None at the end of the input."""
     while True:
         try:
             line = input(_PROMPT if sys.stdin.isatty() else "").strip()

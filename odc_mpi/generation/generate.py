@@ -1,4 +1,4 @@
-"""Generation of one completion for one prompt with transformers.
+"""Generation of one completion for a single prompt with transformers.
 
 Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. Each prompt is decoded separately,
 with a sampling seed that is derived from `SamplingParams.seed` and the prompt number. A completion therefore does not
@@ -21,8 +21,8 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 class SamplingParams:
     """Sampling settings. The constructor raises `UserError` if a value is out of range.
 
-    Completions may be shorter than `max_new_tokens` if the model has too few positions. Temperature 0 selects the most
-    likely token. `top_p`, in (0, 1], is the threshold of nucleus sampling; 1 disables it.
+    Completions are limited to fewer than `max_new_tokens` tokens if the model has too few positions. A temperature of 0
+    selects the most likely token. `top_p`, in (0, 1], is the threshold for nucleus sampling, which 1 disables.
     """
 
     max_new_tokens: int = 128
@@ -61,8 +61,8 @@ def generate(
 ) -> CompletionOutput:
     """Generate a completion of a prompt. One-sided if the model is sharded.
 
-    `streamer` is a transformers streamer, which receives each token as soon as the token is generated. The errors are
-    those of `max_new_tokens_for`.
+    `streamer` is a transformers streamer that receives each token as soon as it is generated. Raises the same errors as
+    `max_new_tokens_for`.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -82,9 +82,9 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return the maximum number of tokens that a model can generate after a prompt, or 2**30 if it has no limit.
+    """Return the maximum number of tokens that a model can generate after a prompt, or 2**30 if there is no limit.
 
-    Raises `UserError` if the prompt is empty or too long, or contains a token outside the model's vocabulary.
+    Raises `UserError` if the prompt is empty or too long, or if it contains a token outside the model's vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

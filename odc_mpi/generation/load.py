@@ -1,4 +1,4 @@
-"""Loading of a model, its tokenizer and its stop tokens from a run, a checkpoint or a directory, for generation."""
+"""Loading of a model for generation, with its tokenizer and stop tokens, from a run, a checkpoint or a directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ from odc_mpi.models.peft_directory import base_model_path, is_peft_directory, st
 class GenerateArguments:
     """Options of `odc-mpi generate` and `odc-mpi chat`.
 
-    `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: its
-    step, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
+    `source` is a Hugging Face directory, peft directory, checkpoint or run. `step` selects a checkpoint of a run: a
+    number, "best" for the lowest evaluation loss, or None for the newest. `tokenizer` is a directory or data set with a
     tokenizer, by default the model's. `odc-mpi generate` requires one of `prompt`, `prompts` and `chat`; `odc-mpi chat`
     uses none. If `out` is None, completions are printed. For other options, see `load_model` and `shard_model`.
     """
@@ -44,10 +44,10 @@ class GenerateArguments:
 
 @dataclass
 class GenerationModel:
-    """Model on the meta device, with its tokenizer and the stop tokens that all prompts have in common.
+    """Model on the meta device, with its tokenizer and the stop tokens that apply to all prompts.
 
-    `name` is the path of the checkpoint or directory. `dtype` is the dtype in which parameters are used in computation,
-    or None to keep the dtypes of the module.
+    `name` is the path of the checkpoint or directory. `dtype` is the dtype of the parameters during computation, or
+    None to keep the dtypes of the module.
     """
 
     name: str
@@ -60,7 +60,7 @@ class GenerationModel:
 def load_generation_model(arguments: GenerateArguments, rank: int, size: int) -> GenerationModel:
     """Load the model `arguments.source` and its tokenizer. For `rank` and `size`, see `load_model`.
 
-    Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or the model is a reward model.
+    Raises `UserError` if the model, checkpoint or tokenizer is missing or damaged, or if the model is a reward model.
     """
     path, step, base = arguments.source, arguments.step, arguments.base
     attn_implementation, tokenizer, dtype = arguments.attn_implementation, arguments.tokenizer, None

@@ -34,7 +34,7 @@ from odc_mpi.shard.model import ShardedModel
 
 
 class Request(NamedTuple):
-    """Prompt as an example (a `Conversation`, or a `PromptCompletion` with an empty completion), and as tokens."""
+    """Prompt, both as an example (`Conversation`, or `PromptCompletion` with an empty completion) and as tokens."""
 
     example: Example
     prompt: Prompt
@@ -99,8 +99,8 @@ def shard(source: GenerationModel, device: str, world: World) -> ShardedModel:
 def read_examples(text: str | None, questions: Sequence[str] | None, path: Path | None) -> list[Example]:
     """Return the prompt `text`, a conversation for each of the `questions`, or the prompts in the file `path`.
 
-    Exactly one argument must be given. Raises `UserError` otherwise, and if a text is empty, or the file cannot be
-    read, has no prompts or has an invalid line.
+    Exactly one of the arguments must be given. Raises `UserError` otherwise, or if a text is empty, or if the file
+    cannot be read, contains no prompts or contains an invalid line.
     """
     options = {"--prompt TEXT": text, "--chat TEXT": questions, "--prompts FILE": path}
     given = [option for option, value in options.items() if value is not None]
@@ -117,7 +117,7 @@ def read_examples(text: str | None, questions: Sequence[str] | None, path: Path 
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenize prompts like training data. Conversations are formatted with the chat template and a generation prompt.
+    """Tokenize prompts like training data. Conversations end with the generation prompt of the chat template.
 
     The stop tokens of a prompt are `stop` and, for a conversation, the end-of-turn token. Raises `UserError` if a
     prompt cannot be encoded (see `encode_prompts`).
@@ -132,7 +132,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the JSON object for a completion in the output file. The text is decoded without special tokens."""
+    """Return the JSON object for a completion in the output file. Special tokens are omitted from the text."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}
@@ -151,7 +151,7 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
 
 
 def resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArguments:
-    """Replace the names of Hub models by their directories on this node. Missing models are downloaded. Collective."""
+    """Replace the names of Hub models with their directories on this node, and download missing models. Collective."""
     report = partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
     paths: dict[str, Any] = {}
     for field, option in (("source", "SOURCE"), ("tokenizer", "--tokenizer"), ("base", "--base")):
@@ -172,7 +172,7 @@ def resolve_paths(arguments: GenerateArguments, world: World) -> GenerateArgumen
 
 
 def _check_out(out: Path | None) -> None:
-    """Raise `UserError` if the output file cannot be written, before completions are generated."""
+    """Raise `UserError` before completions are generated if the output file cannot be written."""
     if out is None:
         return
     folder = next(parent for parent in out.absolute().parents if parent.exists())

@@ -1,1 +1,1 @@
-"""Transformers models from a configuration, a directory or a checkpoint. Each rank reads only its weight slices."""
+"""Transformers models built from a configuration, directory or checkpoint. Each rank reads only its weight slices."""

@@ -1,6 +1,6 @@
 """LoRA adapters: small trainable matrices that peft adds to the weights of a frozen base model.
 
-peft changes the model on the meta device, so this module allocates no memory for parameters. The result is the
+peft modifies the model on the meta device, so this module allocates no memory for parameters. The result is the
 transformers model with the parameter names of peft:
 
     ...q_proj.base_layer.weight               base weight, frozen
@@ -32,19 +32,19 @@ from odc_mpi.models.heads.task import task_of
 from odc_mpi.models.weights.base_check import HashedWeights
 from odc_mpi.shard.local_shards import WeightSource
 
-#: Default adapter name of peft, a component of parameter names.
+#: Default adapter name in peft, which is a component of parameter names.
 ADAPTER = "default"
 #: Components that peft inserts into the names of base parameters.
 _WRAPPERS = {"base_layer", "original_module", "modules_to_save", ADAPTER}
 #: Prefix of the parameter names in adapter_model.safetensors.
 _PREFIX = "base_model.model."
-#: Supported settings of peft's `LoraConfig`. Those in `OPTIONAL_SETTINGS` may be missing in adapter_config.json.
+#: Supported settings of peft's `LoraConfig`. Those in `OPTIONAL_SETTINGS` may be missing from adapter_config.json.
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 OPTIONAL_SETTINGS = (
     *("target_parameters", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     "exclude_modules",
 )
-#: Pattern of a dotted name up to the number of the layer, as in peft.
+#: Pattern that matches a dotted name up to the layer number, as in peft.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
@@ -53,7 +53,7 @@ class AdaptedParameter(NamedTuple):
 
     Attributes:
         layer: Dotted name of the peft layer that holds the matrices A and B.
-        scale: alpha / r of this layer.
+        scale: Scaling factor of this layer, `alpha / r`.
         is_transposed: True if the base parameter has the shape `[experts, in, out]`. False if its shape is `[experts,
             out, in]` or, in layers without experts, `[out, in]`.
     """
@@ -63,12 +63,12 @@ class AdaptedParameter(NamedTuple):
     is_transposed: bool
 
     def add_to(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return `weight + scale * B @ A` in the dtype of `weight`. For fused experts, compute it for each expert.
+        """Return `weight + scale * B @ A` in the dtype of `weight`. Fused experts are each computed separately.
 
         Args:
-            weight: Base parameter, with two dimensions or, for fused experts, with three (see `is_transposed`).
-            a: Matrix A, `[experts * r, in]`. The r rows of an expert are consecutive.
-            b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column i of the matrix B of expert e.
+            weight: Base parameter, which has two dimensions, or three for fused experts (see `is_transposed`).
+            a: Matrix A, `[experts * r, in]`. The `r` rows of an expert are consecutive.
+            b: Matrix B, `[out, r * experts]`. Column `i * experts + e` is column `i` of the matrix B of expert `e`.
         """
         num_experts = weight.shape[0] if weight.ndim == 3 else 1
         down = a.to(weight.dtype).view(num_experts, -1, a.shape[-1])
@@ -79,16 +79,16 @@ class AdaptedParameter(NamedTuple):
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
-    """Add LoRA adapters to a model on the meta device. Return the model, with a source of all weights.
+    """Add LoRA adapters to a model on the meta device, and return the model with a source of all its weights.
 
-    Only the adapters and the copies of `modules_to_save` are trainable. The new head of a reward model is added to
-    `modules_to_save`.
+    Only the adapters and the copies of the modules in `modules_to_save` are trainable. The new head of a reward model
+    is added to `modules_to_save`.
 
     Args:
-        meta_model: Base model. Its module is changed in place.
+        meta_model: Base model. Its module is modified in place.
         settings: Settings of peft's `LoraConfig`, or the content of adapter_config.json. Entries that are not in
             `SETTINGS` or `OPTIONAL_SETTINGS` are ignored.
-        seed: Seed of the initial adapter weights.
+        seed: Seed for the initial adapter weights.
         dtype: Dtype of the base parameters and, as in peft, of the copies in `modules_to_save`. Adapters are float32.
 
     Raises:
@@ -129,10 +129,10 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 def add_in_forward(module: nn.Module) -> None:
-    """Replace the `forward` methods of peft layers for `target_parameters`, so that they support sharded models.
+    """Replace the `forward` methods of peft layers for `target_parameters` so that they support sharded models.
 
-    The methods of peft parametrize the adapted parameter. This is not possible in a sharded model, whose parameters are
-    fetched on access. The new methods add the adapter to the weight. Call this function before `shard_model`.
+    The original methods parametrize the adapted parameter, which is not possible if parameters are fetched on access.
+    The new methods add the adapter to the weight. Call this function before `shard_model`.
     """
     for layer in module.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "parameter_name"):
@@ -167,9 +167,9 @@ def _describe(name: str, layer: Any) -> AdaptedParameter:
 
 
 def left_out(module: transformers.PreTrainedModel) -> list[str]:
-    """Return the names of weights that have no adapter, without layer prefixes (``model.layers.0.``) and duplicates.
+    """Return the distinct names of weights without an adapter, with layer prefixes (``model.layers.0.``) removed.
 
-    Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are not listed.
+    Embeddings, the head, biases, one-dimensional parameters and modules that are trained in full are omitted.
     """
     head = module.get_output_embeddings()
     trained = adapted_parameters(module).keys() | {base_name(n) for n, p in module.named_parameters() if is_trained(n)}
@@ -227,7 +227,7 @@ def base_name(name: str) -> str:
 
 
 def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Refuse names that match nothing, targets that peft cannot adapt, and tied embeddings."""
+    """Raise `UserError` for names that match nothing, targets that peft cannot adapt, and tied embeddings."""
     modules = {name: m for name, m in module.named_modules() if name}
     parameters = {name: p for name, p in module.named_parameters() if p.ndim in (2, 3)}
     routers = set(_find_routers(module)).difference(settings.get("exclude_modules") or ())
@@ -265,14 +265,14 @@ def _check_names(module: transformers.PreTrainedModel, settings: Mapping[str, An
 def _find_routers(module: nn.Module) -> list[str]:
     """Return the names of linear layers whose class overrides `nn.Linear.forward`, such as the routers of Llama 4.
 
-    peft cannot adapt these layers correctly, because their output is more than the product with the weight.
+    peft cannot adapt these layers correctly, because they return more than the product of the input and the weight.
     """
     linear = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear))
     return [name for name, m in linear if type(m).forward is not nn.Linear.forward]
 
 
 def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: int) -> None:
-    """Refuse layers that do not exist, and settings to which peft does not apply `layers_to_transform`."""
+    """Raise `UserError` for layers that do not exist or settings to which peft does not apply `layers_to_transform`."""
     if (layers := settings.get("layers_to_transform")) is None:
         return
     layers = [layers] if isinstance(layers, int) else layers
@@ -297,7 +297,7 @@ def _check_layers(module: nn.Module, settings: Mapping[str, Any], num_layers: in
 def _match(
     setting: str, names: Collection[str], requested: Collection[str], known: Collection[str]
 ) -> dict[str, list[str]]:
-    """Map each requested name to the matching entries of `names`. `known` contains suggestions for the error."""
+    """Map each requested name to the matching entries of `names`. The error message suggests names from `known`."""
     matches = {
         target: [name for name in names if name == target or name.endswith(f".{target}")] for target in requested
     }

@@ -1,11 +1,11 @@
 """Attention within packed sequences. The cost is quadratic in the length of each sequence, not in the packed length.
 
-A microbatch is one row of concatenated sequences without padding. Transformers models pass the boundaries of sequences
-(`cu_seq_lens_q`) to the attention function, and `packed_attention` attends within each sequence separately.
+A microbatch is one row of concatenated sequences without padding. Transformers models pass the sequence boundaries
+(`cu_seq_lens_q`) to the attention function `packed_attention`, which attends within each sequence separately.
 
-Some models pass the size of a sliding window to the attention function. Others only apply the window to the attention
-mask. Therefore, `_local_pattern` replaces such a mask by a tensor that contains only the window size. Llama 4 masks
-attention chunks: a token attends only to the chunk that contains it. This mask is replaced by the chunk size.
+Some models pass the size of a sliding window to the attention function, whereas others apply the window only to the
+attention mask. `_local_pattern` replaces such a mask with a tensor that contains only the window size. In Llama 4, the
+mask restricts each token to the attention chunk that contains it. Such a mask is replaced with the chunk size.
 """
 
 import itertools
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-#: Names under which this attention is registered with transformers, keyed by `attn_implementation`. sdpa calls
-#: `scaled_dot_product_attention`; eager computes the scores explicitly. Soft caps always use eager attention.
+#: Names under which packed attention is registered with transformers, keyed by `attn_implementation`. "sdpa" calls
+#: `scaled_dot_product_attention`; "eager" computes the scores explicitly. Soft caps always use eager attention.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
-#: Maximum number of tokens in sequences of equal length that are batched into one call. With more tokens, the overhead
-#: of a call is less than its work, and the scores of eager attention would need too much memory.
+#: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
+#: call outweighs its overhead, and eager attention would need too much memory for the scores.
 _MAX_TOKENS = 4096
 _PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
 #: Attention arguments of some models that change the result and are not supported.
@@ -41,7 +41,7 @@ class SequenceChunk(Protocol):
     """Chunk of a sequence that is split across ranks. For the arguments of `attend`, see `packed_attention`.
 
     Attributes:
-        num_tokens: Number of tokens of the unsplit sequence.
+        num_tokens: Number of tokens in the unsplit sequence.
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Return the causal attention, shaped like `query`, to this and earlier chunks. One-sided; waits for them."""
+        """Return causal attention to this and earlier chunks, shaped like `query`. One-sided; waits for the chunks."""
 
 
 def packed_attention(
@@ -70,27 +70,27 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within each packed sequence. Has the signature of a transformers attention function.
+    """Compute causal attention within each packed sequence, with the signature of a transformers attention function.
 
     Args:
         query: Queries, `[batch, heads, tokens, head_dim]`.
         key, value: Keys and values, `[batch, key_value_heads, tokens, head_dim]`.
-        attention_mask: Window size and chunk size of local attention, int64 `[2]`, one of which is 0 (unlimited); None
-            for global attention.
+        attention_mask: Window size and chunk size of local attention, int64 `[2]`, one of which is 0 (unlimited). None
+            means global attention.
         scaling: Factor by which the scores are multiplied. None means `head_dim ** -0.5`.
         sliding_window: Number of most recent tokens that a token attends to, including itself. None means all.
         cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory. If None, they
             are computed from `position_ids`.
         cu_seq_lens_k: Boundaries of the keys of each sequence, shaped like `cu_seq_lens_q`. A sequence with n more keys
             than tokens shares a prompt: it also attends to the first n tokens of the nearest earlier sequence that has
-            as many keys as tokens. None means that no prompts are shared. Ignored without `cu_seq_lens_q`.
+            as many keys as tokens. None means that no prompts are shared. Ignored if `cu_seq_lens_q` is None.
         position_ids: Positions of the tokens in their sequences, `[1, tokens]`, for models that do not pass
-            `cu_seq_lens_q` to all layers (StableLM, Nemotron); otherwise ignored. A sequence begins where a position is
-            not the previous position plus 1. If it begins at position n > 0, it shares a prompt of n tokens.
+            `cu_seq_lens_q` to all layers (StableLM, Nemotron); otherwise ignored. A sequence begins wherever a position
+            is not the previous one plus 1. If it begins at position n > 0, it shares a prompt of n tokens.
         softcap: Limit on the absolute values of the scores, applied with tanh. None means no limit.
         s_aux: Attention sinks, `[heads]`: scores of an additional key whose value is zero. None means no sinks.
         eager: True to compute the scores explicitly instead of calling a PyTorch kernel.
-        chunk: Chunk of a split sequence that the tokens form. If given, the tokens also attend to earlier chunks.
+        chunk: Chunk that the tokens form if their sequence is split. They then also attend to all earlier chunks.
 
     Returns:
         Output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
@@ -145,7 +145,7 @@ def packed_attention(
 
 
 def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `cu_seq_lens_q` and `cu_seq_lens_k` of `packed_attention`, computed from the positions of tokens."""
+    """Compute the arguments `cu_seq_lens_q` and `cu_seq_lens_k` of `packed_attention` from token positions."""
     # Positions on the meta device have no values. They occur only in a trial, which has one sequence.
     positions = list(range(position_ids.shape[1])) if position_ids.is_meta else position_ids[0].tolist()
     starts = [i for i, position in enumerate(positions) if not i or position != positions[i - 1] + 1]
@@ -159,7 +159,7 @@ def _differences(bounds: torch.Tensor) -> list[int]:
 
 
 def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert a copy of the shared prompt before each sequence that shares a prompt."""
+    """Insert a copy of the shared prompt before each sequence that shares one."""
     parts, owner = [], states
     for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
         owner = owner if prompt else sequence
@@ -168,9 +168,9 @@ def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) 
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Correct the factors by which Llama 4 scales queries without rotary embedding, to use positions in the sequence.
+    """Rescale the queries of Llama 4 layers without rotary embeddings according to token positions in the sequences.
 
-    The model uses the positions in the packed row. All factors are 1 below `floor_scale` tokens.
+    The model scales by positions in the packed row. All factors are 1 if the row has fewer than `floor_scale` tokens.
     """
     num_tokens = query.shape[2]
     if len(lengths) == 1 or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
@@ -194,9 +194,9 @@ def _with_sinks(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with a sink per head: an additional first key, visible to all tokens, with the value 0.
+    """Attend with one sink per head: an additional first key with the value 0, which is visible to all tokens.
 
-    The sink is the score of this key. An additional dimension of queries and keys holds it, so any kernel can be used.
+    The sink is the score of this key. An additional dimension of queries and keys holds it, so that any kernel works.
     """
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
     scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
@@ -209,7 +209,7 @@ def _with_sinks(
 def _attend_per_sequence(
     attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor
 ) -> torch.Tensor:
-    """Attend within each sequence. `states` are queries, keys and values, `[1, heads, tokens, head_dim]`."""
+    """Attend within each sequence. `states` are the queries, keys and values, each `[1, heads, tokens, head_dim]`."""
     split = [state.split(lengths, 2) for state in states]
     outputs = list(split[0])
     for positions in _group_by_length(lengths):
@@ -224,7 +224,7 @@ def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of sequences of equal length that are batched into one call.
+    """Group sequences of equal length, and yield the indices of the sequences to batch into each call.
 
     The overhead of a call exceeds the work for a short sequence, and packed completions include many short sequences.
     """
@@ -286,7 +286,7 @@ def _eager(
 
 
 def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """Return a mask, bool `[num_tokens, num_tokens]`: element i, j is True if token i attends to token j.
+    """Return a bool mask `[num_tokens, num_tokens]` whose element `[i, j]` is True if token i attends to token j.
 
     If `sink` is True, the first token is a sink, which is visible to all tokens.
     """
@@ -307,7 +307,7 @@ def register() -> None:
 
 
 class AttentionCall(NamedTuple):
-    """Recorded call of packed attention by the module `layer`. `soft_cap` is True if the scores have a soft cap."""
+    """Recorded call to packed attention by the module `layer`. `soft_cap` is True if the scores have a soft cap."""
 
     layer: torch.nn.Module
     soft_cap: bool
@@ -315,7 +315,7 @@ class AttentionCall(NamedTuple):
 
 @contextmanager
 def recorded_calls() -> Iterator[list[AttentionCall]]:
-    """Context manager that yields a list to which all calls of packed attention in the `with` block are appended."""
+    """Context manager that yields a list to which each call to packed attention in the `with` block is appended."""
     calls: list[AttentionCall] = []
     registered = {name: AttentionInterface()[name] for name in IMPLEMENTATIONS.values()}
 
@@ -338,7 +338,7 @@ def _local_pattern(
     """Return the window size and the chunk size of a mask, int64 `[2]` in host memory, or None if it has neither.
 
     One of the two sizes is 0. A full mask would need memory quadratic in the number of packed tokens. Transformers
-    passes either size as `local_size`. `use_vmap` is True if the model adds its own rule to the mask.
+    passes either size as `local_size`. `use_vmap` is True if the model adds a rule of its own to the mask.
     """
     if use_vmap:
         raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a model-specific mask")

@@ -1,4 +1,4 @@
-"""Supported values of `attn_implementation`, and the reasons why other values are not supported.
+"""Supported values of `attn_implementation`, and reasons for rejecting other values.
 
 This module imports nothing, so that an invalid setting is reported before torch is imported.
 """
@@ -15,6 +15,6 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason why an attention implementation is not supported, in parentheses, or "" if none is known."""
+    """Return the reason for rejecting an attention implementation, in parentheses, or "" if no reason is known."""
     reasons = (reason for known, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(known))
     return next((f" ({reason})" for reason in reasons), "")

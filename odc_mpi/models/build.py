@@ -1,9 +1,9 @@
-"""Construction of transformers models on the meta device, each with a source of its weights.
+"""Construction of transformers models on the meta device, together with sources of their weights.
 
 A model is built from a configuration with random weights (`model.config`), or from a local directory with safetensors
 files (`model.path`). Each rank later reads only its slices of the parameters from the `WeightSource`, so no rank holds
-the full model. In all functions, `attn_implementation` is the attention within each packed sequence, "sdpa" or "eager",
-`task` is the prediction task of the model, and `seed` determines weights that are initialized randomly.
+the full model. In all functions, `attn_implementation` selects the attention within each packed sequence ("sdpa" or
+"eager"), `task` is the prediction task of the model, and `seed` determines randomly initialized weights.
 """
 
 import re
@@ -32,7 +32,7 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File name that transformers uses.
 _CONFIG = "config.json"
-#: Maximum number of layers of a model, and of experts of a layer. Building a module takes time even without parameters.
+#: Maximum number of layers per model, and of experts per layer. Building a module takes time even without parameters.
 _MAX_MODULES = 10_000
 _COUNTS = re.compile(r"(^|\.)(n|num)_(\w+_)?(layers?|experts)$")
 
@@ -45,11 +45,11 @@ class MetaModel:
         module: Model. Its buffers are in host memory.
         weights: Source of the parameter values.
         vocab_size: Number of rows of the embedding.
-        num_matmul_params: Number of parameters. The embedding is excluded unless it is tied to the output layer.
+        num_matmul_params: Number of parameters, excluding the embedding unless it is tied to the output layer.
         num_layers: Number of hidden layers.
         attention_dim: Number of attention heads times `head_dim`.
         adapter: Content of adapter_config.json, or None for a model without adapters.
-        base: Source of the weights of the base model, or None for a model without adapters.
+        base: Source of the base model's weights, or None for a model without adapters.
         checkpoint: Adapter checkpoint from which training starts, or None.
         packing: Decision on whether the model trains on packed sequences.
     """
@@ -72,8 +72,8 @@ def from_config(
     """Build a model from `settings`, with random weights that depend on `seed` but not on the number of ranks.
 
     Raises:
-        UserError: `settings`, the value of `model.config`, has no `model_type`, an unknown one, or a setting that
-            transformers does not accept, or the model is multimodal or cannot be trained.
+        UserError: In `settings` (the value of `model.config`), `model_type` is missing or unknown, or transformers does
+            not accept a setting; or the model is multimodal or cannot be trained.
     """
     model = _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation, task), seed)
     _require_buffers(model.module, "model.config")
@@ -113,13 +113,13 @@ def from_directory(
     task: Task = CAUSAL_LM,
     seed: int = 0,
 ) -> MetaModel:
-    """Build the model in a Hugging Face directory, or the text model if the model is multimodal.
+    """Build the model in a Hugging Face directory, or only its text model if it is multimodal.
 
     The weights are read from the safetensors files. If these lack the head of `task`, the head is initialized randomly.
     `overrides`, the value of `model.config`, contains transformers settings that replace those in config.json.
 
     Raises:
-        UserError: A file or a parameter is missing or cannot be used, a shape differs from the configuration, or the
+        UserError: A file or parameter is missing or cannot be used, a shape does not match the configuration, or the
             model cannot be trained.
     """
     if not is_model_directory(path):
@@ -158,7 +158,7 @@ def _override(
 
 @contextmanager
 def _user_errors(prefix: str) -> Iterator[None]:
-    """Convert any exception to `UserError`. Transformers raises many kinds for an invalid configuration."""
+    """Context manager that converts all exceptions to `UserError`, since transformers raises many kinds."""
     try:
         yield
     except UserError:
@@ -208,7 +208,7 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Create a configuration. Raise `UserError` for unknown keys, which transformers would accept silently."""
+    """Create a configuration. Raise `UserError` for unknown keys, which transformers would silently accept."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:

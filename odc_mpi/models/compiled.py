@@ -1,13 +1,13 @@
-"""Compilation of layers with torch.compile. All layers of a class share graphs, which have the parameters as inputs.
+"""Compilation of layers with `torch.compile`. All layers of a class share graphs that take the parameters as inputs.
 
-A layer of a sharded model fetches its parameters on access, which Dynamo cannot trace. Therefore, each layer has a
-twin: copies of its modules that share everything with the originals except the parameters. Before each forward pass,
-the parameters are fetched outside of the graph and stored in the twin. Parameters and hidden states are inputs of the
-graph. The number of tokens is dynamic.
+A layer of a sharded model fetches its parameters on access, which Dynamo cannot trace. Each layer therefore has a twin,
+which consists of copies of its modules that share everything with the originals except the parameters. Before each
+forward pass, the parameters are fetched outside the graph and stored in the twin. The inputs of the graph are the
+parameters and the hidden states, and the number of tokens is dynamic.
 
-Packed attention reads the boundaries of sequences from a tensor, which a graph cannot do. The attention function is
-therefore not compiled. A layer has four graphs: before and after this function, and before and after the attention
-module, which calls the function.
+Packed attention reads the sequence boundaries from a tensor, which a graph cannot do, so the attention function is not
+compiled. As a result, each layer has four graphs: for the code before and after this function in the attention module,
+and for the code before and after the attention module.
 """
 
 import copy
@@ -31,11 +31,11 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile the layers of a transformers model: all modules whose class is listed in `module._no_split_modules`.
+    """Compile the layers of a transformers model: the modules whose class is listed in `module._no_split_modules`.
 
-    Call this before `shard_model`. A forward pass with a key/value cache is not compiled. The first forward and
-    backward passes take a minute or more. Raises `UserError` if the model has no such layers or has adapters of fused
-    experts, or if the C++ compiler or the Python headers are not installed.
+    Call this function before `shard_model`. Forward passes with a key/value cache are not compiled. The first forward
+    and backward passes take a minute or more. Raises `UserError` if the model has no such layers or has adapters for
+    fused experts, or if the C++ compiler or the Python headers are not installed.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
@@ -54,7 +54,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """Compiled `forward` of a layer. Its parameters may be replaced later, for example by `shard_model`."""
+    """Compiled `forward` of a layer, whose parameters may be replaced later, for example by `shard_model`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
@@ -68,7 +68,7 @@ class CompiledForward:
         self._compiled = torch.compile(type(layer).forward, backend=BACKEND)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of the layer on `[batch, tokens, hidden_size]`. One-sided if the model is sharded."""
+        """Run the layer on hidden states, `[batch, tokens, hidden_size]`. One-sided if the model is sharded."""
         # A key/value cache grows with every token and differs by layer, so each call would be compiled again.
         if any(isinstance(value, Cache) for value in kwargs.values()):
             return self._plain(hidden_states, *args, **kwargs)
@@ -80,7 +80,7 @@ class CompiledForward:
 
     @contextmanager
     def _parameters(self) -> Iterator[None]:
-        """Store the parameters in the twin. Remove them at the end, so that their memory can be released."""
+        """Context manager that stores the parameters in the twin and removes them on exit to release their memory."""
         for twin_parameters, module in self._parameter_sources:
             twin_parameters.update((key, module._parameters[key]) for key in twin_parameters)
         try:
@@ -99,7 +99,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _mark_tokens(arguments: Any, num_tokens: int) -> None:
-    """Mark the token dimensions of all tensors as dynamic, so that Dynamo does not trace a graph for each length."""
+    """Mark the token dimensions of all tensors as dynamic, so that Dynamo does not trace a graph for every length."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, torch.Tensor) and num_tokens > 1:
             for dim, size in enumerate(tensor.shape):
@@ -108,7 +108,7 @@ def _mark_tokens(arguments: Any, num_tokens: int) -> None:
 
 
 def _require_compiler() -> None:
-    """Raise `UserError` without the compiler and headers with which inductor builds CPU kernels and GPU launchers."""
+    """Raise `UserError` if inductor lacks the compiler or the headers for building CPU kernels and GPU launchers."""
     compiler, headers = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None:
         raise UserError(

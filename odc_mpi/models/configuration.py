@@ -1,4 +1,4 @@
-"""Transformers configurations: changes through `model.config`, and comparison of a model with a checkpoint."""
+"""Changes to transformers configurations through `model.config`, and comparison of a model with a checkpoint."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
-#: Keys that do not affect the output of a model.
+#: Configuration keys that do not affect the output of a model.
 _INCIDENTAL = {
     *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
     *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
@@ -18,16 +18,16 @@ _INCIDENTAL = {
 
 
 def override_config(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return a new transformers configuration in which some settings are replaced.
+    """Return a copy of a transformers configuration with some settings replaced.
 
-    Settings that the configuration class derives from replaced settings are derived again.
+    Settings that the configuration class derives from the replaced ones are derived again.
 
     Args:
         config: Configuration that transformers created from `content`, the content of config.json.
-        overrides: New values, keyed by the names of settings. A nested mapping changes only the entries in it.
+        overrides: New values, keyed by setting name. A nested mapping replaces only the entries that it contains.
 
     Raises:
-        UserError: A setting is unknown, or a value has no effect because other settings determine it.
+        UserError: A setting is unknown, or a value has no effect because other settings override it.
     """
     changed = type(config).from_dict(_merge(config, content, overrides, "model.config."))
     values = flatten_config(json.loads(changed.to_json_string(use_diff=False)))
@@ -60,7 +60,7 @@ def _merge(config: Any, content: Mapping[str, Any], overrides: Mapping[str, Any]
 
 
 def _standard_names(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename settings as in transformers 5."""
+    """Rename settings to their names in transformers 5."""
     settings = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
     if "rope_scaling" in settings:
         settings["rope_parameters"] = settings.pop("rope_scaling")
@@ -83,10 +83,10 @@ def full_configuration(module: Any) -> dict[str, Any]:
 
 
 def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Find the first significant setting in which a model differs from the model in a checkpoint.
+    """Return the first significant setting in which a model differs from a checkpoint.
 
-    `metadata` is from the checkpoint's manifest, and `config` is the model's `full_configuration`. Returns the dotted
-    name of the setting and its values in the checkpoint and in `config`, or None if there is no difference.
+    `metadata` is taken from the checkpoint's manifest, and `config` is the model's `full_configuration`. The result is
+    the dotted name of the setting and its values in the checkpoint and in `config`, or None if there is none.
     """
     theirs, ours = significant_settings(metadata["transformers_config"]), significant_settings(config)
     keys = theirs.keys() | ours.keys()
@@ -97,7 +97,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def decode_floats(content: Any) -> Any:
-    """Replace objects like ``{"__float__": "Infinity"}``, which transformers writes for infinity or NaN, by floats."""
+    """Convert objects like ``{"__float__": "Infinity"}``, which transformers writes for infinity or NaN, to floats."""
     if isinstance(content, dict):
         if content.keys() == {"__float__"}:
             return float(content["__float__"])
@@ -106,7 +106,7 @@ def decode_floats(content: Any) -> Any:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to a dictionary keyed by dotted names, each of which begins with `prefix`."""
+    """Flatten nested settings into a dictionary keyed by dotted names, each of which begins with `prefix`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -114,7 +114,7 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a `full_configuration` that affect the output of the model, keyed by dotted names."""
+    """Return the settings in a `full_configuration` that affect the output of the model, keyed by dotted name."""
     significant = {
         key: significant_settings(value) if isinstance(value, dict) else value
         for key, value in config.items()

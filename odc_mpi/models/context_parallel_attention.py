@@ -1,4 +1,4 @@
-"""Attention of one chunk of a sequence whose other chunks are on other ranks (context parallelism).
+"""Attention for one chunk of a sequence whose other chunks are on other ranks (context parallelism).
 
 The tokens of a chunk attend causally to the keys of this chunk, and without a mask to the keys of all earlier chunks.
 For each of these chunks, one kernel call returns an output and the log-sum-exp of the scores. The outputs are merged
@@ -11,7 +11,7 @@ ranks in Ring Attention (arXiv 2310.01889). No mask of size tokens x tokens is n
                this chunk's keys and values; add the gradients that the later chunks sent
 
 Given the merged output and log-sum-exp, the backward kernel yields the exact gradients for each chunk. A `KVExchange`
-transfers the keys and values. With grouped-query attention, the key and value heads are transferred without repetition.
+transfers the keys and values. With grouped-query attention, it transfers key and value heads without repetition.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ class KVExchange(Protocol):
         """Publish this chunk's keys and values in `layer` for later chunks. One-sided. Repeated calls do nothing."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each."""
+        """Yield the keys and values of earlier chunks in `layer`, in chunk order. One-sided; waits for each chunk."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
         """Send the i-th item of `grads` to the i-th earlier chunk. One-sided; may wait for free memory."""
@@ -44,7 +44,7 @@ class KVExchange(Protocol):
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Autograd function for causal attention of one chunk to itself and all earlier chunks of the sequence."""
+    """Autograd function for the causal attention of a chunk to itself and all earlier chunks of its sequence."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ context_parallel_attention: Callable[..., torch.Tensor] = ContextParallelAttenti
 def _merge(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the outputs over two sets of keys. `output` and the result have the dtype of the log-sum-exps."""
+    """Merge attention outputs for two sets of keys. `output` and the result have the dtype of the log-sum-exps."""
     both = torch.logaddexp(lse, other_lse)
     first, second = ((each - both).exp()[..., None] for each in (lse, other_lse))
     return output * first + other.to(lse.dtype) * second, both
@@ -112,7 +112,7 @@ def _merge(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of the scores, fp32 or fp64 `[1, heads, tokens]`."""
+    """Return the attention output, and the log-sum-exp of the scores in fp32 or fp64, `[1, heads, tokens]`."""
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
     return output, lse
 

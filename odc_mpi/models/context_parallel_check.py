@@ -1,7 +1,7 @@
-"""Check that a model supports context parallelism, and measurement of its keys and values.
+"""Check that a model supports context parallelism, and measure the size of its keys and values.
 
-The results for a chunk must be the same as in the unsplit sequence. Therefore, every layer must attend causally to the
-full sequence through `packed_attention`, and no other operation may depend on other tokens or on the sequence length.
+The results for a chunk must be the same as in the unsplit sequence. Every layer must therefore attend causally to the
+full sequence through `packed_attention`, and no other operation may depend on other tokens or the sequence length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,17 @@ from odc_mpi.data.microbatch import flash_attention_kwargs
 from odc_mpi.errors import one_line_message
 from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
 
-#: Rotary embeddings whose frequencies depend on the number of tokens in the input.
+#: Types of rotary embeddings whose frequencies depend on the number of tokens in the input.
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Number of attention layers and size of their keys and values, in a model that supports context parallelism.
+    """Number of attention layers and size of their keys and values in a model that supports context parallelism.
 
     Attributes:
         num_layers: Number of attention layers.
-        token_numel: Number of elements of the keys and values of one token in one layer; the maximum over the layers.
+        token_numel: Number of elements in the keys and values of one token in one layer (maximum over the layers).
     """
 
     num_layers: int
@@ -37,7 +37,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
     """Check that a model supports context parallelism, and return the shape of its attention.
 
     The check runs a forward pass of `module`, which must be on the meta device and have no adapters. `num_tokens` is
-    the length of the longest sequence. Raises `ContextParallelUnsupportedError` if the model is not supported.
+    the length of the longest sequence. Raises `ContextParallelUnsupportedError` if the check fails.
     """
     config = module.config.get_text_config()
     if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
@@ -65,7 +65,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
 
 
 class _AttentionRecorder(SequenceChunk):
-    """Chunk that records the calls of `attend`."""
+    """Chunk that records the calls to `attend`."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -90,7 +90,7 @@ class _AttentionRecorder(SequenceChunk):
 
 
 def _rope_types(content: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in a configuration, which may have a type for each layer type."""
+    """Yield the types of rotary embeddings in a configuration, which may specify a type for each layer type."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             if key in ("rope_type", "type") and isinstance(value, str):

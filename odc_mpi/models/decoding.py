@@ -1,4 +1,4 @@
-"""Generation with a model that may be in training. The training state of the model is restored afterwards."""
+"""Generation with a model that may be in training. The training state of the model is restored afterward."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: Function that calls `generate` of the model and returns the tokens of prompts and completions. Arguments: tokens and
-#: attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and further keyword
-#: arguments of `generate`.
+#: Function that calls the model's `generate` and returns the tokens of prompts and completions. Arguments: the tokens
+#: and attention mask, int64 `[rows, tokens]`; a dict of `GenerationConfig` settings; a `Cache` or None; and further
+#: keyword arguments of `generate`.
 DecodeFn = Callable[..., torch.Tensor]
 
 
@@ -21,9 +21,9 @@ class Prompt(NamedTuple):
     """Tokenized prompt.
 
     Attributes:
-        number: Index of the prompt. The seed for sampling its completions depends on this index.
-        tokens: Tokens of the prompt, at least one.
-        stop: Stop tokens. A completion ends with the first of them that is generated.
+        number: Index of the prompt. The sampling seed for its completions is derived from this index.
+        tokens: Tokens of the prompt. There must be at least one.
+        stop: Stop tokens. A completion ends with the first stop token that is generated.
     """
 
     number: int
@@ -35,14 +35,14 @@ class Prompt(NamedTuple):
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Context manager that puts a model into evaluation mode with a key/value cache.
 
-    In the `with` block, attention is that of transformers. The model and the random state are restored on exit.
+    In the `with` block, the model uses the attention of transformers. The model and random state are restored on exit.
 
     Args:
         module: Transformers causal language model, or the `module` of a sharded model.
-        seed: Seed of the PyTorch random number generators in the `with` block. None keeps their current state.
+        seed: Seed for the PyTorch random number generators in the `with` block. None keeps their current state.
 
     Yields:
-        Function that calls `generate` of the model (see `DecodeFn`). It is one-sided if the model is sharded.
+        Function that calls the model's `generate` (see `DecodeFn`). Calls are one-sided if the model is sharded.
     """
     # From transformers 5.24 on, the argument of the forward is `cache`.
     cache_name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
@@ -96,6 +96,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Return a context manager that unshards a model unless its parameter cache is too small. One-sided on entry."""
+    """Return a context manager that unshards a model if it fits in its parameter cache. One-sided on entry."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

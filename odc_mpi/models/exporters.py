@@ -1,7 +1,7 @@
 """Content of the directories that `odc-mpi export` writes: a full model, adapters, or a merged model.
 
-A tensor of the checkpoint or of the base model is read when the output file with this tensor is written. All tensors of
-one output file are in memory at the same time.
+Tensors of the checkpoint and the base model are read only when the output file that contains them is written. All
+tensors of one output file are in memory at the same time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ class AdapterExporter(Exporter):
 
     Args:
         checkpoint: Adapter checkpoint.
-        base: Directory of the base model, which the exported adapter_config.json names. None means the directory
-            recorded in the checkpoint, which need not exist.
+        base: Directory of the base model to name in the exported adapter_config.json. None means the directory recorded
+            in the checkpoint, which need not exist.
 
     Raises:
-        UserError: `base` has no model, its model is not the base of the adapters, or the base is multimodal.
+        UserError: `base` contains no model or the wrong one, or the base model is multimodal.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -71,14 +71,14 @@ class AdapterExporter(Exporter):
 
 
 class PublishedExporter(Exporter, WeightSource):
-    """Exporter of a full model with the tensor names and shapes that `save_pretrained` writes (published tensors).
+    """Exporter of a full model as published tensors, which have the names and shapes that `save_pretrained` writes.
 
-    A published tensor may be a part of a tensor of the module, such as one expert of fused experts. Therefore,
-    subclasses implement `read` for ranges of the module's tensors.
+    A published tensor may be part of a tensor in the module, such as one of several fused experts. Subclasses therefore
+    implement `read` for ranges of the module's tensors.
 
     Args:
-        shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur once.
-        kept: Dtypes of tensors that keep their dtype in the export, such as buffers, keyed by names in the module.
+        shapes: Shapes of the module's tensors, keyed by their names in the module. Tied parameters occur only once.
+        kept: Dtypes of the tensors, such as buffers, that keep their dtype in the export, keyed by names in the module.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PublishedExporter(Exporter, WeightSource):
 class FullModelExporter(PublishedExporter):
     """Exporter of a checkpoint that contains a full transformers model.
 
-    Raises `UserError` if the checkpoint contains only adapters, or a model that is not a transformers model.
+    Raises `UserError` if the checkpoint contains only adapters, or if its model is not a transformers model.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -137,16 +137,16 @@ class FullModelExporter(PublishedExporter):
 
 
 class MergedExporter(PublishedExporter):
-    """Exporter of a base model, or of its text model if it is multimodal, with the adapters merged into the weights.
+    """Exporter of a base model (or its text model, if it is multimodal) with the adapters merged into the weights.
 
-    An adapted weight is `W + alpha / r * B @ A`, in float32. Modules trained in full replace those of the base model.
+    An adapted weight is `W + alpha / r * B @ A`, computed in float32. Modules trained in full replace the originals.
 
     Args:
         checkpoint: Adapter checkpoint.
         base: Directory of the base model. None means the directory recorded in the checkpoint.
 
     Raises:
-        UserError: The base model is missing, or is not the base of the adapters.
+        UserError: The base model is missing or is not the base of the adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:

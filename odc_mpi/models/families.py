@@ -1,9 +1,9 @@
-"""Decision on how a model family trains: on packed sequences, on one sequence per microbatch, or not at all.
+"""Decision on how a model trains: on packed sequences, on one sequence per microbatch, or not at all.
 
 A model trains on packed sequences if only its attention mixes tokens, all of its layers call `packed_attention`, and
-its `forward` accepts the positions of tokens. The layer types, the modules and a trial run on the meta device decide
-this. All other causal models train on one sequence per microbatch, with their own attention. `UserError` is raised for
-a model that is not causal, whose loss is not the causal language modeling loss of transformers (for example, because it
+its `forward` accepts token positions. This is determined from the layer types, the modules and a trial run on the meta
+device. All other causal models train on one sequence per microbatch with their own attention. `UserError` is raised for
+a model that is not causal, that does not use the causal language modeling loss of transformers (for example, because it
 does not shift the labels), or whose `forward` changes the weights. docs/models.md lists the families.
 """
 
@@ -21,11 +21,11 @@ from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import attention
 from odc_mpi.models.heads.task import CAUSAL_LM, task_of
 
-#: Layer types that carry no state from one packed sequence to the next, and mix tokens only by attention.
+#: Layer types that carry no state from one packed sequence to the next and mix tokens only through attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-#: Modules that mix neighboring tokens.
+#: Classes of modules that mix neighboring tokens.
 _MIXING_MODULES = (nn.Conv1d, nn.ZeroPad2d, nn.RNNBase)
-#: Arguments of packed inputs, which are not passed to a model without packing.
+#: Arguments that describe packed inputs. They are not passed to models that train without packing.
 _PACKED_INPUTS = frozenset({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
@@ -34,9 +34,9 @@ class Packing:
     """Decision on whether a model trains on packed sequences.
 
     Attributes:
-        unpacked_reason: Reason for training on one sequence per microbatch, or None if the model trains packed.
-        soft_caps: True if the model trains packed and its attention applies soft caps to the scores. The scores are
-            then computed explicitly.
+        unpacked_reason: Reason for training on one sequence per microbatch; None for training on packed sequences.
+        soft_caps: True if the model trains on packed sequences and its attention applies soft caps to the scores, which
+            are then computed explicitly.
     """
 
     unpacked_reason: str | None = None
@@ -48,13 +48,13 @@ class Packing:
         return self.unpacked_reason is None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return lines about this decision to print at the start of a run, keyed by label. There may be none."""
+        """Return the lines, if any, that report this decision at the start of a run, keyed by label."""
         lines = {} if self.packs else {"packing": f"off, one sequence per microbatch: {self.unpacked_reason}"}
         return lines | ({"attn": "eager, because the scores have soft caps"} if self.soft_caps else {})
 
 
-#: Cached decisions, keyed by class, attention implementation and configuration. The trial takes longer than building
-#: the model.
+#: Decisions by class, attention implementation and configuration. They are cached because the trial takes longer than
+#: building the model.
 _DECIDED: dict[str, Packing] = {}
 
 
@@ -63,14 +63,14 @@ def build_for_training(
     setting: str,
     attn_implementation: str,
 ) -> transformers.PreTrainedModel:
-    """Build a model on the meta device, with packed attention if it supports this, and with its own otherwise.
+    """Build a model on the meta device, with packed attention if the model supports it, otherwise with its own.
 
     A model with its own attention accepts only one sequence at a time. `packing_of` returns the decision.
 
     Args:
-        build: Function that builds the model with the given transformers attention implementation; None means the
-            default of the model. A `UserError` that it raises must be chained to the exception of transformers.
-        setting: Setting that selects the model, for error messages.
+        build: Function that builds the model with the given attention implementation of transformers; None selects the
+            model's default. A `UserError` that it raises must be chained to the exception of transformers.
+        setting: Name of the setting that selects the model, for error messages.
         attn_implementation: Attention within each sequence, "sdpa" or "eager".
 
     Raises:
@@ -89,7 +89,7 @@ def build_for_training(
 
 
 def packing_of(module: transformers.PreTrainedModel) -> Packing:
-    """Return the packing decision for a model that `build_for_training` built."""
+    """Return the packing decision for a model built by `build_for_training`."""
     return cast(Packing, module._odc_packing)
 
 
@@ -103,7 +103,7 @@ def _decide(module: transformers.PreTrainedModel, attn_implementation: str) -> P
 def _build_packed(
     build: Callable[[str | None], transformers.PreTrainedModel], implementation: str
 ) -> tuple[Any, str | None]:
-    """Return a model with packed attention, or None, and the reason why the model cannot train packed, or None."""
+    """Return a model with packed attention (None if it cannot be built), and the reason against packing, if any."""
     try:
         module = build(implementation)
     except UserError as error:
@@ -114,7 +114,7 @@ def _build_packed(
 
 
 def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
-    """Return the reason why the class, configuration or modules of a model rule out packing, or None."""
+    """Return the reason if the class, configuration or modules of a model rule out packing, otherwise None."""
     config = module.config.get_text_config()
     mixing = {type(each).__name__ for each in module.modules() if isinstance(each, _MIXING_MODULES)}
     layer_types = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
@@ -130,12 +130,12 @@ def _unpacked_reason(module: transformers.PreTrainedModel) -> str | None:
 
 
 def _reads_is_decoder(module: transformers.PreTrainedModel) -> bool:
-    """Return True for a model of an encoder family, which is causal only if `is_decoder` is set."""
+    """Return True for models of encoder families, which are causal only if `is_decoder` is set."""
     return "self.is_decoder" in inspect.getsource(sys.modules[type(module).__module__])
 
 
 def _try_packed(module: transformers.PreTrainedModel) -> Packing:
-    """Decide whether a model trains packed, by a forward pass of two sequences of two tokens on the meta device."""
+    """Decide by a trial with two short sequences on the meta device whether a model trains on packed sequences."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
     # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
@@ -158,8 +158,8 @@ def _try_packed(module: transformers.PreTrainedModel) -> Packing:
 def _is_trial_artifact(error: Exception) -> bool:
     """Return True if a model that failed on the meta device may still work on another device.
 
-    For example, a router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch
-    does not support some dtypes on the meta device that it supports on a CPU.
+    For example, an expert router reads values, which meta tensors do not have, and PyTorch's grouped matrix product
+    supports some dtypes on a CPU but not on the meta device.
     """
     words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
     return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)
@@ -190,7 +190,7 @@ def _refuse_untrainable(module: transformers.PreTrainedModel, setting: str) -> N
 
 
 def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
-    """Run a forward pass of two tokens on the meta device, and raise `UserError` if the model does not support this."""
+    """Raise `UserError` if a forward pass with two tokens on the meta device shows that the model cannot run."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     # Without this mask of the scores, transformers would create one, and read values for this.
     mask = torch.zeros(1, 1, 2, 2, device="meta")
@@ -202,7 +202,7 @@ def _refuse_invalid(module: transformers.PreTrainedModel, setting: str) -> None:
 
 
 def _without_packed_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Remove the arguments for packed inputs from the arguments of `forward`. The input must be a single sequence."""
+    """Remove the arguments that describe packed inputs from those of `forward`. The input must be a single sequence."""
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None:  # generation
         return args, kwargs

@@ -31,17 +31,17 @@ from odc_mpi.models.weights.base_check import HashedWeights, check_base, describ
 def load_model(
     path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
 ) -> build.MetaModel:
-    """Build a model on the meta device, with a source of its weights.
+    """Build a model on the meta device, together with a source of its weights.
 
     Args:
-        path: Hugging Face directory, peft directory, checkpoint, or run directory (its newest complete checkpoint).
+        path: Hugging Face directory, peft directory, checkpoint, or run, whose newest complete checkpoint is used.
         rank, size: This rank and the number of ranks. Each rank verifies a share of the base of an adapter checkpoint.
-        attn_implementation: Attention in packed sequences, "sdpa" or "eager". Default: that of the run, or "sdpa".
+        attn_implementation: Attention in packed sequences, "sdpa" or "eager". The default is that of the run or "sdpa".
         base: Hugging Face directory of the base model of adapters. None means the directory recorded with the adapters.
 
     Returns:
-        The model. Adapters are float32. Other parameters have the `model.param_dtype` of the run (checkpoint), the
-        `stored_dtype` (peft directory), or float32. A checkpoint is open until `weights` is garbage-collected.
+        The model. Adapters are float32. Other parameters have the run's `model.param_dtype` (checkpoint), the
+        `stored_dtype` (peft directory), or float32. A checkpoint stays open until `weights` is garbage-collected.
 
     Raises:
         UserError: `path` has no model, a file is damaged, or the base is missing, wrong, or given without adapters.
@@ -66,8 +66,8 @@ def load_checkpoint(
 ) -> build.MetaModel:
     """Build the model in a checkpoint. For arguments and errors that are not described here, see `load_model`.
 
-    `overrides` are transformers settings that replace settings of a full model. `task` defaults to the task of the
-    checkpoint. If another task is given, the model gets a new head, initialized randomly with `seed`.
+    `overrides` contains transformers settings that replace those of a full model. `task` defaults to the task of the
+    checkpoint. For a different task, the model gets a new head, which is initialized randomly with `seed`.
     """
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
@@ -96,9 +96,9 @@ def load_checkpoint(
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the newest complete checkpoint under `path`. Return None if there is none, or for a model directory.
+    """Open the newest complete checkpoint in `path`. Return None if `path` is a model directory or has no checkpoints.
 
-    Raises `UserError` if all checkpoints are incomplete, or the newest complete one is damaged.
+    Raises `UserError` if all checkpoints are incomplete, or if the newest complete one is damaged.
     """
     if build.is_model_directory(path) or is_peft_directory(path):
         return None
@@ -120,8 +120,8 @@ def load_start(
 ) -> build.MetaModel:
     """Build the model from which training starts. `path` (`model.path`) is a Hugging Face directory, run or checkpoint.
 
-    For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For
-    other arguments and errors, see `load_checkpoint`.
+    For an adapter checkpoint, the result is the base model, with the checkpoint in its attribute `checkpoint`. For the
+    other arguments and the errors, see `load_checkpoint`.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:

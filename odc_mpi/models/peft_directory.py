@@ -1,6 +1,6 @@
 """Models from peft directories, which contain adapter_config.json and adapter_model.safetensors, but no base model.
 
-Each rank reads only its slices of the base model, but all adapters and all modules in `modules_to_save`.
+Each rank reads only its own slices of the base model, but all adapters and all modules in `modules_to_save`.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def is_peft_directory(path: Path) -> bool:
 def base_model_path(path: Path, base: Path | None = None) -> Path:
     """Return the directory of the base model: `base` if given, otherwise the directory named in adapter_config.json.
 
-    Raises `UserError` if adapter_config.json cannot be read or names no base model, or the directory has no model.
+    Raises `UserError` if adapter_config.json cannot be read or names no base model, or if the directory has no model.
     """
     config = {"base_model_name_or_path": base} if base else _read_config(path)
     name = config.get("base_model_name_or_path")
@@ -62,11 +62,11 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a peft directory, like `PeftModel.from_pretrained`.
+    """Build a model with the adapters in a peft directory, like `PeftModel.from_pretrained`.
 
     For `base`, see `base_model_path`. Base parameters have the `stored_dtype` of the base model, and adapters are
-    float32. The base model is not verified, since peft does not store digests. Raises `UserError` if a file is missing
-    or damaged, or the adapters are not plain LoRA or do not fit the base model.
+    float32. The base model is not verified, because peft does not store digests. Raises `UserError` if a file is
+    missing or damaged, or if the adapters are not plain LoRA or do not fit the base model.
     """
     base = base_model_path(path, base)
     config = _read_config(path)
@@ -77,14 +77,14 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return bfloat16 if config.json in a model directory specifies this dtype, and float32 otherwise."""
+    """Return `torch.bfloat16` if config.json in a model directory specifies it, otherwise `torch.float32`."""
     content = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 class _PeftWeights(WeightSource):
-    """Source of the weights of a base model and of the adapters in a peft directory. All adapters are in memory."""
+    """Source of a base model's weights and of the adapters in a peft directory. All adapters are kept in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:
         file = path / _WEIGHTS
@@ -125,7 +125,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _require_supported(path: Path, config: dict[str, Any]) -> None:
-    """Raise `UserError` for unsupported settings that change the output of the model, such as DoRA and rsLoRA."""
+    """Raise `UserError` for missing entries, and for unsupported settings that affect the output, such as DoRA."""
     if missing := sorted(set(SETTINGS) - config.keys()):
         raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():

@@ -1,7 +1,7 @@
-"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are also callbacks.
+"""Callbacks of the training loop. Objectives, minibatch sources and the optimizer step are callbacks, too.
 
 Only hooks marked "May be collective" call collectives, unless all ranks are about to raise an error. The `local_values`
-of all callbacks are part of the all-gather that completes the gradients, and need no further communication
+of all callbacks are part of the all-gather that completes the gradients, and need no communication of their own
 (docs/ordering.md). This module does not import torch.
 """
 
@@ -22,11 +22,11 @@ _EXACT_SUM_BITS = 44
 
 
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
-    """Round a summand so that float64 sums of rounded summands are exact, whatever the order of summation.
+    """Round a summand so that float64 sums of rounded summands are exact, regardless of the order of summation.
 
     Args:
         value: Summand to round. A non-finite value is returned unchanged.
-        max_magnitude: Upper bound of the magnitudes of all summands, above 0. Summands are rounded to multiples of a
+        max_magnitude: Positive upper bound on the magnitudes of all summands. Summands are rounded to multiples of a
             unit of at most 2**-44 times this bound. Sums below 2**8 times this bound are exact.
     """
     unit = 2.0 ** (math.frexp(max_magnitude)[1] - 1 - _EXACT_SUM_BITS)
@@ -38,11 +38,11 @@ class Step:
     """Data and metrics of one step of a run.
 
     Attributes:
-        number: Number of the step, counted from 1.
+        number: Number of the step, starting at 1.
         minibatch: Minibatch of the step, with the data of all ranks.
-        metrics: Metrics that callbacks add, by name, written as one line of ``metrics.jsonl``. They are equal on all
-            ranks, except for values that depend on the clock of the rank.
-        failure: Error to raise after all callbacks have run `on_step_end`, set on every rank, or None to continue.
+        metrics: Metrics added by callbacks, keyed by name, and written as one line of ``metrics.jsonl``. They are equal
+            on all ranks, except for values that depend on the rank's clock.
+        failure: Error that all ranks set, to be raised after all callbacks have run `on_step_end`, or None to continue.
     """
 
     number: int
@@ -56,8 +56,8 @@ class MicrobatchResult(NamedTuple):
 
     Attributes:
         loss: Contribution of the microbatch to the loss of the minibatch.
-        began: Start time in seconds, as a value of `time.perf_counter`.
-        ended: End time in seconds, as a value of `time.perf_counter`.
+        began: Start time in seconds, as returned by `time.perf_counter`.
+        ended: End time in seconds, as returned by `time.perf_counter`.
         busy_s: Duration in seconds, including fetches and pushes, but not waits for slower ranks.
     """
 
@@ -72,9 +72,9 @@ class Callback:
     """Base class with the hooks of the training loop. The hooks do nothing unless a subclass overrides them.
 
     Attributes:
-        gathered_names: Names of the `local_values`, equal on all ranks, and different from those of other callbacks.
+        gathered_names: Names of the `local_values`, equal on all ranks and distinct from those of other callbacks.
         columns: Columns that the callback adds to the progress line on the terminal.
-        summary: Entries of ``summary.json``, by key, each computed from a metric that the callback adds.
+        summary: Entries of ``summary.json``, keyed by name, each computed from a metric that the callback adds.
     """
 
     gathered_names: Sequence[str] = ()
@@ -87,7 +87,7 @@ class Callback:
         Args:
             completed_steps: Number of steps that the run completed before it was resumed; 0 for a new run.
             metrics: Metrics before the first step, initially only `step`. Callbacks may add metrics, such as those of
-                an evaluation. If one does, the metrics are written as a line of ``metrics.jsonl``.
+                an evaluation. If any are added, all are written as a line of ``metrics.jsonl``.
         """
 
     def on_step_begin(self, step: Step) -> None:
@@ -111,7 +111,7 @@ class Callback:
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state that a resumed run needs, as JSON-serializable entries of a checkpoint."""
+        """Return the state that a resumed run needs, as JSON-serializable entries for the checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

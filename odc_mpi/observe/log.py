@@ -1,4 +1,4 @@
-"""Logging of the metrics of a run on rank 0: to the terminal, to ``metrics.jsonl`` and to ``summary.json``."""
+"""Logging of a run's metrics on rank 0: to the terminal, to ``metrics.jsonl`` and to ``summary.json``."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +13,7 @@ from odc_mpi.observe.terminal import ProgressReporter
 class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     """Writes and prints the metrics on rank 0. Every rank reduces the metrics of all steps to a summary.
 
-    Must run after the callbacks that add the metrics. In a resumed run, only rank 0 includes the earlier steps.
+    Must run after the callbacks that add the metrics. In a resumed run, only rank 0's summary includes earlier steps.
 
     Args:
         startup_lines: Text to print before the metrics.
@@ -41,7 +41,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
             self._log(metrics)
 
     def on_step_end(self, step: Step) -> None:
-        """Add the metrics of the step to the summary. Rank 0 also writes and prints the metrics."""
+        """Add the metrics of the step to the summary. Rank 0 also writes and prints them."""
         self._log(step.metrics)
 
     def _log(self, metrics: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
             self._reporter.report(metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the summary, including `fields` (see `Summary.finish`). Rank 0 also writes and prints the summary."""
+        """Return the summary, including `fields` (see `Summary.finish`). Rank 0 also writes and prints it."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -1,6 +1,6 @@
-"""Files of metrics in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
+"""Metric files in the run directory: ``metrics.jsonl``, with a JSON object per step, and ``summary.json``.
 
-A callback (`observe.callback`) reduces its metrics over the ranks and declares how they appear on the terminal and in
+A callback (`observe.callback`) reduces its metrics over the ranks, and declares how they appear on the terminal and in
 the summary. This module does not communicate. Rank 0 writes the files.
 """
 
@@ -26,7 +26,7 @@ class ProgressColumn(NamedTuple):
     template: str
 
     def format(self, metrics: Mapping[str, Any]) -> str:
-        """Return the text of the column for a step: "" if a metric is missing, and "-" if a metric is None."""
+        """Return the text of the column for a step: "" if a metric is missing, or "-" if a metric is None."""
         try:
             return self.template.format_map(metrics)
         except KeyError:
@@ -52,8 +52,8 @@ class SummaryField(NamedTuple):
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Writer that appends lines to ``metrics.jsonl``. Creates the run directory if it is missing.
 
-    Raises `UserError` if the directory cannot be created or the file cannot be opened. A line that cannot be written
-    later is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
+    Raises `UserError` if the directory cannot be created or the file cannot be opened. If a line cannot be written
+    later, it is dropped, because a full disk should not end a run. Only the first dropped line causes a warning.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -67,7 +67,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line, unbuffered, so that a crash loses no completed step. NaN and infinity are written as null."""
+        """Append a line, unbuffered so that a crash loses no completed step. NaN and infinity are written as null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -110,7 +110,7 @@ class Summary:
     """Reduces the metrics of all steps to the content of ``summary.json``.
 
     Args:
-        fields: Reduced entries, by key in ``summary.json``.
+        fields: Entries to reduce, keyed by their names in ``summary.json``.
         previous_lines: Lines of ``metrics.jsonl`` from earlier starts of a resumed run.
     """
 
@@ -150,12 +150,12 @@ class Summary:
         """Return the content of ``summary.json``.
 
         Args:
-            fields: Further entries. An entry with the key of a reduced `sum` is its value for the steps since this
-                start, and more precise than the sum of the metrics. The sum over earlier steps is added to it.
+            fields: Additional entries. An entry with the key of a reduced `sum` is taken as the sum since this start,
+                because it is more precise than the sum of the metrics. The sum over earlier steps is added to it.
 
         Returns:
-            `fields`, the reduced entries, `steps` (number of all steps), and `elapsed_s` (time since this start plus
-            duration of earlier steps, in seconds).
+            `fields`, the reduced entries, `steps` (the number of all steps), and `elapsed_s` (seconds since this start,
+            plus the duration of earlier steps).
         """
         values = dict(self._values)
         for key, (_, reduce) in self._fields.items():
@@ -175,7 +175,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON has neither."""
+    """Replace NaN and infinity with None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Log file of each rank for the warnings of libraries, which would otherwise interrupt the metrics on the terminal.
+"""A log file per rank for library warnings, which would otherwise interrupt the metrics on the terminal.
 
-Python warnings and log records of libraries, from level WARNING on, are written to one file per rank in the directory
-`run.log_dir`, or dropped if it is not set. Repeated messages of a logger are written once. Rank 0 also prints records
-of level ERROR and above, each on one line. Warnings of odc_mpi are printed by `errors.warn` and are not logged.
+Python warnings, and log records of libraries at level WARNING or above, are written to one file per rank in the
+directory `run.log_dir`, or dropped if it is not set. A message that a logger repeats is written once. Rank 0 also
+prints records at level ERROR or above, one line each. Warnings of odc_mpi are printed by `errors.warn` and not logged.
 """
 
 import logging
@@ -20,15 +20,15 @@ from odc_mpi.runtime.job_info import slurm_job
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: Loggers of libraries that install a handler which prints.
+#: Loggers of libraries that install their own printing handlers.
 _SEPARATE_LOGGERS = ("transformers",)
 
 
 class RankLog:
     """Context manager that redirects Python warnings and log records to a file. Rank 0 also prints errors.
 
-    Enter the context before large libraries are imported, because imports can cause warnings. Records are kept in
-    memory until `open` is called. If the context ends before that, the records are dropped.
+    Enter the context before importing large libraries, because imports can cause warnings. Records are kept in memory
+    until `open` is called, or dropped if the context ends before that.
 
     Args:
         rank: Rank of this process, from the launcher's environment.
@@ -42,9 +42,9 @@ class RankLog:
         self._previous: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
-        """Write the records kept in memory and all later records to this rank's file in `directory`.
+        """Write the records kept in memory, and all later records, to this rank's file in `directory`.
 
-        If `directory` is None, the records are dropped. Raises `UserError` if no file can be written in `directory`.
+        If `directory` is None, the records are dropped. Raises `UserError` if the file cannot be written.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
         self._buffer.setTarget(handler)
@@ -70,7 +70,7 @@ class RankLog:
     def _direct(self) -> None:
         """Send the records of the root logger and of transformers to the handlers of this object.
 
-        Must be called again after the import of transformers, which installs its own handler.
+        Must be called again after transformers is imported, because it installs its own handler.
         """
         for logger, *_ in self._previous:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True

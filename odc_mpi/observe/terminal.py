@@ -1,11 +1,11 @@
 """Progress of a run on the terminal of rank 0: a line per step, a progress bar, and a closing table.
 
-Under mpiexec, the type of rank 0's standard output does not show whether there is a terminal (tested with MPICH 5.0 and
-Open MPI 5.0). With MPICH, the output is a pipe, and no rank has a controlling terminal. With Open MPI, the output is a
+Under mpiexec, the type of rank 0's standard output does not reveal whether there is a terminal (tested with MPICH 5.0
+and Open MPI 5.0). With MPICH, it is a pipe, and no rank has a controlling terminal. With Open MPI, it is a
 pseudo-terminal of the launcher, even if mpiexec writes to a file. Both launchers forward the output of rank 0
-immediately and unchanged. A progress bar therefore works if and only if the output of *mpiexec* is a terminal.
-`terminal_width` reads this from /proc. If the launcher is Slurm's or is on another node, no terminal is found, and only
-plain lines are printed. Output of other ranks or of mpiexec appears after the bar, which is drawn again on a new line.
+immediately and unchanged, so a progress bar works if and only if the output of *mpiexec* is a terminal, which
+`terminal_width` reads from /proc. If the launcher is Slurm's or runs on another node, no terminal is found, and only
+plain lines are printed. Output from other ranks or mpiexec appears after the bar, which is drawn again on a new line.
 """
 
 import os
@@ -29,19 +29,19 @@ from odc_mpi.observe.metrics import ProgressColumn
 # Names of launchers in /proc, which has at most 15 characters: MPICH and derivatives, Open MPI 4, Open MPI 5.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
-#: Last column: estimated time until the last step, from the mean duration of the steps since this start.
+#: Last column: estimated time until the last step, based on the mean duration of the steps since this start.
 _LEFT = ProgressColumn("left", 8, "{left}")
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """Prints a line per step and, on a terminal, a progress bar with the remaining time.
 
-    Without a terminal, the output has no control sequences for the cursor. Use the reporter as a context manager, so
-    that the bar is removed before an error is printed.
+    Without a terminal, the output contains no control sequences for the cursor. Use the reporter as a context manager,
+    so that the bar is removed before an error is printed.
 
     Args:
-        columns: Columns of a line, after the step number. For a skipped step, only the first column is printed.
-        console: Console to print to, by default `make_console()`.
+        columns: Columns of a line, after the step number. Only the first of them is printed for a skipped step.
+        console: Console to print to. By default, `make_console()`.
     """
 
     def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
@@ -53,7 +53,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in self._columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Print the line of a completed step or of step 0, the state before training, and advance the bar."""
+        """Print the line for a completed step, or for step 0 (the state before training), and advance the bar."""
         step = f"{metrics['step']}/{self._total_steps}"
         if "time" in metrics and metrics["step"]:
             now_s = datetime.fromisoformat(metrics["time"]).timestamp()
@@ -92,7 +92,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-#: Rows of the closing table with a first and a last value. The loss of a run with rewards is not informative.
+#: Rows of the closing table that have a first and a last value. The loss of a run with rewards is not informative.
 _RESULTS = (
     ("reward (first -> last)", "reward_first", "reward_last", ".4f"),
     ("loss (first -> last)", "loss_first", "loss_last", ".4f"),
@@ -104,7 +104,7 @@ _RESULTS = (
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
-    """Start a bar that is drawn once per step, because a thread that redraws the bar would slow down the training."""
+    """Start a bar that is drawn once per step, because a thread that redraws the bar would slow down training."""
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[left]} left"))
     gap = TextColumn("")  # before output of other processes after the bar
     bar = Progress(*columns, gap, console=console, auto_refresh=False)
@@ -115,7 +115,7 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the closing table of a run from the content of ``summary.json``.
+    """Return the closing table of a run, based on the content of ``summary.json``.
 
     Results that the run does not have, such as rewards, are omitted. Other missing values appear as "-".
     """
@@ -150,10 +150,10 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console for standard output. It is in terminal mode if `terminal_width` finds a terminal.
+    """Return a console for standard output, in terminal mode if `terminal_width` finds a terminal.
 
     If ``FORCE_COLOR`` is set in the environment, lines are colored even without a terminal. The variable does not
-    enable the progress bar, because a log file cannot show a bar.
+    enable the progress bar, because a log file cannot show one.
     """
     width = terminal_width()
     colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
@@ -161,10 +161,10 @@ def make_console() -> Console:
 
 
 def terminal_width() -> int | None:
-    """Return the width in columns of the terminal that shows this rank's standard output, or None without a terminal.
+    """Return the width in columns of the terminal that shows this rank's standard output, or None if there is none.
 
-    ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment overrides the detection. Raises `UserError` for other
-    values of this variable.
+    Setting ``ODC_MPI_PROGRESS`` to ``bar`` or ``plain`` in the environment overrides the detection. Raises `UserError`
+    if it has any other value.
     """
     requested = os.environ.get("ODC_MPI_PROGRESS", "")
     if requested not in ("", "bar", "plain"):
@@ -175,7 +175,7 @@ def terminal_width() -> int | None:
 
 
 def _outermost_launcher() -> int | None:
-    """Return the process id of the outermost launcher (mpiexec) among the ancestors of this process, or None."""
+    """Return the process ID of the outermost launcher (mpiexec) among the ancestors of this process, or None."""
     pid, launcher = os.getppid(), None
     while pid > 1:
         try:
@@ -189,7 +189,7 @@ def _outermost_launcher() -> int | None:
 
 
 def _columns(launcher: int | None) -> int | None:
-    """Return the width of the terminal to which `launcher` (None: this process) writes, or None without a terminal."""
+    """Return the width of the terminal to which `launcher` (None: this process) writes, or None if there is none."""
     try:
         if launcher is None:
             return os.get_terminal_size(1).columns or 80  # 0: the terminal does not report its width

@@ -1,4 +1,4 @@
-"""Metrics of throughput: time, epoch, tokens per second and rank, model FLOPs utilization (MFU), and peak memory."""
+"""Throughput metrics: time, epoch, tokens per second per rank, model FLOPs utilization (MFU), and peak memory."""
 
 import re
 from datetime import datetime, timezone
@@ -12,7 +12,7 @@ from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.runtime.memory import peak_resident_bytes
 from odc_mpi.shard import model as sharded
 
-#: Peak bfloat16 FLOP/s of GPUs without sparsity, from NVIDIA's data sheets. Keys are patterns of torch's device names.
+#: Peak bfloat16 FLOP/s of GPUs without sparsity, from NVIDIA's data sheets. Keys are patterns for torch's device names.
 _PEAK_FLOPS = {
     r"GB200|B200": 2.25e15,
     r"H200|H100 80GB HBM3|GH200": 989e12,
@@ -27,19 +27,19 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak bfloat16 FLOP/s of a GPU, or None if the GPU is not known."""
+    """Return the peak bfloat16 FLOP/s of a GPU, or None if the GPU is unknown."""
     return next((flops for pattern, flops in _PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
 
 
 class ThroughputMetrics(Callback):
-    """Adds time, epoch, tokens per second and rank, model FLOPs utilization and peak memory to the metrics of a step.
+    """Adds time, epoch, tokens per second per rank, model FLOPs utilization and peak memory to the metrics of a step.
 
     Must run after the callbacks that report `step_s` and `tokens_per_s`.
 
     Args:
         steps_per_epoch: Number of steps in one pass over the data.
-        flops: Model of the FLOPs of the forward and backward pass of a sequence. The utilization is omitted if `flops`
-            is None, or if the peak FLOP/s of the device is not known.
+        flops: Model of the FLOPs for the forward and backward passes of a sequence. The utilization is omitted if
+            `flops` is None, or if the peak FLOP/s of the device is unknown.
     """
 
     gathered_names = ("peak_host_bytes", "peak_device_bytes")
@@ -62,12 +62,12 @@ class ThroughputMetrics(Callback):
         return float(host), float(torch.cuda.max_memory_allocated(self._device) if on_gpu else 0)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add the peak host memory and, on a GPU, the peak device memory, as maxima over all ranks in bytes."""
+        """Add the peak host memory and, on a GPU, the peak device memory, in bytes, as maxima over all ranks."""
         for name in self.gathered_names[: 2 if self._device.type == "cuda" else 1]:
             step.metrics[name] = int(gathered.per_rank(name).max())
 
     def on_step_end(self, step: Step) -> None:
-        """Add time, epoch, tokens per second and rank, and model FLOPs utilization to the metrics of the step."""
+        """Add time, epoch, tokens per second per rank, and model FLOPs utilization to the metrics of the step."""
         metrics = step.metrics
         metrics |= self._progress(step.number)
         metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / self._num_ranks

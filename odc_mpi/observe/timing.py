@@ -1,4 +1,4 @@
-"""Metrics of time and traffic: busy and wait times of the ranks, the slowest rank, and transferred bytes."""
+"""Time and traffic metrics: busy and wait times of the ranks, the slowest rank, and transferred bytes."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,9 +18,9 @@ BETWEEN_ISLANDS = "bytes_between_islands"
 
 
 class StartReport(Callback):
-    """Adds the duration of each phase of the start to the summary: the maximum over all ranks, in seconds.
+    """Adds the duration of each startup phase in seconds to the summary, as the maximum over all ranks.
 
-    Must be the first callback: the `on_train_begin` hooks of later callbacks, such as an evaluation, are another phase.
+    Must be the first callback: the `on_train_begin` hooks of later ones, such as an evaluation, are the next phase.
     """
 
     def __init__(self, world: World, start_times: StartTimes, spans: SpanRecorder) -> None:
@@ -42,7 +42,7 @@ class StartReport(Callback):
 
     @override
     def on_train_end(self) -> dict[str, Any]:
-        """Return `start_s`: seconds of each phase and, as `total`, of all phases; maxima over the ranks. Collective."""
+        """Return `start_s`: seconds per phase and, as `total`, of all phases, as maxima over the ranks. Collective."""
         times_of_ranks = self._world.gather_objects(self._start_times.seconds)
         phases = {phase: max(times[phase] for times in times_of_ranks) for phase in self._start_times.seconds}
         return {"start_s": phases | {"total": max(sum(times.values()) for times in times_of_ranks)}}
@@ -53,7 +53,7 @@ class StepTimeMetrics(Callback):
 
     Args:
         model: Model that measures wait times and peak memory, and counts collectives.
-        clock: Function that returns a time in seconds, which does not advance while this rank waits for slower ranks.
+        clock: Function that returns the time in seconds on a clock that stops while this rank waits for slower ranks.
     """
 
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -111,10 +111,10 @@ class StepTimeMetrics(Callback):
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
-        """Return wait times since this start, peak memory, cache sizes and collectives per minibatch. Collective.
+        """Return wait times since this start, peak memory, cache sizes, and collectives per minibatch. Collective.
 
         Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
-        of parameters. Peak memory is the maximum over the ranks, and cache sizes are the minimum, in bytes.
+        of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
         """
         model = self._model
         caches = model.cache_bytes
@@ -137,7 +137,7 @@ class StepTimeMetrics(Callback):
 
 
 class TrafficReport(Callback):
-    """Adds bytes fetched and pushed per minibatch, within and between nodes, as means over ranks, to the metrics.
+    """Adds bytes fetched and pushed per minibatch, within and between nodes, to the metrics, as means over the ranks.
 
     Bytes fetched during an evaluation are counted in the next minibatch. With islands, the sum of the bytes that a rank
     exchanges with other islands is added, too.

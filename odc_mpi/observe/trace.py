@@ -1,7 +1,7 @@
 """Timeline of the last minibatches of a run in ``trace.json``: when each rank computed, fetched, pushed and waited.
 
-The clocks of nodes differ. The times of a rank in a minibatch are therefore relative to the end of its previous
-minibatch, since all ranks return from the publication of the parameters at about the same time. The timelines of all
+Because the clocks of nodes differ, the times of a rank in a minibatch are relative to the end of its previous
+minibatch, when all ranks return from the publication of the parameters at about the same time. The timelines of all
 ranks are gathered once, at the end of the run. docs/watching.md describes the content of the file.
 """
 
@@ -22,7 +22,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.step_phases import SPAN_KINDS, Span, SpanRecorder
 
 NAME = "trace.json"
-#: Maximum number of spans in the file, a few megabytes. A rank with more spans than its share writes the longest.
+#: Maximum number of spans in the file (a few megabytes). A rank with more spans than its share writes the longest.
 MAX_SPANS = 100_000
 #: Number of spans that each rank may write per minibatch, even if the file exceeds `MAX_SPANS`.
 MIN_SPANS = 50
@@ -33,11 +33,11 @@ NUM_BINS = 40
 class TraceCallback(Callback):
     """Records the timeline of the last minibatches and writes ``trace.json`` at the end of the run.
 
-    Create the callback right after the model's parameters are published: the first minibatch begins at that time.
+    Create the callback right after the model's parameters are published, because the first minibatch begins then.
 
     Args:
         spans: Span recorder of the model.
-        num_steps: Number of minibatches in the file. 0 disables the trace.
+        num_steps: Maximum number of minibatches in the file. 0 disables the trace.
         max_tokens: Maximum number of tokens in a microbatch.
     """
 
@@ -58,7 +58,7 @@ class TraceCallback(Callback):
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Record a step. Call this right after the synchronization of all ranks at the end of the step."""
+        """Record a step. Call this right after all ranks have synchronized at the end of the step."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
@@ -69,7 +69,7 @@ class TraceCallback(Callback):
         self._steps.append({"step": step.number, "microbatches": microbatches, **recorded})
 
     def on_train_end(self) -> dict[str, Any]:
-        """Gather the timelines and write the file. If it cannot be written, print a warning. Collective."""
+        """Gather the timelines, and write the file. If it cannot be written, print a warning. Collective."""
         if not self._steps:
             return {}
         if spans := self._spans.drain():  # the last checkpoint is saved after its step is recorded
@@ -93,7 +93,7 @@ class TraceCallback(Callback):
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:
-    """Return the number of tokens of each microbatch of all ranks, including the chunks of split sequences."""
+    """Return the number of tokens in each microbatch of all ranks, including the chunks of split sequences."""
     lengths = minibatch.dataset.lengths[minibatch.indices]
     plan = minibatch.plan
     chunk_lengths = chain.from_iterable(np.diff(split.bounds).tolist() for split in plan.splits)

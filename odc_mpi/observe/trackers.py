@@ -1,13 +1,13 @@
-"""Trackers such as TensorBoard, and the callback that sends the metrics of a run to trackers on rank 0.
+"""Trackers such as TensorBoard, and the callback that sends the metrics of a run to them on rank 0.
 
 Each tracker has a thread, so no step waits for a tracker. A tracker that is too slow, hangs or fails is disabled with a
-warning. The tags are those of the callbacks in transformers, such as `train/loss` and `eval/loss`.
+warning. The tags are those that the callbacks in transformers use, such as `train/loss` and `eval/loss`.
 
-Trackers write their files to `trackers/` in the run directory. A tracker cannot delete points. A resumed run therefore
-starts a new series, and first writes the steps before the checkpoint from ``metrics.jsonl``. Each step appears once.
+Trackers write their files to `trackers/` in the run directory. Because a tracker cannot delete points, a resumed run
+starts a new series, to which it first writes the steps before the checkpoint from ``metrics.jsonl``.
 
 The trackers are those of accelerate. They do not use the network unless environment variables of their libraries
-request it. A library is imported when its tracker starts, in the thread that writes.
+request it. Each library is imported when its tracker starts, in the thread that writes.
 """
 
 import importlib.util
@@ -30,9 +30,9 @@ from odc_mpi.observe.metrics import read_metrics
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-#: Project name of all runs.
+#: Project name for all runs.
 PROJECT = "odc_mpi"
-#: Values of `run.report_to`, named as in accelerate, with the packages that a tracker requires besides accelerate.
+#: Values of `run.report_to`, named as in accelerate, with the packages that each tracker requires besides accelerate.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
@@ -47,7 +47,7 @@ DIRECTORY = "trackers"
 MAX_WAITING = 10_000
 #: Maximum time for trackers to write their queued steps at the end of a run, in seconds.
 FINISH_S = 30.0
-#: Step number, and values of the step by tag. Step 0 is the state before the first step.
+#: Step number, and the values of the step keyed by tag. Step 0 is the state before the first step.
 LogRecord: TypeAlias = tuple[int, dict[str, float]]
 
 
@@ -115,7 +115,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end. If it still runs after `timeout_s` seconds, disable the tracker and warn."""
+        """Wait for the thread to end. If it still runs after `timeout_s` seconds, warn and disable the tracker."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -152,7 +152,7 @@ def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Raise `UserError` if a package of a tracker is missing. If `names` is not empty, initialize accelerate."""
+    """Raise `UserError` if a tracker's package is missing. Initialize accelerate if `names` is not empty."""
     for name in names:
         packages = ("accelerate", *TRACKERS[name])
         for package in packages:
@@ -175,7 +175,7 @@ def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str
 
     Args:
         name: Name of the tracker, a key of `TRACKERS`.
-        directory: Directory for the files of the tracker. If it exists, it is removed first.
+        directory: Directory for the files of the tracker. An existing directory is removed first.
         run_name: Display name of the run.
         config: Settings of the run, stored by all trackers except TensorBoard.
     """

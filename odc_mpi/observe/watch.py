@@ -1,7 +1,7 @@
 """Live view of a run from another process, which reads the files in the run directory while the run writes them.
 
-On a terminal, the view is a table with the latest metrics and small bar charts of their history. The table is redrawn
-when the run writes a step. Without a terminal, a line is printed for each step.
+On a terminal, the view is a table of the latest metrics, with small bar charts of their history. It is redrawn whenever
+the run writes a step. Without a terminal, a line is printed for each step.
 """
 
 import time
@@ -20,11 +20,11 @@ from odc_mpi.formatting import format_duration
 from odc_mpi.observe.metrics import METRICS, ProgressColumn, read_metrics
 from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console
 
-#: Maximum number of earlier steps that are printed at the start, and time between two reads of the files, in seconds.
+#: Maximum number of earlier steps that are printed at the start, and time between reads of the files, in seconds.
 _BACKLOG, _POLL_S = 20, 1.0
-#: Characters for bars of increasing height, number of bars in a chart, and number of steps for the remaining time.
+#: Characters for bars of increasing height, number of bars in a chart, and number of steps for estimating time left.
 _HEIGHTS, _NUM_BARS, _RECENT = "▁▂▃▄▅▆▇█", 40, 50
-#: Columns to show. Each column has one metric. `_FIRST` has the columns by objective, `_LAST` those of all objectives.
+#: Columns to show, each with one metric: `_FIRST` has those of each objective, and `_LAST` has those of all objectives.
 _LOSS = [ProgressColumn("loss", 8, "{loss:.4f}"), ProgressColumn("held-out", 8, "{eval_loss:.4f}")]
 _FIRST = {
     "sft": _LOSS,
@@ -48,14 +48,14 @@ _LAST = [ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"), ProgressColumn("i
 
 
 def watch(run_dir: Path, is_running: Callable[[], bool], wait_s: float) -> None:
-    """Show the progress of a run until the run ends, then print its summary.
+    """Show the progress of a run until it ends, then print its summary.
 
     Args:
         is_running: Function that returns True while the run may write further lines.
         wait_s: Maximum time to wait for the run to start, in seconds.
 
     Raises:
-        UserError: The run has not started after `wait_s`.
+        UserError: The run has not started within `wait_s`.
     """
     ends = time.monotonic() + wait_s
     if not (run_dir / "config.yaml").is_file():

@@ -1,1 +1,1 @@
-"""Probe of the MPI library: trials of one-sided operations, a cache of results, and decisions based on the results."""
+"""Probe of the MPI library: trials of one-sided operations, a cache for the results, and decisions based on them."""

@@ -1,4 +1,4 @@
-"""Cache of probe reports, in files that only this user can read. Damaged or unreadable reports are ignored."""
+"""Cache for probe reports, in files that only this user can read. Damaged or unreadable reports are ignored."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ import mpi4py
 from odc_mpi.files import write_text_atomic
 from odc_mpi.probe.report import ProbeReport
 
-#: Maximum age of a cached report, in seconds. The cache key does not cover changes of kernels, drivers and networks.
+#: Maximum age of a cached report, in seconds. The cache key does not cover changes to kernels, drivers or networks.
 MAX_AGE_S = 7 * 24 * 3600.0
-#: Version of the probe and its report, which is part of the cache key. Reports of other versions are not read.
+#: Version of the probe and its report, which is part of the cache key. Reports from other versions are not read.
 FORMAT = 4
 #: Prefixes of the environment variables that configure MPI libraries, and of those that launchers set for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
@@ -23,7 +23,7 @@ _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFI
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the part of a cache key that describes the software: MPI library, mpi4py, environment variables.
+    """Return the part of a cache key that describes the software: MPI library, mpi4py and environment variables.
 
     `library` is the result of MPI_Get_library_version.
     """
@@ -42,7 +42,7 @@ def cache_directory() -> Path:
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report for a key. None if it is missing, damaged or older than `max_age_s` seconds."""
+    """Return the cached report for a key, or None if it is missing, damaged or older than `max_age_s` seconds."""
     try:
         cached = json.loads(_path(key).read_text())
         fresh = 0 <= time.time() - cached["time_s"] < max_age_s

@@ -1,14 +1,14 @@
-"""Choice of how ranks communicate, based on the report of a probe. The same on all ranks. Does not use MPI.
+"""Choice of how ranks communicate, based on the report of a probe. Equal on all ranks. Does not use MPI.
 
     window          with zero_copy, shared memory on each node; otherwise `Win.Allocate`; on devices, `Win.Create`
     zero_copy       on if the shards of a node are in contiguous shared memory, so that a fetch can return a view
     reduction       Accumulate if it is one-sided or not much slower than Put, otherwise Put into a mailbox
-    progress        a progress thread if there is a mailbox, or if Get, Accumulate, or Fetch_and_op on another node does
-                    not complete while its target computes; only if MPI grants MPI_THREAD_MULTIPLE
+    progress        a progress thread if gradients are put into a mailbox, or if Get, Accumulate or, between nodes,
+                    Fetch_and_op does not complete while the target computes; only if MPI grants MPI_THREAD_MULTIPLE
     window_device   for a model on a GPU: the GPU if `odc-mpi doctor` has tested all necessary operations successfully,
                     or if there is only one rank; otherwise the host, with copies through pinned memory
 
-A setting other than `auto` takes precedence. Every choice has a reason, which may contain a measured value.
+A setting other than `auto` takes precedence. Every choice comes with a reason, which may include a measured value.
 """
 
 from collections.abc import Mapping
@@ -20,32 +20,34 @@ from odc_mpi.formatting import format_seconds
 from odc_mpi.probe.device_decision import RUN_DOCTOR, DeviceFindings, summarize
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, OperationResult, Peer, ProbeReport
 
-#: Minimum bandwidth of Accumulate as a fraction of the bandwidth of Put. With Put, the owner of the shard also needs
-#: time to add the gradients, which is not measured.
+#: Minimum bandwidth of Accumulate, as a fraction of the bandwidth of Put. With Put, the owner of the shard also has to
+#: add the gradients, which takes time that is not measured.
 MIN_SHARE_OF_PUT = 0.25
-#: Thread level that a progress thread requires, since it calls MPI concurrently with the computing thread.
+#: Thread level that a progress thread requires, because it calls MPI concurrently with the computing thread.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 
 #: Reason for a progress thread if gradients go through mailboxes.
 MAILBOX_REASON = "a full mailbox delays other ranks until its owner adds the gradients"
-#: Reason for zero-copy if no node has several ranks.
+#: Reason for zero-copy if every node has only one rank.
 ONLY_RANK_REASON = "the only rank of a node reads its own memory"
 
 ZeroCopySetting = Literal["auto", "off"]
 ReductionSetting = Literal["auto", "accumulate", "mailbox"]
 ProgressSetting = Literal["auto", "off", "thread"]
 WindowDeviceSetting = Literal["auto", "cuda", "cpu"]
+NodeCacheSetting = Literal["auto", "off"]
 _SETTINGS = {
     "zero_copy": ZeroCopySetting,
     "reduction": ReductionSetting,
     "progress": ProgressSetting,
     "window_device": WindowDeviceSetting,
+    "node_cache": NodeCacheSetting,
 }
 
 
 @dataclass(frozen=True)
 class CommSettings:
-    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
+    """Settings in the section `comm` that choose how ranks communicate.
 
     Construction raises `UserError` if a value is invalid.
     """
@@ -54,10 +56,12 @@ class CommSettings:
     reduction: str = "auto"
     progress: str = "auto"
     window_device: str = "auto"
+    node_cache: str = "auto"
+    mailbox_bytes: int = 64 << 20
 
     @property
     def is_complete(self) -> bool:
-        """True if no probe on the host is needed: `zero_copy`, `reduction` and `progress` are not auto."""
+        """True if no probe on the host is needed, because `zero_copy`, `reduction` and `progress` are not "auto"."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -82,7 +86,7 @@ _LOG_TEXTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen value of a setting, and the reason for it."""
+    """Value chosen for a setting, and the reason for the choice."""
 
     value: str
     reason: str
@@ -90,13 +94,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """All choices of how ranks communicate. `window_device` is None unless the model computes on a device."""
+    """All choices about how ranks communicate, and the settings on which they are based.
+
+    `window_device` is None unless the model computes on a device.
+    """
 
     window: Choice
     zero_copy: Choice
     reduction: Choice
     progress: Choice
     window_device: Choice | None = None
+    settings: CommSettings = CommSettings()
 
     @property
     def transport(self) -> str:
@@ -109,7 +117,7 @@ class Decision:
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Format all choices except `window` in one line for a log. Only reasons with a warning or advice are shown."""
+        """Format all choices except `window` in one line for a log. Reasons are shown only for warnings and advice."""
         choices = {name: choice for name in _LOG_TEXTS if (choice := getattr(self, name)) is not None}
         return ", ".join(
             f"{_LOG_TEXTS[name][choice.value]}{_format_urgent(choice.reason)}" for name, choice in choices.items()
@@ -117,14 +125,16 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as a JSON-serializable dictionary, `{setting: {"choice": value, "reason": reason}}`."""
-        choices: dict[str, Choice | None] = vars(self)
-        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
+        choices = {name: made for name, made in vars(self).items() if isinstance(made, Choice)}
+        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items()}
 
 
 def decide_collective() -> Decision:
     """Return the decision for benchmarks of `comm.transport: collective`, which uses collectives instead of windows."""
-    values = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
-    return Decision(**{name: Choice(value, "comm.transport is collective") for name, value in values.items()})
+    window, off, reduction = (
+        Choice(value, "comm.transport is collective") for value in ("none", "off", "reduce_scatter")
+    )
+    return Decision(window, off, reduction, off)
 
 
 def _format_urgent(reason: str) -> str:
@@ -135,13 +145,13 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
     """Decide how ranks communicate.
 
     Args:
-        report: Report of a probe. Operations for which it has no result are avoided if possible.
-        settings: Settings that the user chose. Each setting other than "auto" takes precedence over the report.
+        report: Report of a probe. Operations for which it has no result are avoided where possible.
+        settings: Settings chosen by the user. Each setting other than "auto" takes precedence over the report.
         on_device: True if the model computes on a device.
 
     Raises:
-        UserError: `settings.window_device` is "cuda", but `on_device` is False; or `settings.progress` is "thread", but
-            MPI does not grant MPI_THREAD_MULTIPLE.
+        UserError: `settings.window_device` is "cuda" although `on_device` is False, or `settings.progress` is "thread"
+            although MPI does not grant MPI_THREAD_MULTIPLE.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -158,13 +168,13 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
         window = _window(zero_copy)
         reduction = _reduction(peers, settings.reduction)
     progress = _progress(report, peers, settings.progress, reduction.value)
-    return Decision(window, zero_copy, reduction, progress, window_device)
+    return Decision(window, zero_copy, reduction, progress, window_device, settings)
 
 
 def require_correct_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
-    """Raise `UserError` if an operation that the decision uses delivered wrong data in the probe.
+    """Raise `UserError` if an operation that the decision uses delivered wrong or stale data in the probe.
 
-    `tickets` is True if ranks draw microbatches from shared counters (`Tickets`). Fetch_and_op is then checked, too.
+    `tickets` is True if ranks draw microbatches from shared counters (`Tickets`), which also requires Fetch_and_op.
     """
     origin = ("from_device",) if decision.windows_on_device else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
@@ -268,7 +278,7 @@ def _speeds(kind: str, peer: Peer) -> str:
 
 
 def _progress(report: ProbeReport, peers: Mapping[str, Peer], setting: str, reduction: str) -> Choice:
-    """Choose `progress` from the results of Fetch_and_op in `report`, and of the other operations in `peers`."""
+    """Choose `progress` from the results of Fetch_and_op in `report`, and those of the other operations in `peers`."""
     granted = report.thread_level or "no answer"
     if setting == "thread" and granted != THREADS_NEEDED:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Objections to windows on devices, from the results of `odc-mpi doctor`. Equal on all ranks. Does not use MPI.
+"""Objections to windows on devices, based on the results of `odc-mpi doctor`. Equal on all ranks. Does not use MPI.
 
 Every MPI library supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has successfully
 tested all necessary operations: Get, and either Accumulate or Put (for a mailbox). Each operation must work with device
-memory at the origin and every kind of peer. Get between devices must not be much slower than between hosts.
+memory at the origin and with every kind of peer, and Get between devices must not be much slower than between hosts.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, DeviceWindows, Peer
 #: Minimum bandwidth of Get between devices, as a fraction of the bandwidth between hosts. Below this minimum, staging
 #: through host memory is faster.
 MIN_SHARE_OF_HOST = 0.25
-#: Advice in a reason if windows on devices have not been tested.
+#: Advice given in a reason if windows on devices have not been tested.
 RUN_DOCTOR = "run odc-mpi doctor once in this layout to test them"
 
 _REDUCED_BY = {"accumulate": "accumulate", "mailbox": "put"}
@@ -26,7 +26,7 @@ class DeviceFindings:
     Attributes:
         objection: Reason not to use windows on devices at all, or None if they can be used.
         peers: Results of operations with device memory at the origin, by kind of peer ("same_node", "other_node").
-        reduction_objections: Reasons not to use a reduction, by its name, "accumulate" or "mailbox".
+        reduction_objections: Reasons not to use a reduction, keyed by its name: "accumulate" or "mailbox".
     """
 
     objection: str | None
@@ -64,7 +64,7 @@ def _window_objection(report: ProbeReport, device: DeviceWindows) -> str | None:
 
 
 def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Return the problem of an operation with the first kind of peer that had one, or None if there is none."""
+    """Return an operation's problem with the first kind of peer for which it had one, or None if it had none."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)

@@ -1,9 +1,9 @@
-"""The part of a probe that tries windows on devices, since MPI libraries do not report reliably if they support them.
+"""Trials of windows on devices, needed because MPI libraries do not reliably report whether they support them.
 
-All ranks create a window. One pair of ranks for each kind of peer (on the same node, on another node) tries Get, Put
-and Accumulate, with device memory and with host memory at the origin. Then every rank accumulates to its own window.
+All ranks create a window. For each kind of peer (on the same node, on another node), one pair of ranks tries Get, Put
+and Accumulate, with device memory and with host memory at the origin. Then every rank accumulates into its own window.
 
-An unsupported operation may crash the process or never return. Therefore, these trials run only in child processes of
+Because an unsupported operation may crash the process or never return, these trials run only in child processes of
 `odc-mpi doctor`, which caches the results. Training runs only read the cache.
 """
 
@@ -28,11 +28,11 @@ from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeRepor
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
-#: Maximum time of each trial, shorter than in `probe.FULL`, since there are six operations for each kind of peer.
+#: Time limits for each trial, shorter than in `probe.FULL` because there are six operations for each kind of peer.
 BUDGET = TrialBudget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3, num_staleness_reads=10_000, staleness_s=3.0)
 #: Maximum age of a cached report, in seconds. Its cache key covers devices, drivers and libraries.
 MAX_AGE_S = 30 * 24 * 3600.0
-#: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may only have been busy, or
+#: Maximum age of a cached report in which a trial gave no answer, in seconds. The machine may merely have been busy, or
 #: slow to load libraries.
 NO_ANSWER_MAX_AGE_S = 24 * 3600.0
 #: Number of elements that each rank adds to its own window.
@@ -69,9 +69,9 @@ def try_device(
 def device_cache_key(world: World, device: Device) -> dict[str, Any]:
     """Return the cache key of a report about windows on devices. Collective.
 
-    The key contains the MPI library, its environment variables, the driver, and the node index and the device name of
-    each rank. It also contains the path of the loaded UCX, because the version of the MPI library does not determine
-    it. The key contains no host names, so the report is valid for jobs on other nodes of the same kind.
+    The key contains the MPI library, its environment variables, the driver, and the node index and device name of each
+    rank. It also contains the path of the loaded UCX library, which the version of the MPI library does not determine.
+    It contains no host names, so the report is also valid for jobs on other nodes of the same kind.
     """
     return {
         **cache.stack_key(MPI.Get_library_version()),
@@ -84,8 +84,8 @@ def device_cache_key(world: World, device: Device) -> dict[str, Any]:
 def load_device_report(world: World, device: Device) -> ProbeReport | None:
     """Load the cached report of `odc-mpi doctor` for the current layout of ranks and devices. Collective.
 
-    `device` is the device of this rank. Returns None if the cache has no report for this software and layout, or only a
-    report that is too old.
+    `device` is the device of this rank. Returns None if the cache has no report for this software and layout, or only
+    one that is too old.
     """
     key = device_cache_key(world, device)
     cached = cache.load(key, MAX_AGE_S) if world.rank == 0 else None
@@ -114,7 +114,7 @@ def cuda_support() -> bool | None:
 
 
 def alloc_kinds() -> str | None:
-    """Return the value of the info key mpi_memory_alloc_kinds (MPI-4.1), or None if MPI does not set the key."""
+    """Return the value of the info key mpi_memory_alloc_kinds (MPI-4.1), or None if MPI does not set this key."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
     info.Free()
@@ -122,7 +122,7 @@ def alloc_kinds() -> str | None:
 
 
 class DeviceBuffer(Buffer):
-    """Buffer in device memory with the initial content `values`, for the origin or for the window of the target."""
+    """Buffer in device memory with the initial content `values`, for the origin or for the target's window."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
@@ -160,7 +160,7 @@ def _try_pairs(
 
 
 def _try_self(world: World, device: Device) -> bool:
-    """Accumulate twice to this rank's own window, and return True if the sum is correct. Collective."""
+    """Accumulate twice into this rank's own window, and return True if the sum is correct. Collective."""
     window = DeviceWindow(world, _SELF_TEST_NUMEL, torch.float32, device)
     values = device.empty_for_windows(_SELF_TEST_NUMEL * 4).view(torch.float32)
     values.copy_(torch.arange(_SELF_TEST_NUMEL, dtype=torch.float32))

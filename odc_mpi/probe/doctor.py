@@ -1,7 +1,7 @@
-"""The command `odc-mpi doctor`, which prints measurements of this MPI stack and the choices for a training run.
+"""The command `odc-mpi doctor`, which prints measurements of this MPI stack, and the choices for a training run.
 
 This process does not start MPI. Its child process takes part in the job (`probe.probe`) and sends each result
-immediately. Therefore, a report is printed even if the MPI library crashes or hangs.
+immediately, so that a report is printed even if the MPI library crashes or hangs.
 
 The results are cached for training runs with the same layout of ranks. Crashes are cached only for windows on GPUs,
 which training runs do not try themselves.
@@ -33,14 +33,14 @@ from odc_mpi.runtime.memory import free_shm_bytes
 from odc_mpi.runtime.start.launch import ENDED_BY_LAUNCHER, ChildResult, launched_rank, run_in_child
 from odc_mpi.runtime.start.pmi import srun_advice
 
-#: Command of the child process.
+#: Command that starts the child process.
 PROBE = (sys.executable, "-m", "odc_mpi.probe.probe")
-#: Time limit of the complete probe, in seconds, including the start of MPI. Trials usually take 3 s with peers on the
-#: same node and 20 s with peers on other nodes.
+#: Time limit for the entire probe, in seconds, including the start of MPI. The trials usually take 3 s with peers on
+#: the same node, and 20 s with peers on other nodes.
 DEADLINE_S = 55.0
-#: Time limit of the trial of one operation, in seconds. A trial takes 5 s if the operation waits for its target.
+#: Time limit for the trial of one operation, in seconds. A trial takes 5 s if the operation waits for its target.
 OPERATION_S = 12.0
-#: Additional time with a GPU, in seconds, for loading its libraries and trying windows on it.
+#: Additional time on machines with a GPU, in seconds, for loading GPU libraries and trying windows on the GPU.
 DEVICE_S = 60.0
 
 _ORIGINS = {"from_device": ("GPU",), "from_host": ("host",)}
@@ -55,10 +55,10 @@ def doctor(
     """Probe the MPI stack in child processes, and print the results on rank 0 as tables or as JSON. Collective.
 
     Args:
-        probe: Command of the child process.
-        deadline_s: Time limit of the complete probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
-            limit is exceeded, the results so far are printed.
-        operation_s: Time limit of the trial of one operation, in seconds.
+        probe: Command that starts the child process.
+        deadline_s: Time limit for the entire probe, in seconds. `DEVICE_S` is added on machines with a GPU. If a time
+            limit is exceeded, the results obtained so far are printed.
+        operation_s: Time limit for the trial of one operation, in seconds.
 
     Returns:
         Exit code: 1 on rank 0 if MPI did not start, otherwise 0.
@@ -87,7 +87,7 @@ def _print_result(result: ChildResult, as_json: bool) -> int:
 
 
 def _report(result: ChildResult) -> ProbeReport:
-    """Return the last report of the child. If the child failed, the failure is added as a problem."""
+    """Return the last report from the child. If the child failed, the failure is added to it as a problem."""
     report = ProbeReport.from_dict(result.messages["report"]) if "report" in result.messages else ProbeReport()
     doing = result.messages.get("doing", "starting MPI")
     if doing is None and result.failure is None:
@@ -161,7 +161,7 @@ def _device_properties(device: DeviceWindows) -> Table:
 
 
 def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of `operations`: pairs of a name and a field of `report.device`, or "" for windows on the host."""
+    """Return a table of `operations`, pairs of a name and a field of `report.device`, or "" for windows on the host."""
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("target idle", "target busy", "GB/s"):
         table.add_column(column, justify="right")

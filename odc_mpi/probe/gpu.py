@@ -4,13 +4,13 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-#: Files of the NVIDIA drivers for Linux and for the Windows Subsystem for Linux.
+#: Device files of the NVIDIA drivers for Linux and for the Windows Subsystem for Linux.
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Return True if this machine probably has a GPU: a device file of the NVIDIA driver for Linux or WSL exists."""
+    """Return True if this machine has a device file of NVIDIA's driver for Linux or WSL, and thus probably a GPU."""
     return any(node.exists() for node in _NODES)
 
 

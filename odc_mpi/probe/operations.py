@@ -1,7 +1,7 @@
-"""The one-sided operations that a probe tries, with checks of their results.
+"""One-sided operations that a probe tries, with checks of their results.
 
-The window of a target contains float32 numbers followed by a 64-bit counter. The numbers are small integers whose sums
-are exact, so results can be compared bitwise. The origin keeps a copy of the expected content of the window.
+A target's window contains float32 numbers followed by a 64-bit counter. The numbers are small integers whose sums are
+exact, so results can be compared bitwise. The origin keeps a copy of the expected content of the window.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the initial content of a window, uint8 `[num_bytes]`: float32 numbers and the counter, which is 0.
+    """Return the initial content of a window, uint8 `[num_bytes]`: float32 numbers, followed by a counter of 0.
 
-    The numbers repeat with a period of 251, which is prime, so that memory pages differ.
+    The numbers repeat with a period of 251, which is prime, so that neighboring memory pages differ.
     """
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
 class Buffer:
-    """Buffer in host memory, uint8 `[n]`, for the origin or for the window of the target.
+    """Buffer in host memory, uint8 `[n]`, for the origin or for the target's window.
 
     The attribute `memory` is the object that is passed to MPI.
     """
@@ -38,17 +38,17 @@ class Buffer:
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first `num_bytes` bytes in host memory."""
+        """Return the first `num_bytes` bytes as an array in host memory."""
         return np.asarray(self.memory)[:num_bytes]
 
 
 class ProbeLink:
-    """Buffers of an origin, and the expected content of the window of one target.
+    """Buffers of an origin, and the expected content of one target's window.
 
     Args:
         win: Locked window with a displacement unit of one byte.
-        expected: Expected content of the target's window, including the counter, uint8 `[n]`. Operations update this
-            array. Links with the same target share it.
+        expected: Expected content of the target's window, including the counter, uint8 `[n]`. This array is updated by
+            operations, and shared by links with the same target.
         allocate: Function that creates a buffer with the given initial content.
         rotation: Number of elements by which the sent values are rotated, so that links can send different values.
     """
@@ -68,9 +68,9 @@ class ProbeLink:
 
 
 class TrialOperation:
-    """A one-sided operation on one target, which can be run repeatedly and then checked."""
+    """One-sided operation on one target, which can be run repeatedly and then checked."""
 
-    #: Number of bytes of a small operation.
+    #: Size of a small operation, in bytes.
     small_bytes = 64
     #: True if the operation is also tried with larger sizes.
     grows = True
@@ -105,7 +105,7 @@ class TrialOperation:
 
 
 class Get(TrialOperation):
-    """Operation Get, which reads the target's window."""
+    """Get operation, which reads the target's window."""
 
     def _run(self, num_bytes: int) -> None:
         self.link.get(num_bytes)
@@ -116,7 +116,7 @@ class Get(TrialOperation):
 
 
 class Put(TrialOperation):
-    """Operation Put, which overwrites the target's window with its initial numbers in another order."""
+    """Put operation, which overwrites the target's window with its initial numbers in a different order."""
 
     def _run(self, num_bytes: int) -> None:
         link = self.link
@@ -130,7 +130,7 @@ class Put(TrialOperation):
 
 
 class Accumulate(TrialOperation):
-    """Operation Accumulate of integer-valued float32 numbers that are so small that every sum is exact."""
+    """Accumulate operation on integer-valued float32 numbers that are small enough for every sum to be exact."""
 
     def __init__(self, link: ProbeLink) -> None:
         super().__init__(link)
@@ -153,9 +153,9 @@ class Accumulate(TrialOperation):
 
 
 class FetchAndOp(TrialOperation):
-    """Operation Fetch_and_op, which increments the counter and fetches its previous value.
+    """Fetch_and_op operation, which increments the counter and fetches its previous value.
 
-    The check also reads the counter by Get_accumulate with MPI_NO_OP, as the work queue does.
+    The check also reads the counter with Get_accumulate and MPI_NO_OP, as the work queue does.
     """
 
     small_bytes = COUNTER_BYTES
@@ -187,5 +187,5 @@ class FetchAndOp(TrialOperation):
         link.win.Flush(link.target)
 
 
-#: Classes of the operations, by their names in a report.
+#: Classes of the operations, keyed by their names in a report.
 OPERATIONS_BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}

@@ -1,10 +1,10 @@
 """Probe of this MPI stack by trials, since MPI does not report which operations are one-sided (MPI Forum issue 635).
 
-First, the ranks of each node try shared memory. Then, for each kind of peer (same or other node), one pair of ranks
+First, the ranks on each node try shared memory. Then, for each kind of peer (same or other node), one pair of ranks
 tries the operations one by one (`probe.trial`). All ranks always have the same report.
 
-As a program, this module is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 sends
-the report so far to its parent before each trial and at the end.
+Run as a program, this module is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0
+sends the report so far to its parent before each trial and at the end.
 """
 
 import socket
@@ -31,11 +31,11 @@ from odc_mpi.runtime.world import World
 if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
-#: Maximum time of each trial in `odc-mpi doctor`.
+#: Time limits for each trial in `odc-mpi doctor`.
 FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5, num_staleness_reads=10_000, staleness_s=3.0)
-#: Maximum time of each trial at the start of a training run.
+#: Time limits for each trial at the start of a training run.
 QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15, num_staleness_reads=200, staleness_s=0.2)
-#: Timeout of waits when this module runs as a program, in seconds. Usually `odc-mpi doctor` ends the program earlier.
+#: Timeout for waits when this module runs as a program, in seconds. `odc-mpi doctor` usually ends the program earlier.
 PROGRAM_S = 150.0
 
 
@@ -51,10 +51,10 @@ def probe(
     Args:
         on_message: Function called on every rank before each trial with the report so far and the name of the trial,
             and at the end with the report and None.
-        device: Device of this rank, on all ranks or on none. Trials of windows on devices may crash the process.
+        device: Device of this rank, given on all ranks or on none. Trials of windows on devices may crash the process.
 
     Raises:
-        AllRanksUserError: A node has too little memory for the smallest window of a trial.
+        AllRanksUserError: A node has too little memory for the smallest window that is tried.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
@@ -74,7 +74,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return a report without results of trials: MPI library, thread level, memory model, nodes and ranks."""
+    """Return a report that has no trial results, only MPI library, thread level, memory model, nodes and ranks."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -85,7 +85,7 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the report of this stack from the cache of rank 0. If there is none, run a quick probe. Collective."""
+    """Return the report about this stack from rank 0's cache, or that of a quick probe if there is none. Collective."""
     key = report_key(world)
     cached = cache.load(key) if world.rank == 0 else None
     with world.collective("broadcasting the cached report of a probe"):
@@ -106,9 +106,9 @@ def report_key(world: World) -> dict[str, Any]:
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Select a pair of ranks, origin and target, for each kind of peer in the job.
+    """Select a pair of ranks, an origin and a target, for each kind of peer in the job.
 
-    `nodes` contains the node index of every rank. A kind of peer that the job does not have is missing from the result.
+    `nodes` contains the node index of each rank. Kinds of peers that the job does not have are omitted from the result.
     """
     pairs = {}
     for origin, node in enumerate(nodes):
@@ -122,12 +122,12 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 
 def _free_shared_memory(world: World) -> int | None:
-    """Return the free bytes in /dev/shm, the minimum over all nodes, or None without /dev/shm. Collective."""
+    """Return the minimum number of free bytes in /dev/shm over all nodes, or None if no node has it. Collective."""
     return min((free for free in world.gather_objects(free_shm_bytes()) if free is not None), default=None)
 
 
 def _try_shared_memory(world: World) -> SharedMemory:
-    """Try shared memory among the ranks of each node. Collective."""
+    """Try shared memory among the ranks on each node. Collective."""
     num_bytes = 5000  # not a multiple of a page or a cache line, so that padding would be detected
     node = world.split("node")
     rank, size = node.rank, node.size
@@ -157,7 +157,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
 
 
 def _load_time_s(segment: np.ndarray) -> float:
-    """Return the median time to copy 64 bytes from shared memory, in seconds, including the overhead of numpy."""
+    """Return the median time in seconds to copy 64 bytes from shared memory, including NumPy's overhead."""
     return statistics.median(timed(lambda: segment[:64].copy()) for _ in range(20))
 
 

@@ -1,6 +1,6 @@
-"""The report of a probe of the MPI stack, which can be converted to JSON and back. Does not use MPI.
+"""Report of a probe of the MPI stack, which can be converted to JSON and back. Does not use MPI.
 
-A field that is None is a missing result, unless its description says otherwise.
+A field is None if its result is missing, unless its description says otherwise.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-#: Kinds of peers of a rank, which are names of fields of `Peers`.
+#: Kinds of peers that a rank can have, named like the fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
-#: Operations, which are names of fields of `Peer`, in the order of the trials. The one most likely to fail is last.
+#: Operations, named like the fields of `Peer`, in the order of the trials. The one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
-#: Texts for kinds of peers in messages.
+#: Text for each kind of peer in messages.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
-#: Names of operations in messages.
+#: Name of each operation in messages.
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
-#: Operations on windows on a device, as pairs of operation and memory at the origin (a field of `DeviceWindows`), in
-#: the order of the trials. The most important operations come first, and those that have crashed libraries last.
+#: Operations on device windows, as pairs of an operation and the memory at the origin (a field of `DeviceWindows`), in
+#: the order of the trials. The most important ones come first, and those that have crashed libraries come last.
 DEVICE_OPERATIONS = (
     ("get", "from_device"),
     ("put", "from_device"),
@@ -34,12 +34,12 @@ class OperationResult:
     """Measurements of one operation with one kind of peer.
 
     Attributes:
-        one_sided: True if the operation completed while its target computed, False if it waited for the target.
-        idle_s: Median time of a small operation (64 bytes; `fetch_and_op`: 8 bytes) while the target waits inside MPI,
-            in seconds.
+        one_sided: True if the operation completed while its target was computing, False if it waited for the target.
+        idle_s: Median time of a small operation (64 bytes, or 8 bytes for `fetch_and_op`) while the target waits inside
+            MPI, in seconds.
         busy_s: Median time of a small operation while the target computes without entering MPI, in seconds.
-        gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that was
-            tried within the time limit.
+        gb_per_s: Bandwidth while the target waits inside MPI, in 1e9 bytes per second, for the largest size that could
+            be tried within the time limit.
     """
 
     one_sided: bool | None = None
@@ -68,12 +68,12 @@ class Peers:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Results for windows of `Win.Allocate_shared`, combined over all nodes.
+    """Results for windows created by `Win.Allocate_shared`, combined over all nodes.
 
     Attributes:
-        readable: True if the ranks of each node can read each other's data by load instructions.
-        contiguous: True if the memory segments of the ranks of each node are contiguous.
-        load_s: Time to read 64 bytes of another rank by load instructions, in seconds, including the overhead of numpy.
+        readable: True if the ranks on each node can read each other's data with load instructions.
+        contiguous: True if the memory segments of the ranks on each node are contiguous.
+        load_s: Time to read 64 bytes of another rank with load instructions, in seconds, including NumPy's overhead.
     """
 
     readable: bool | None = None
@@ -90,7 +90,7 @@ class DeviceWindows:
         cuda_support: Result of MPIX_Query_cuda_support, or None if the MPI library does not have this function.
         alloc_kinds: Kinds of memory that the MPI library reports as supported (MPI-4.1, `mpi_memory_alloc_kinds`).
         window: True if a window could be created.
-        own_accumulate: True if Accumulate from each rank's device to its own window worked on all ranks.
+        own_accumulate: True if Accumulate from each rank's device into its own window worked on all ranks.
         from_device: Results of operations with device memory at the origin. `fetch_and_op` is not tried.
         from_host: Results of operations with host memory at the origin. `fetch_and_op` is not tried.
     """
@@ -105,7 +105,7 @@ class DeviceWindows:
 
 
 class Cause(Enum):
-    """Cause of a problem. The value is the text with which the description of the problem begins."""
+    """Cause of a problem. Each value is the beginning of the text that describes the problem."""
 
     WRONG = "received data differs from what was sent"
     STALE = "a read returned an old value after the owner had announced a new one"
@@ -116,13 +116,13 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem in a trial. It is printed, and stored in JSON, as text.
+    """Problem in a trial, which is printed, and stored in JSON, as text.
 
     Attributes:
-        where: Name of the trial, such as ("device", "window") or ("closing",). For operations, the kind of peer and the
-            operation, such as ("same_node", "put"). If the windows are on devices, the memory at the origin comes
-            first: ("from_device", "same_node", "put").
-        detail: Time limit for `Cause.NO_ANSWER`, description of the problem for `Cause.OTHER`, otherwise empty.
+        where: Name of the trial, such as ("device", "window") or ("closing",). For an operation, it consists of the
+            kind of peer and the operation, such as ("same_node", "put"), preceded by the memory at the origin if the
+            windows are on devices, such as ("from_device", "same_node", "put").
+        detail: Time limit for `Cause.NO_ANSWER`, a description of the problem for `Cause.OTHER`, and otherwise empty.
     """
 
     where: tuple[str, ...]
@@ -139,7 +139,7 @@ class Problem:
 
     @classmethod
     def read(cls, text: str) -> "Problem":
-        """Parse the text of a problem, the result of `str(problem)`."""
+        """Parse a problem from its text, the result of `str(problem)`."""
         where, _, what = text.partition(": ")
         cause = next(cause for cause in Cause if what.startswith(cause.value))
         return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
@@ -150,7 +150,7 @@ class ProbeReport:
     """All results of a probe.
 
     Attributes:
-        shm_bytes: Free bytes in /dev/shm, the minimum over all nodes, or None without /dev/shm.
+        shm_bytes: Minimum number of free bytes in /dev/shm over all nodes, or None if no node has /dev/shm.
         peers: Results of operations on windows in host memory.
         device: Results for windows on devices, or None if they were not tried.
     """
@@ -168,12 +168,12 @@ class ProbeReport:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job."""
+        """Number of ranks in the job."""
         return sum(self.ranks_per_node)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of peers in the job: "same_node" if a node has several ranks, "other_node" with several nodes."""
+        """Kinds of peers: "same_node" if any node has several ranks, "other_node" if the job has several nodes."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
@@ -182,7 +182,7 @@ class ProbeReport:
         return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
     def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
-        """Return a copy with the result and the problem, if any, of the trial `where` (see `Problem.where`) added."""
+        """Return a copy that includes the result, and any problem, of the trial `where` (see `Problem.where`)."""
         *origin, kind, name = where
         peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
         peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
@@ -194,11 +194,11 @@ class ProbeReport:
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the first problem of the trial `where` (see `Problem.where`), or None if the trial had no problem."""
+        """Return the first problem of the trial `where` (see `Problem.where`), or None if the trial had none."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def wrong_data(self, *where: str) -> str | None:
-        """Return the problem of a trial if it is wrong or stale data, otherwise None. `where`: see `Problem.where`."""
+        """Return the description of `problem(*where)` if its cause is wrong or stale data, otherwise None."""
         problem = self.problem(*where)
         return problem.what if problem is not None and problem.cause in (Cause.WRONG, Cause.STALE) else None
 
@@ -208,7 +208,7 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Create a report from the result of `to_dict`, or from its JSON. Raise `ValueError` if the data is invalid."""
+        """Create a report from the result of `to_dict`, possibly decoded from JSON. Raise `ValueError` if invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 

@@ -1,17 +1,17 @@
-"""The trial of a one-sided operation by a pair of ranks.
+"""Trial of a one-sided operation by a pair of ranks.
 
-    commands   messages from the origin to the target: compute for some seconds, wait, write a value, or stop
+    commands   messages from the origin to the target: compute for a given time, wait, write a value, or stop
     idle       small operations while the target waits inside MPI for the next command
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations while the target waits inside MPI
-    staleness  only for Get: the target writes a value by store instructions, or by a kernel on a device, and sends a
-               message; the origin reads the value as soon as it has received the message
+    staleness  only for Get: the target writes a value with store instructions, or with a kernel on a device, and sends
+               a message; the origin reads the value as soon as it has received the message
     result     the origin broadcasts the measurements to all ranks, which have been waiting for the broadcast
 
-Only the clock of the origin is used. The target receives the next command only after it has computed for the given
-time. The origin thus observes when the computation ended, and subtracts the given time to determine when the
-computation began. A measurement is valid if it began during the computation. The operation is one-sided if it took only
-a short time and the target still computed for at least half of the given time after the last measurement.
+Only the origin's clock is used. The target receives the next command only after it has computed for the given time. The
+origin can thus observe when the computation ended, and subtract the given time to determine when it began. A
+measurement is valid if it began during the computation. The operation is one-sided if it took only a short time and the
+target kept computing for at least half of the given time after the last measurement.
 """
 
 import statistics
@@ -30,35 +30,35 @@ from odc_mpi.runtime.world import World
 
 T = TypeVar("T")
 
-#: Default kind of memory of the buffers at the origin: host memory.
+#: Default kind of memory for the buffers at the origin: host memory.
 HOST = "from_host"
 #: Sizes of the large operations in bytes, in the order of the trials.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
-#: Maximum number of runs with one large size. The fastest run is used, since the first one may fault in pages.
+#: Maximum number of runs for each large size. The fastest run is used, because the first one may fault in pages.
 LARGE_RUNS = 3
-#: Sizes of the values that are tested for staleness, in bytes, in turn. Libraries choose protocols by the size.
+#: Sizes of the values tested for staleness, in bytes. They take turns, because libraries choose protocols by size.
 STALENESS_BYTES = (64, 1 << 12, 1 << 16)
-#: Maximum number of small operations whose median time is computed.
+#: Maximum number of small operations over which the median time is computed.
 SMALL_RUNS = 20
-#: Factor by which the target computes longer in the trials that confirm that an operation waits. A short delay may have
-#: another cause, such as another process on the core.
+#: Factor by which the target computes longer in the trials that confirm that an operation waits for it. A short delay
+#: may have another cause, such as another process on the same core.
 LONGER_FACTOR = 3
 #: Maximum time of a one-sided operation with a busy target, as a multiple of its time with an idle target.
 MUCH_LONGER_FACTOR = 20
-#: The same maximum in seconds, if it is longer. For machines with more processes than cores.
+#: Lower bound of this maximum, in seconds, for machines with more processes than cores.
 CROWDED_S = 10e-3
 
 
 @dataclass(frozen=True)
 class TrialBudget:
-    """Time limits of the trial of one operation with one kind of peer.
+    """Time limits for the trial of one operation with one kind of peer.
 
     Attributes:
         idle_s: Time for small operations while the target waits, in seconds.
-        busy_s: Duration of the first computation of the target, in seconds.
+        busy_s: Duration of the target's first computation, in seconds.
         bandwidth_s: Time for large operations, in seconds. Sizes that would take longer are skipped.
         num_staleness_reads: Maximum number of values tested for staleness.
-        staleness_s: Maximum time of the test for staleness, in seconds.
+        staleness_s: Maximum duration of the staleness test, in seconds.
     """
 
     idle_s: float
@@ -68,9 +68,9 @@ class TrialBudget:
     staleness_s: float
 
 
-#: Collective function that creates the window of the trials, with a displacement unit of one byte. Its second argument
-#: is the content of the window on this rank, `[n]` uint8. It returns a list of windows and the memory of this rank. The
-#: first window is used. A second window, if any, owns the memory of the first window.
+#: Collective function that creates the window for the trials, with a displacement unit of one byte. Its second argument
+#: is the content of the window on this rank, uint8 `[n]`. It returns a sequence of windows and the memory of this rank.
+#: The first window is used. A second window, if any, owns the memory of the first.
 Allocate = Callable[[World, np.ndarray], tuple[Sequence[MPI.Win], operations.Buffer]]
 
 
@@ -81,7 +81,7 @@ def allocate(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], opera
 
 
 def allocate_shared(world: World, values: np.ndarray) -> tuple[Sequence[MPI.Win], operations.Buffer]:
-    """Create a window on shared memory of each node, as for parameters, with the content `values`. Collective."""
+    """Create a window on the shared memory of each node, as for parameters, with the content `values`. Collective."""
     shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
     memory = _filled(shared, values)
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared], memory
@@ -99,7 +99,7 @@ class Trials:
     Args:
         pairs: Origin and target for each kind of peer (see `probe.find_pairs`).
         max_bytes: Size of the largest operation, in bytes.
-        origins: Functions that create a buffer at the origin with the given content, by kind of memory.
+        origins: Functions that create a buffer at the origin with the given content, keyed by kind of memory.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Trials:
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
-        """Try an operation, and return its result and the cause of a problem, or None without a problem. Collective.
+        """Try an operation, and return its result and the cause of its problem (None without a problem). Collective.
 
         Args:
             name: Name of the operation, a key of `OPERATIONS_BY_NAME`.
@@ -178,7 +178,7 @@ class Trials:
     def _while_busy(self, operation: operations.TrialOperation, target: int, idle_s: float) -> tuple[float, bool, bool]:
         """Measure small operations while the target computes.
 
-        Return the median time in seconds, True if the operation is one-sided, and True if the result is valid.
+        Return the median time in seconds, whether the operation is one-sided, and whether the result is valid.
         """
         first_s = self._budget.busy_s
         median_s, one_sided, is_valid = 0.0, False, False
@@ -212,9 +212,9 @@ class Trials:
         return gb_per_s
 
     def _reads_are_current(self, link: operations.ProbeLink, target: int) -> bool:
-        """Return True if no read returned an old value after the target had announced a new value.
+        """Return True if no read returned an old value after the target had announced a new one.
 
-        MPI may deliver the announcement before the value can be read, although it was written earlier.
+        MPI may deliver the announcement before the value can be read, although the value was written first.
         """
         announced, is_current, end = np.empty(4), True, time.perf_counter() + self._budget.staleness_s
         for number in range(self._budget.num_staleness_reads):
@@ -273,7 +273,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def compute(seconds: float) -> None:
-    """Compute for `seconds` without entering MPI. Unlike a sleep, this keeps a core busy that MPI threads may need."""
+    """Compute for `seconds` without entering MPI. Unlike sleeping, this occupies a core that MPI threads may need."""
     matrix = np.ones((32, 32), dtype=np.float32)
     product = np.empty_like(matrix)
     repeat_for(seconds, lambda: np.matmul(matrix, matrix, out=product))

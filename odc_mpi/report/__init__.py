@@ -1,1 +1,1 @@
-"""HTML reports on runs and benchmarks, with plots. This package does not use MPI."""
+"""Reports on runs and benchmarks: HTML pages with plots, and tables for terminals. Does not use MPI."""

@@ -9,7 +9,7 @@ from odc_mpi.report import plots
 from odc_mpi.report.page import Figure, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Plot, Style
 
-#: Styles of bars by the first component of the name of a variant. Other variants have `PLAIN_STYLE`.
+#: Styles of bars, keyed by the first component of the variant's name. Other variants have `PLAIN_STYLE`.
 _STYLES = {
     "collective": Style(ORANGE, "/"),
     "floor": Style("none"),
@@ -20,15 +20,15 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class BarColumn:
-    """Values of one quantity for all variants: a panel of the plot and a column of the table.
+    """Values of one quantity for all variants, shown as a panel of the plot and a column of the table.
 
     Attributes:
         heading: Name of the quantity, with its unit.
-        figures: Values by variant. A value is a number, or a mapping with the keys `low`, `median` and `high`.
-        number_format: Format specification of the values, such as ".2f".
+        figures: Values, keyed by variant. Each is a number, or a mapping with the keys `low`, `median` and `high`.
+        number_format: Format specification for the values, such as ".2f".
         line: Value at which the panel has a vertical line, or None.
-        references: Values of the same quantity from other sources, such as a simulation, by source and variant.
-        in_plot: False if only the table contains the quantity.
+        references: Values of the same quantity from other sources, such as a simulation, keyed by source and variant.
+        in_plot: False to show the quantity only in the table.
     """
 
     heading: str

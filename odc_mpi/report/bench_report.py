@@ -1,4 +1,4 @@
-"""Reports on benchmarks and simulations, created from the JSON object that a command prints with `--json`."""
+"""Reports on benchmarks and simulations, created from the JSON object that the command prints with `--json`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 
-#: Schedule that is compared with the baseline.
+#: Schedule to compare with the baseline.
 ON_DEMAND = "window/dynamic"
-#: Schedule that is shown below `ON_DEMAND`, if it saves at least the fraction `MIN_SHOWN_GAIN` of the time.
+#: Schedule to show below `ON_DEMAND` if it saves at least the fraction `MIN_SHOWN_GAIN` of the latter's time.
 SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
 #: Schedule that replaces `ON_DEMAND` for workloads with generation.
 RL_ON_DEMAND = "window/on_demand"
-#: Headings of charts by schedule. The fraction of time in which ranks wait is appended.
+#: Chart headings, keyed by schedule. The fraction of the time that ranks wait is appended.
 HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
@@ -44,7 +44,7 @@ HEADINGS = {
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "/")}
-#: Labels of curves and table columns, by variant.
+#: Labels of curves and table columns, keyed by variant.
 _FETCHES = {
     "memcpy": "memcpy",
     "fetch_copy": "fetch",
@@ -59,7 +59,7 @@ _PUSHES = {
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
     "gloo_reduce_scatter": "gloo",
 }
-#: Style and marker of each curve, in order.
+#: Styles and markers of the curves, in order.
 _LINES = (
     (Style(PURPLE, ":"), "x"),
     (Style(BLUE, "-"), "o"),
@@ -70,7 +70,7 @@ _LINES = (
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
-    """Create the report on a benchmark or a simulation from its JSON object.
+    """Create a report on a benchmark or a simulation from its JSON object.
 
     Raises LookupError, TypeError or ValueError if `result` is not the JSON object of a benchmark in `KINDS`.
     """
@@ -157,7 +157,8 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
         BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
     ]
-    names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
+    islands = [name for name in wait if name.startswith("islands/")]
+    names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *islands, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
     if is_rl:
         caption = (
@@ -276,7 +277,7 @@ def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[st
 
 
 def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """Return a table with a row for each unit size and a column for each measured variant."""
+    """Return a table with one row per unit size and one column per measured variant."""
     entries = [size["all_at_once"] for size in sizes]
     names = {name: title for name, title in titles.items() if any(name in each for each in entries)}
     rows = [
@@ -287,7 +288,7 @@ def _table_over_sizes(heading: str, sizes: Sequence[Mapping[str, Any]], titles: 
 
 
 def _gb_per_s(entry: Mapping[str, Any]) -> str:
-    """Format the median GB/s with half the interquartile range in %, or the time of a variant that moves no data."""
+    """Format the median GB/s with half the interquartile range in %, or the time if the variant moves no data."""
     speed = entry["gb_per_s"]
     if speed is None:
         return format_seconds(entry["seconds"]["median"])
@@ -298,7 +299,7 @@ def _gb_per_s(entry: Mapping[str, Any]) -> str:
 def _benchmark_report(
     result: Mapping[str, Any], title: str, subtitle: Sequence[str], figures: Sequence[Figure]
 ) -> ReportPage:
-    """Create a report on a benchmark that also states the load average of the node and the skipped variants."""
+    """Create a benchmark report that also states the load average of the node and the skipped variants."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

@@ -53,10 +53,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Table of text, with a heading.
+    """Table of text cells, with a heading.
 
     Attributes:
-        columns: Column headings. The first column contains the names of the rows.
+        columns: Column headings. The first column contains the row names.
         rows: Rows of cells, with one cell per column.
     """
 
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """Plot with a caption. An HTML page shows the plot, and a terminal shows the tables instead."""
+    """Plot with a caption. HTML pages show the plot, whereas terminals show the tables instead."""
 
     plot: Plot
     caption: str = ""
@@ -82,7 +82,7 @@ class ReportPage:
         subtitle: Lines of text that describe the run or benchmark.
         notes: Remarks, for example about missing data.
         groups: Small tables of names and values, displayed side by side.
-        collapsed: Long texts by heading. A text is hidden until a reader opens its heading.
+        collapsed: Long texts, keyed by heading. Each text is hidden until the reader opens its heading.
     """
 
     title: str
@@ -124,7 +124,7 @@ def html(report: ReportPage) -> str:
 
 
 def _wrapped(name: str, parts: Iterable[str]) -> list[str]:
-    """Return a div element of the CSS class `name` that contains `parts`, or an empty list if there are no parts."""
+    """Return a list with a div element of CSS class `name` that contains `parts`, or [] if there are no parts."""
     body = "\n".join(parts)
     return [f'<div class="{name}">\n{body}\n</div>'] if body else []
 

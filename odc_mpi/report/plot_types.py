@@ -1,4 +1,4 @@
-"""Data types, colors and styles of plots. `report.plots` draws these types."""
+"""Data types, colors and styles of plots. The types are drawn by `report.plots`."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from odc_mpi.report.svg import Drawing
 
-#: Colors of text, secondary text, lines and background. An HTML page replaces these colors in dark mode.
+#: Colors of text, secondary text, lines and background. HTML pages replace these colors in dark mode.
 INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
-#: Colors of the Okabe-Ito palette, which are distinguishable with any kind of color vision.
+#: Colors of the Okabe-Ito palette, which people with any kind of color vision can distinguish.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 
 
@@ -19,7 +19,7 @@ class Style(NamedTuple):
 
     Attributes:
         color: Color of the bar or line. A bar with the color "none" has only an outline and the hatch.
-        hatch: Hatch of a bar: "/", "-", a backslash or "". Style of a line: "-", "--", ":", "-." or "none" (invisible).
+        hatch: Hatch of a bar ("/", "-", a backslash or "") or style of a line ("-", "--", ":", "-." or "none").
     """
 
     color: str
@@ -32,7 +32,7 @@ PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 @dataclass(frozen=True)
 class Plot:
-    """Title of a plot, and the function that draws the plot.
+    """Title of a plot, and the function that draws it.
 
     Attributes:
         name: Name of the plot for `odc-mpi report --picture`, and prefix of the element ids in the SVG document.
@@ -53,9 +53,9 @@ class GanttRow:
     """Timeline of one rank.
 
     Attributes:
-        label: Text at the left of the row.
-        spans: Start and end times of all spans, in seconds, by kind of activity.
-        notes: Start time, end time and text of each note. A line marks the start. The text is drawn if it fits.
+        label: Text to the left of the row.
+        spans: Start and end times of all spans, in seconds, keyed by kind of activity.
+        notes: Start time, end time and text of each note. A line marks the start, and the text is drawn if it fits.
     """
 
     label: str
@@ -69,7 +69,7 @@ class GanttChart:
 
     Attributes:
         end_s: Time at which the chart ends, in seconds.
-        marks: Times to mark with a line, in seconds, each with a text.
+        marks: Times, in seconds, to mark with a line and a text.
         saved_s: Seconds by which this chart ends earlier than the chart above it, or 0.
     """
 
@@ -84,7 +84,7 @@ class GanttChart:
 class Bar:
     """Bar for one value.
 
-    `spread` is the lower and upper quartile, or None if unknown. `references` are values from other sources, by source.
+    `spread` is the lower and upper quartile, or None if unknown. `references` maps other sources to their values.
     """
 
     label: str
@@ -100,7 +100,7 @@ class Curve:
 
     Attributes:
         label: Text in the legend, or "" to omit the curve from the legend.
-        y: Value at each `x`, or NaN for a missing value.
+        y: Value at each `x`; NaN if the value is missing.
         marker: Marker at each point (see `svg.Drawing.marker`).
     """
 
@@ -116,7 +116,7 @@ class Panel:
     """Panel of a plot, with one or more curves.
 
     Attributes:
-        form: "log" for a logarithmic y axis, a format specification for a y axis that includes 0, or "" otherwise.
+        form: "log" for a logarithmic y axis, a format specification for one that includes 0, or "" for any other.
     """
 
     heading: str
@@ -130,8 +130,8 @@ class Histogram:
     """Histogram of token counts.
 
     Attributes:
-        edges: Ascending edges of the bins, in tokens, one more than `counts`.
-        marks: Positions on the x axis to mark with a line, in tokens, each with a text.
+        edges: Edges of the bins, in tokens and in ascending order. There is one more edge than there are `counts`.
+        marks: Positions on the x axis, in tokens, to mark with a line and a text.
     """
 
     heading: str
@@ -146,7 +146,7 @@ MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return all ranks, or `MAX_RANKS` ranks evenly spaced from the least to the most busy, in ascending order."""
+    """Return all ranks, or at most `MAX_RANKS` ranks evenly spaced from least to most busy, in ascending order."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

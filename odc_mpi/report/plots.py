@@ -11,9 +11,9 @@ from typing import Any
 from odc_mpi.report.plot_types import INK, MUTED, PAPER, Bar, GanttChart, GanttRow, Histogram, Panel, Style
 from odc_mpi.report.svg import CHARACTER, LINE_HEIGHT, WIDTH, Axes, Drawing, format_short
 
-#: Color of text on bars. It differs from `PAPER`, so that dark mode does not replace it.
+#: Color of text on bars, which differs from `PAPER` so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
-#: Space for labels at the left of axes and space between panels, in pixels; maximum number of hover areas in a panel.
+#: Space for labels to the left of axes and space between panels, in pixels; maximum number of hover areas per panel.
 _LEFT, _GAP, _MAX_HOVER = 62.0, 34.0, 200
 
 
@@ -76,7 +76,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Drawing:
-    """Draw panels of the same bars side by side. Panel i has number format `form[i]` and a line at `reference[i]`."""
+    """Draw panels of the same bars side by side. Panel `i` has number format `form[i]` and a line at `reference[i]`."""
     rows, row_height = next(iter(panels.values())), 27
     label_width = CHARACTER * max(len(bar.label) for bar in rows) + 14
     drawing, height = Drawing(), row_height * len(rows)
@@ -210,7 +210,7 @@ def histograms(panels: Sequence[Histogram]) -> Drawing:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str
 ) -> Drawing:
-    """Draw a stacked bar at each `x`. `parts` maps kinds to the heights of their segments, as fractions of 1."""
+    """Draw a stacked bar at each `x`. `parts` maps each kind to the heights of its segments, as fractions of 1."""
     drawing, top, height = Drawing(height=270), 48, 180
     step = x[1] - x[0] if len(x) > 1 else 1.0
     axes = Axes(drawing, _LEFT, top, WIDTH - _LEFT - 8, height, (x[0] - step / 2, x[-1] + step / 2))

@@ -6,7 +6,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import parse_json, write_text_atomic
 from odc_mpi.report import bench_report, page, run_report
 
-#: Suffixes of output files that are refused if they differ from the format of the output.
+#: Suffixes that the output file may have only if they match its format.
 _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 

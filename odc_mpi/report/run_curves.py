@@ -1,4 +1,4 @@
-"""Figures with the curves of metrics over the steps of a run, such as loss and rewards."""
+"""Figures that show the metrics of a run, such as loss and rewards, as curves over its steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ def loss_figure(lines: Lines) -> Figure:
     """Create a figure with training and held-out loss, learning rate, gradient norm and tokens per second.
 
     For DPO and reward models, the figure also shows accuracies, margins and log-probabilities. `lines` are the lines of
-    ``metrics.jsonl``, including step 0 if the run was evaluated before its first step.
+    ``metrics.jsonl``, including that of step 0 if there was an evaluation before the first step.
     """
     loss = _curve(lines, "loss", "training")
     curves = [loss, *_curves(lines, {"eval_loss": ("held-out", _HELD_OUT, "o")})]
@@ -35,7 +35,7 @@ def loss_figure(lines: Lines) -> Figure:
 
 
 def _preference_panels(lines: Lines) -> list[Panel]:
-    """Return the panels of DPO and reward models: accuracy, reward margin, and log-probabilities of answers."""
+    """Return the panels for DPO and reward models: accuracy, reward margin, and log-probabilities of answers."""
     panels = []
     for heading, names, form in (
         ("pairs whose chosen answer has the higher reward", ("rewards/accuracies", "accuracy"), ".0%"),
@@ -51,7 +51,7 @@ def _preference_panels(lines: Lines) -> list[Panel]:
 
 
 def rewards_figure(lines: Lines) -> Figure:
-    """Create a figure with the metrics of GRPO over the steps, such as rewards, completion lengths and entropy."""
+    """Create a figure with the GRPO metrics over the steps, such as rewards, completion lengths and entropy."""
     names = dict.fromkeys(key for line in lines for key in line if key.startswith("rewards/"))
     parts = {key: (key.split("/")[1], style, "") for key, style in zip(names, _PARTS * len(names), strict=False)}
     reward = _curve(lines, "reward", "mean reward")
@@ -88,7 +88,7 @@ def rewards_figure(lines: Lines) -> Figure:
 
 
 def change(values: Iterable[float], form: str = ".4g") -> str:
-    """Describe the change from the first to the last value that is not NaN, such as "fell from 8.3 to 5.1"."""
+    """Describe the change from the first to the last value that is not NaN, for example "fell from 8.3 to 5.1"."""
     known = _known(values)
     first, last = format(known[0], form), format(known[-1], form)
     if first == last:
@@ -110,7 +110,7 @@ def _figure(name: str, title: str, rows: list[list[Panel]], lines: Lines) -> Fig
 
 
 def _curves(lines: Lines, keys: Mapping[str, tuple[str, Style, str]]) -> list[Curve]:
-    """Return the curves of the metrics that have values. `keys` maps each metric to label, style and marker."""
+    """Return the curves of the metrics that have values. `keys` maps each metric to its label, style and marker."""
     curves = [_curve(lines, key, *drawn) for key, drawn in keys.items()]
     return [curve for curve in curves if _known(curve.y)]
 

@@ -1,4 +1,4 @@
-"""Figures of the activities of the ranks of a run, and of the lengths of sequences and microbatches."""
+"""Figures that show what the ranks of a run do over time, and the lengths of sequences and microbatches."""
 
 import math
 from bisect import bisect_right
@@ -27,7 +27,7 @@ from odc_mpi.report.plot_types import (
 )
 
 COMPUTES, GENERATES, FETCHES, PUSHES, WAITS = "computes", "generates", "fetches", "pushes", "waits for other ranks"
-#: Style and kinds of spans in ``trace.json`` of each activity. Fetches and pushes are drawn over other activities.
+#: Style of each activity, and its kinds of spans in ``trace.json``. Fetches and pushes are drawn over other activities.
 _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     COMPUTES: (Style(BLUE), ()),
     GENERATES: (Style(PURPLE), ("generate",)),
@@ -39,13 +39,13 @@ _KINDS: Mapping[str, tuple[Style, Sequence[str]]] = {
     WAITS: (Style("none", "/"), ("gradients_complete", "grad_norm", "parameters_published", "rollout_wait")),
 }
 _STYLES = {kind: style for kind, (style, _) in _KINDS.items()}
-#: Maximum number of bars in a plot. If there are more steps, a bar is the mean of a group of steps.
+#: Maximum number of bars in a plot. If there are more steps, each bar is the mean over a group of steps.
 _MAX_BARS = 80
 _NUM_BINS = 40
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
-    """Create a Gantt chart of up to `MAX_RANKS` ranks in the last steps, from the content of ``trace.json``."""
+    """Create a Gantt chart of the last steps on up to `MAX_RANKS` ranks, from the content of ``trace.json``."""
     steps = trace["steps"]
     ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
@@ -69,7 +69,7 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
 
 
 def _shares(locals_: Sequence[Mapping[str, Any]]) -> str:
-    """Return the share of each activity as text. Shares exclude fetches and pushes during an activity."""
+    """Return each activity's share of the time as text. Fetches and pushes within other activities count separately."""
     seconds = dict.fromkeys(_KINDS, 0.0)
     for local in locals_:
         moves = sorted((*local["fetch"], *local["accumulate"]))
@@ -110,7 +110,7 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Create a figure with the share of each activity in the step time, averaged over ranks, from ``metrics.jsonl``."""
+    """Create a figure with each activity's share of the step time, averaged over ranks, from ``metrics.jsonl``."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
@@ -135,7 +135,7 @@ def _share(group: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:
 
 
 def histograms(lengths: np.ndarray | None, trace: Mapping[str, Any] | None) -> list[Figure]:
-    """Return one figure of sequence lengths and tokens per microbatch, as a list, which is empty without data."""
+    """Return a list with one figure of sequence lengths and tokens per microbatch, or [] if there is no data."""
     panels, title = [], []
     if lengths is not None and len(lengths):
         width = math.ceil((np.ptp(lengths) + 1) / _NUM_BINS)  # an integer, so that all bins have as many lengths

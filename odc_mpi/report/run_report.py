@@ -1,4 +1,4 @@
-"""Reports on runs, created from the files in a run directory. Some files are missing if the run was killed."""
+"""Reports on runs, created from the files in a run directory, some of which are missing if the run was killed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from odc_mpi.report.page import ReportPage, Table, Tile
 from odc_mpi.report.run_curves import loss_figure, rewards_figure
 from odc_mpi.report.run_figures import histograms, time_breakdown, timeline
 
-#: Maximum magnitude of a number in a plot, which prevents overflow. NaN is also excluded.
+#: Maximum magnitude of numbers in plots, which prevents overflow. NaN is also excluded.
 _MAX_DRAWN = 1e100
-#: Number of completions shown from the first and from the last step, and maximum length of their texts in characters.
+#: Number of completions shown for each of the first and last steps, and maximum length of their texts in characters.
 _NUM_SAMPLES, _SAMPLE_CHARS = 3, 400
-#: Name of each objective.
+#: Display name of each objective.
 _OBJECTIVES = {
     "sft": "Supervised fine-tuning",
     "dpo": "Training on preferences (DPO)",
     "reward": "Training of a reward model",
     "grpo": "Training from rewards (GRPO)",
 }
-#: Groups of entries of ``summary.json``. A heading is followed by indented entries: the key and its display name.
+#: Groups of entries in ``summary.json``. Each heading is followed by indented entries: keys and their display names.
 _SUMMARY = """
 Result
     steps: steps; skipped_steps: skipped steps; loss_first: loss of the first step; loss_last: loss of the last step;
@@ -58,12 +58,12 @@ Model and machine
     progress: progress thread; balance: balance of work; checkpoints_saved: checkpoints saved;
     checkpoints_failed: checkpoints failed; run_dir: run directory
 """
-#: Entries that are not shown, because they repeat others or are details of the choice of communication.
+#: Entries that are not shown because they repeat others or are details of how communication was chosen.
 _OMITTED = {"decision", "ranks_per_node", "checkpoint_waits", "bytes_fetched_same_node", "bytes_pushed_same_node"}
 
 
 def describe(run_dir: Path) -> ReportPage:
-    """Create the report on a run from its run directory.
+    """Create a report on a run from its run directory.
 
     Raises:
         UserError: `run_dir` is not a run directory, or its config.yaml is not valid YAML.
@@ -120,7 +120,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _is_step(step: Any) -> bool:
-    """Return True if a line of ``metrics.jsonl`` is a mapping to plottable numbers or null, except for its time."""
+    """Return True if a line of ``metrics.jsonl`` maps all keys except `time` to plottable numbers or null."""
     return isinstance(step, dict) and all(
         value is None or key == "time" or (isinstance(value, int | float) and abs(value) <= _MAX_DRAWN)
         for key, value in step.items()
@@ -195,7 +195,7 @@ def _tiles(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], setti
 
 
 def _samples(path: Path) -> list[Table]:
-    """Return a table of completions and rewards from the first and last recorded step, or [] if there is no record."""
+    """Return a list with a table of completions and rewards from the first and last recorded steps, if any."""
     records = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -224,14 +224,14 @@ def _samples(path: Path) -> list[Table]:
 
 
 def _text(content: Any) -> str:
-    """Return a prompt or completion as text. Each message of a conversation begins a line."""
+    """Return a prompt or completion as text. Each message of a conversation begins on a new line."""
     if isinstance(content, list):
         return "\n".join(f"{message['role']}: {message['content']}" for message in content)
     return str(content)
 
 
 def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
-    """Return a table for each group in `_SUMMARY`, and a last table for the other entries of the summary."""
+    """Return one table for each group in `_SUMMARY`, and a final table for the other entries of the summary."""
     groups = _parse(_SUMMARY)
     known = {key for names in groups.values() for key in names} | _OMITTED
     others = {key: key.replace("_", " ") for key in summary if key not in known}
@@ -243,13 +243,13 @@ def _summary_groups(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Parse `_SUMMARY` into the display names of entries, by heading and key."""
+    """Parse `_SUMMARY` into the display names of entries, keyed by heading and by entry."""
     blocks = [block.partition("\n") for block in re.split(r"\n(?=\w)", text.strip())]
     return {heading: dict(item.strip().split(": ", 1) for item in entries.split(";")) for heading, _, entries in blocks}
 
 
 def _format_value(key: str, value: Any) -> str:
-    """Format the value of a summary entry, whose key determines the unit."""
+    """Format the value of a summary entry. The entry's key determines the unit."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_format_value(key, part)}" for name, part in value.items() if part)
     if isinstance(value, bool | str) or not isinstance(value, int | float):

@@ -1,6 +1,6 @@
 """Elements of SVG charts: shapes with hover text, hatches, text, and axes with round tick values.
 
-Text, lines and background have the colors of `report.plot_types`, which an HTML page replaces in dark mode.
+Text, lines and background have the colors in `report.plot_types`, which HTML pages replace in dark mode.
 """
 
 import math
@@ -14,7 +14,7 @@ from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Style
 
 #: Width of a drawing and height of a line of text, in pixels.
 WIDTH, LINE_HEIGHT = 1060, 16
-#: Mean width of a character at the default font size of 12 pixels, in pixels.
+#: Mean width in pixels of a character at the default font size of 12 pixels.
 CHARACTER = 6.4
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _DASHES = {"--": "6 4", ":": "2 3", "-.": "8 3 2 3"}
@@ -24,10 +24,10 @@ _HATCHES = {"/": "M0,8 L8,0", "\\": "M0,0 L8,8", "-": "M0,4 L8,4"}
 
 @dataclass
 class Drawing:
-    """SVG drawing with a width of `WIDTH` pixels, to which methods add elements.
+    """SVG drawing that is `WIDTH` pixels wide, with methods that add elements.
 
     Attributes:
-        height: Height in pixels. Callers increase it when they add elements below this height.
+        height: Height in pixels. Callers must increase it when they add elements below it.
     """
 
     height: float = 0.0
@@ -39,7 +39,7 @@ class Drawing:
 
         Args:
             hover: Text that a browser shows while the pointer is over the element.
-            content: Text in the element.
+            content: Text content of the element.
         """
         inside = (f"<title>{escape(hover)}</title>" if hover else "") + escape(content)
         values = " ".join(f'{name.replace("_", "-")}="{_number(value)}"' for name, value in attributes.items())
@@ -60,7 +60,7 @@ class Drawing:
             self.add("rect", hover, fill="transparent", stroke=MUTED, stroke_width=0.5, **box)
 
     def line(self, points: Iterable[tuple[float, float]], style: Style) -> None:
-        """Add a line through points. A NaN as y interrupts the line. A style with the hatch "none" draws nothing."""
+        """Add a line through `points`, with a gap where y is NaN. A style with the hatch "none" draws nothing."""
         path, pen = [], "M"
         for x, y in points:
             if math.isnan(y):
@@ -83,7 +83,7 @@ class Drawing:
             self.add("path", d=shapes[marker], transform=f"translate({x:.1f},{y:.1f})", fill=color)
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, Style, str]], as_bars: bool = False) -> None:
-        """Add a row of legend entries from left to right. Each entry consists of label, style and marker."""
+        """Add a row of legend entries, from left to right. Each entry consists of a label, a style and a marker."""
         for label, style, marker in entries:
             if as_bars:
                 self.bar(x, y - 10, 20, 11, style)
@@ -94,7 +94,7 @@ class Drawing:
             x += 52 + CHARACTER * len(label)
 
     def document(self, name: str, title: Sequence[str]) -> str:
-        """Return the drawing as an SVG document, whose ids begin with `name`. A title adds text and a background."""
+        """Return the drawing as an SVG document whose ids begin with `name`. With a title, it also has a background."""
         margin, top = (12, round(LINE_HEIGHT * 1.4 * len(title)) + 12) if title else (0, 0)
         width, height = WIDTH + 2 * margin, round(self.height) + top + margin
         size = f'width="{width}" height="{height}" viewBox="{-margin} {-top} {width} {height}"'
@@ -120,7 +120,7 @@ class Drawing:
 
 @dataclass
 class Axes:
-    """Rectangle of a drawing with an x axis and a y axis.
+    """Rectangle within a drawing, with an x axis and a y axis.
 
     Attributes:
         left, top, width, height: Position and size in the drawing, in pixels.
@@ -154,7 +154,7 @@ class Axes:
         grid: bool = False,
         integers: bool = False,
     ) -> None:
-        """Draw the x axis with labels at `values`, by default at round numbers; if `integers`, at round integers."""
+        """Draw the x axis with labels at `values`, which default to round numbers, or round integers if `integers`."""
         bottom = self.top + self.height
         count = max(2, int(self.width / 75))
         values = ticks(self.x_range, count, 1 if integers else 0) if values is None else values
@@ -165,20 +165,20 @@ class Axes:
         self.drawing.add("path", d=f"M{self.left},{bottom} h{self.width:.1f}", stroke=MUTED)
 
     def draw_y(self, form: Callable[[float], str]) -> None:
-        """Draw horizontal grid lines at round numbers of the y axis, with labels on the left."""
+        """Draw horizontal grid lines at round numbers on the y axis, with labels on the left."""
         count = max(2, int(self.height / 32))
         for value in log_ticks(self.y_range) if self.log_y else ticks(self.y_range, count):
             self._rule(self.left, self.y(value), self.left + self.width, self.y(value))
             self.drawing.text(self.left - 8, self.y(value) + 4, form(value), MUTED, text_anchor="end")
 
     def mark(self, value: float, text: str) -> None:
-        """Draw a dashed vertical line at an x value, with a text on the side that has more room."""
+        """Draw a dashed vertical line at an x value, with `text` on the side that has more room."""
         x, is_right = self.x(value), _fraction(value, self.x_range, self.log_x) > 0.6
         self.drawing.line([(x, self.top), (x, self.top + self.height)], Style(INK, "--"))
         self.drawing.text(x - 5 if is_right else x + 5, self.top + 10, text, text_anchor="end" if is_right else "start")
 
     def hover(self, x: Sequence[float], texts: Sequence[str]) -> None:
-        """Divide the axes into areas, each around one of the ascending values `x`, with a hover text for each area."""
+        """Divide the axes into areas around the ascending values `x`, and give each area one of the hover `texts`."""
         positions = [self.x(value) for value in x]
         edges = [self.left, *((a + b) / 2 for a, b in pairwise(positions))]
         edges.append(self.left + self.width)
@@ -191,7 +191,7 @@ class Axes:
 
 
 def ticks(limits: tuple[float, float], count: int, min_unit: float = 0) -> list[float]:
-    """Return about `count` round numbers between two limits, with equal distances of at least `min_unit`."""
+    """Return about `count` round numbers between two limits, evenly spaced and at least `min_unit` apart."""
     low, high = limits
     rough = max((high - low) / count, min_unit)
     size = 10.0 ** math.floor(math.log10(rough))

@@ -1,4 +1,4 @@
-"""Reports on the terminal, with tables instead of plots, and without title, tiles, groups and collapsed texts."""
+"""Reports for the terminal, which show tables instead of plots, and no title, tiles, groups or collapsed texts."""
 
 import textwrap
 

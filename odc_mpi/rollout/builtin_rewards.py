@@ -17,14 +17,14 @@ def completion_text(completion: Any) -> str:
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion that equals `answer` apart from outer white space, else 0; None without `answer`."""
+    """Return 1 for each completion that equals `answer` apart from surrounding whitespace, and 0 for all others."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Return 1 for each completion whose last number equals the last number in the column `answer`, and 0 otherwise.
 
-    Numbers before the last ``####`` in a text are ignored, as in GSM8K. None if `answer` is missing or has no number.
+    Numbers before the last ``####`` in a text are ignored, as in GSM8K. The reward is None if `answer` has no number.
     """
 
     def compare(text: str, answer: Any) -> float | None:
@@ -35,7 +35,7 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1 for each completion with a match of the regular expression `pattern`, else 0; None without `pattern`."""
+    """Return 1 for each completion that contains a match of the regular expression `pattern`, and 0 for all others."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
@@ -45,7 +45,7 @@ def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) ->
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None. Commas in numbers and text before the last ``####`` are ignored."""
+    """Return the last number in a text, if any, ignoring commas in numbers and text before the last ``####``."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
         return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,4 +1,4 @@
-"""Prompts with groups of sampled completions, and the packing of completions into microbatches."""
+"""Prompts with groups of sampled completions, and packing of these completions into microbatches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 
 class PromptGroup(NamedTuple):
-    """A prompt, its sampled completions (as tokens), and their advantages.
+    """Prompt with its sampled completions, all as tokens, and the advantages of the completions.
 
     Attributes:
         position, prompt_index: Index of the prompt in the minibatch, and its index in the prompt file.
@@ -34,7 +34,7 @@ class PromptGroup(NamedTuple):
 class RolloutMicrobatch(Microbatch):
     """Microbatch of sequences, each of which consists of a prompt and a completion. `inputs` contains no labels.
 
-    The loss tokens (targets) are the tokens of the completions; K is their number.
+    The loss tokens (targets) are the K tokens of the completions.
 
     Attributes:
         sequence: For each target, the index of its sequence in the microbatch, int64 `[K]`.
@@ -50,10 +50,10 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[PromptGroup], max_tokens: int, *, with_all: bool, packs: bool = True
 ) -> Iterator[RolloutMicrobatch]:
-    """Yield microbatches of at most `max_tokens` tokens, packed with sequences of a prompt and one completion each.
+    """Pack sequences, each a prompt and a completion, into microbatches of at most `max_tokens` tokens, and yield them.
 
-    Excluded completions are omitted. Completions with an advantage of 0 are also omitted, unless `with_all` is True. A
-    sequence of more than `max_tokens` tokens gets its own microbatch. If `packs` is False, every sequence does.
+    Excluded completions are omitted, and so are completions with an advantage of 0 unless `with_all` is True. A
+    sequence of more than `max_tokens` tokens gets its own microbatch, as does every sequence if `packs` is False.
     """
     chosen: list[tuple[PromptGroup, int]] = []
     num_tokens = 0

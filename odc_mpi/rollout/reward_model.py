@@ -1,6 +1,6 @@
-"""Reward models as reward functions: transformers sequence classifiers with one output, the reward.
+"""Reward models as reward functions: transformers sequence classifiers whose only output is the reward.
 
-A reward model is frozen, and each rank has all of its parameters in memory.
+Reward models are frozen, and each rank has all of their parameters in memory.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _SETTING = "rl.reward_funcs"
 class RewardModel:
     """Reward function that scores completions on `device` with the reward model and tokenizer in the directory `path`.
 
-    Raises `UserError` if the model or the tokenizer cannot be loaded, weights are missing in the safetensors files, the
+    Raises `UserError` if the model or tokenizer cannot be loaded, weights are missing from the safetensors files, the
     model does not have exactly one output, or no padding token is known.
     """
 
@@ -71,7 +71,7 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """Return the reward of each completion. Prompts and completions are strings or lists of messages.
 
-        Raises `ValueError` if a prompt with its completion is too long, or has a token outside the model's vocabulary.
+        Raises `ValueError` if a prompt with its completion is too long or contains a token outside the vocabulary.
         """
         rows = [self._encode(*each) for each in zip(prompts, completions, strict=True)]
         longest = max(map(len, rows))
@@ -91,9 +91,9 @@ class RewardModel:
         return rewards
 
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
-        """Tokenize a prompt with its completion. Strings are tokenized like training data.
+        """Tokenize a prompt together with its completion. Strings are tokenized in the same way as training data.
 
-        Messages are rendered without tools. They end with the end-of-turn token if the model was trained this way.
+        Messages are rendered without tools and end with the end-of-turn token if the model was trained this way.
         """
         if isinstance(prompt, str):
             [[encoded]] = encode(self._tokenizer, [PromptCompletion(self._location, prompt, completion)])

@@ -1,12 +1,12 @@
-"""Reward functions with the same signature as in TRL. They are called for all completions of one prompt at a time.
+"""Reward functions with the same signature as in TRL, which are called for all completions of one prompt at a time.
 
     f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
 All arguments are lists with one entry per completion. Prompts and completions are strings, or lists of messages if the
 prompt is a conversation. If the prompt lacks a column, the entries of this column are None. A function without
-`**kwargs` receives only the arguments in its signature. None means that the function does not apply to the completion
-and adds nothing to its reward. A completion to which no function applies has the advantage 0, and does not affect the
-advantages of the other completions of the prompt.
+`**kwargs` receives only the arguments in its signature. A result of None means that the function does not apply to the
+completion and adds nothing to its reward. A completion to which no function applies has an advantage of 0 and does not
+affect the advantages of the prompt's other completions.
 """
 
 import importlib
@@ -32,14 +32,14 @@ from odc_mpi.hub import parse_name
 from odc_mpi.rollout import builtin_rewards
 
 RewardCallable = Callable[..., Sequence[float | None]]
-#: Number that is added to the standard deviation of a group before dividing by it, as in TRL.
+#: Number added to the standard deviation of a group before advantages are divided by it, as in TRL.
 EPSILON = 1e-4
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """Reward function, its name in metrics, its entry `spec` in `rl.reward_funcs`, and its weight in the reward."""
+    """Reward function with its name in metrics, its entry `spec` in `rl.reward_funcs`, and its weight in the reward."""
 
     name: str
     spec: str
@@ -48,12 +48,12 @@ class RewardFunction:
 
 
 class GroupRewards:
-    """Rewards of the completions of a prompt.
+    """Rewards for the completions of a prompt.
 
     Attributes:
         per_function: Unweighted rewards, float64 `[functions, completions]`. An entry is NaN if the function does not
             apply to the completion, or if any function failed for the completion.
-        rewards: Weighted sums over the functions, float64 `[completions]`. They are NaN where no function has a reward.
+        rewards: Weighted sums over the functions, float64 `[completions]`. A sum is NaN if all of its terms are.
         num_failed: Number of completions for which a function failed.
     """
 
@@ -73,7 +73,7 @@ class GroupRewards:
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards minus their mean, divided by their standard deviation plus `EPSILON` if `scaled` is True.
 
-        The result is float64 `[completions]`. It is 0 where the reward is NaN, and everywhere if the others are equal.
+        The result, float64 `[completions]`, is 0 where the reward is NaN, and everywhere if the others are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -87,9 +87,9 @@ def load_reward_functions(
 ) -> list[RewardFunction]:
     """Import reward functions, which runs the code of their modules. If `weights` is None, all weights are 1.
 
-    Each of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the directory of a
-    reward model, which is loaded to `device`. Raises `UserError` if a function does not exist, two functions have the
-    same name, a module raises an exception, or a model cannot be loaded.
+    Each entry of `specs` is ``package.module:name``, ``file.py:name``, the name of a built-in function, or the
+    directory of a reward model, which is loaded onto `device`. Raises `UserError` if a function does not exist, two
+    functions have the same name, a module raises an exception, or a model cannot be loaded.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
@@ -114,12 +114,12 @@ def compute_rewards(
     """Call all reward functions for the completions of one prompt, and return the rewards.
 
     Args:
-        reward_kwargs: Keyword arguments of the functions: `prompts`, `completions`, `completion_ids` and columns. Each
+        reward_kwargs: Keyword arguments for the functions: `prompts`, `completions`, `completion_ids` and columns. Each
             is a list with one entry per completion.
-        prompt, rank: Numbers of the prompt and of this rank, for messages.
-        timeout_s: Time limit for each function, in seconds. It is enforced only in the main thread.
+        prompt, rank: Number of the prompt, and this rank, for messages.
+        timeout_s: Time limit in seconds for each function, which is enforced only in the main thread.
         skip: True to print a warning instead of raising an error if a function fails. The completions for which it
-            failed (all, if the call itself failed) then have the reward NaN and the advantage 0.
+            failed (all of them if the call itself failed) then have a reward of NaN and an advantage of 0.
 
     Raises:
         UserError: `skip` is False, and a function raises an exception, exceeds the time limit, or does not return a
@@ -143,7 +143,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """Raised if a function fails for the completions in `failed`; None means all. `values` has the other rewards."""
+    """Raised if a function fails for the completions in `failed` (None means all). `values` has the other rewards."""
 
     def __init__(
         self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None
@@ -191,7 +191,7 @@ def _to_float(value: Any) -> float:
 
 
 def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the keyword arguments that a function accepts, or all if its signature is unknown."""
+    """Return the keyword arguments that a function accepts, or all of them if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -202,12 +202,12 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
 
 
 class _ExpiredError(BaseException):
-    """Raised at the time limit. It is not an `Exception`, since functions with retries may catch any `Exception`."""
+    """Raised when the time limit expires. Not an `Exception`, because functions with retries may catch those."""
 
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raise `_ExpiredError` after `timeout_s`, and again every second if it is caught. Only in the main thread."""
+    """Context manager that raises `_ExpiredError` after `timeout_s`, then every second if caught. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -234,7 +234,7 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
 
 
 def _name(spec: str) -> str:
-    """Return the name of a function, or of the directory or Hub model of a reward model."""
+    """Return the name of a reward function, or the name of the directory or Hub model of a reward model."""
     of_hub = parse_name(spec)
     return Path(of_hub[0] if of_hub else spec.rpartition(":")[2]).name
 

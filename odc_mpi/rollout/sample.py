@@ -1,13 +1,13 @@
-"""Sampling of several completions for each of several prompts in one decode batch, with `generate` of transformers.
+"""Sampling of several completions per prompt, for several prompts in one decode batch, with `generate` of transformers.
 
-Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers of a completion
+Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers for a completion
 depend on the seed, the step, the prompt and the index of the completion, but not on the rank or on other completions in
 the batch. Rounding of logits depends on the batch, so only identical decode batches are certain to yield equal tokens.
 
-Each token is sampled with one uniform random number. The log-probability of the token under the policy at the sampling
-temperature is stored. Logits are not stored, so memory does not grow with vocabulary size times length.
+Each token is sampled with one uniform random number. Its log-probability under the policy at the sampling temperature
+is stored, but the logits are not, so memory does not grow with vocabulary size times length.
 
-The prefill of a prompt is computed once for all of its completions. When half of the completions in a batch of 16 or
+The prefill of a prompt is computed once for all of its completions. Once half of the completions in a batch of 16 or
 more have ended, `generate` is called again with the keys and values of the other completions.
 """
 
@@ -24,18 +24,18 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from odc_mpi.models.decoding import Prompt, generation_mode
 
-#: Maximum number of elements of the float64 distributions in memory during sampling.
+#: Maximum number of elements in the float64 distributions that are in memory during sampling.
 _MAX_ELEMENTS = 1 << 24
-#: Minimum number of rows to compact. With fewer rows, a decode step takes about as long as with half of the rows.
+#: Minimum batch size for dropping rows that have ended. In smaller batches, this would hardly speed up decode steps.
 _MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """Sampling settings of rollouts. All except `seed` and `step` are settings of the same name in the section `rl`.
+    """Sampling settings for rollouts. All except `seed` and `step` have the same names as settings in the section `rl`.
 
-    Temperature 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers depend
-    on `seed`, the seed of the run, and on `step`, which is the training step, from 1, or 0 outside of training.
+    A temperature of 0 selects the most likely token. `top_p` 1 and `top_k` 0 disable truncation. The random numbers
+    depend on `seed`, the seed of the run, and `step`, the training step, which counts from 1 and is 0 outside training.
     """
 
     num_generations: int
@@ -54,7 +54,7 @@ class PromptCompletions(NamedTuple):
         tokens: Tokens of each completion, including the stop token at the end, if any.
         logps: For each completion, the log-probabilities of its tokens before `top_k` and `top_p`, float32 `[tokens]`.
         stopped: For each completion, True if it ended with a stop token, and False if it was truncated.
-        entropy: Sum over all tokens of the entropy of their distribution before `top_k` and `top_p`, in nats.
+        entropy: Entropy of the token distributions before `top_k` and `top_p`, in nats, summed over all tokens.
     """
 
     tokens: list[list[int]]
@@ -63,8 +63,8 @@ class PromptCompletions(NamedTuple):
     entropy: float
 
 
-#: Function that is called with the completions of a prompt when all of them have ended. The first argument is the index
-#: of the prompt in the decode batch.
+#: Function that is called when all completions of a prompt have ended. Its arguments are the index of the prompt in the
+#: decode batch and the completions.
 OnPromptDone = Callable[[int, PromptCompletions], None]
 #: Function that samples completions: `sample`, or a function of an inference engine with the same arguments.
 SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
@@ -112,17 +112,17 @@ def sample(
 
 
 def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of prompts, padded on the left, and their attention mask, each int64 `[prompts, longest]`."""
+    """Return the left-padded tokens of prompts and their attention mask, each int64 `[prompts, longest]`."""
     tokens = [torch.tensor(prompt.tokens, dtype=torch.int64) for prompt in prompts]
     mask = [torch.ones_like(row) for row in tokens]
     return pad_sequence(tokens, True, padding_side="left"), pad_sequence(mask, True, padding_side="left")
 
 
 class _TokenSampler(LogitsProcessor):
-    """Samples the next token of each row, and sets the scores of all other tokens to minus infinity.
+    """Logits processor that samples the next token of each row and sets the scores of other tokens to minus infinity.
 
-    A row is a completion. The rows of a prompt are consecutive. `rows` contains the indices of the rows in the current
-    batch, and `done` is True for each of these rows that has ended.
+    A row is a completion, and the rows of a prompt are consecutive. `rows` contains the indices of the rows in the
+    current batch, and `done` is True for each of these rows that has ended.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _TokenSampler(LogitsProcessor):
             )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores in which only the score of the sampled token is finite."""
+        """Return scores in which, for each row, only the score of the sampled token is finite."""
         if not self.done.all():
             self._on_token(self.num_sampled + 1)
             sampled = self._sample_tokens(scores)
@@ -164,18 +164,18 @@ class _TokenSampler(LogitsProcessor):
         return scores
 
     def should_compact(self) -> bool:
-        """Return True if enough rows have ended to continue without them."""
+        """Return True if so few rows are left that generation should continue without those that have ended."""
         left = len(self.done) - int(self.done.sum())
         return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
 
     def drop_finished_rows(self) -> torch.Tensor:
-        """Remove the rows that have ended. Return the indices of the remaining rows in the previous batch."""
+        """Remove the rows that have ended, and return the indices that the remaining rows had in the previous batch."""
         left = torch.nonzero(~self.done)[:, 0]
         self.rows, self.done = self.rows[left], self.done[left]
         return left
 
     def _sample_tokens(self, scores: torch.Tensor) -> torch.Tensor:
-        """Sample a token for each row that has not ended. For other rows, return token 0, which is never used."""
+        """Sample a token for each row that has not ended. For the other rows, return token 0 as a placeholder."""
         sampled = torch.zeros(len(self.rows), dtype=torch.int64)
         for positions in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
             rows = self.rows[positions]
@@ -195,7 +195,7 @@ class _TokenSampler(LogitsProcessor):
         return sampled
 
     def _sample_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return sampled tokens, their log-probabilities and the entropies, each `[rows]` in host memory."""
+        """Return a sampled token, its log-probability and the entropy for each row, all `[rows]` in host memory."""
         logps = torch.log_softmax(scores.float() / (self._sampling.temperature or 1.0), -1)
         probabilities = logps.exp()
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
@@ -207,7 +207,7 @@ class _TokenSampler(LogitsProcessor):
         return tokens.cpu(), logps.gather(1, tokens[:, None])[:, 0].cpu(), entropies.cpu()
 
     def _end(self, row: int) -> None:
-        """Record the end of a row. After the last row of a prompt, pass the completions to the callback."""
+        """Record the end of a row. When the last row of a prompt ends, pass the completions to the callback."""
         count = self._sampling.num_generations
         group = row // count
         self._missing[group] -= 1
@@ -221,7 +221,7 @@ class _TokenSampler(LogitsProcessor):
 
 
 class _StopWhenCompactable(StoppingCriteria):
-    """Ends `generate` when all rows have ended, or when enough rows have ended to continue without them."""
+    """Stopping criterion that ends `generate` when all rows, or enough rows to continue without them, have ended."""
 
     def __init__(self, sampler: _TokenSampler) -> None:
         self._sampler = sampler
@@ -245,7 +245,7 @@ def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplin
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the token of each row at which the cumulative probability exceeds the uniform random number."""
+    """Return, for each row, the first token whose cumulative probability exceeds the uniform random number."""
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
     if (tokens == probabilities.shape[1]).any():

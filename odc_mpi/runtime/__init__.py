@@ -1,1 +1,1 @@
-"""The ranks of a job: start, topology, deadlines of waits, and shutdown."""
+"""Ranks of a job: startup, topology, deadlines for waits, and shutdown."""

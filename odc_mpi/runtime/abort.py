@@ -1,4 +1,4 @@
-"""Abort of the whole job after an error on one rank."""
+"""Functions that abort the whole job after an error on one rank."""
 
 import faulthandler
 import os
@@ -15,10 +15,10 @@ from typing import NoReturn
 from mpi4py import MPI
 
 #: Time after which a process ends itself, in seconds. If the launcher does not respond, MPI_Abort hangs (Open MPI) or
-#: returns (MPICH), and no process is killed.
+#: returns (MPICH), and would leave all processes running.
 ABORT_GRACE_S = 10.0
-#: Time for the launcher to forward output before the abort, in seconds. On abort, the launcher discards pending output:
-#: without this pause, only the first line of a traceback was printed once.
+#: Time that the launcher has to forward output before the abort, in seconds. On abort, a launcher discards pending
+#: output: without this pause, a traceback once ended after its first line.
 FORWARD_S = 0.3
 STDERR = 2
 #: Prefix of the names of all threads of this package.
@@ -26,7 +26,7 @@ THREAD_NAME_PREFIX = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
-    """Print a message, and end all ranks of the job with MPI_Abort. A single rank can call it. Does not return."""
+    """Print a message, and end all ranks of the job with MPI_Abort. Any single rank may call this. Does not return."""
     # The job must also end if standard error is closed.
     with suppress(OSError):
         sys.stdout.flush()
@@ -45,12 +45,12 @@ def abort(message: str, code: int = 1) -> NoReturn:
 def install_excepthooks(reported_by: Callable[[str], int | None] = lambda text: None) -> None:
     """Install exception hooks that end the job after an uncaught exception. Idempotent.
 
-    The hooks apply to the threads of this package and, in a job of several ranks, to the main thread. If such a thread
-    ended silently, other ranks could wait for it forever. The previous hook prints the exception before the abort.
+    The hooks apply to the threads of this package and, in a job of several ranks, to the main thread, because other
+    ranks could wait forever for a thread that ended silently. The previous hook prints the exception before the abort.
     Exceptions in other threads are only printed, as in plain Python.
 
     Args:
-        reported_by: Function that publishes an exception of the main thread, given as text. It returns the lowest rank
+        reported_by: Function that publishes the text of an exception in the main thread, and returns the lowest rank
             below this rank that has published the same text, or None. If it returns a rank, only that rank prints a
             traceback.
     """

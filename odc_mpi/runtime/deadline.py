@@ -1,8 +1,8 @@
-"""Deadlines of waits, and polling that yields the core.
+"""Deadlines for waits, and polling that yields the core.
 
-A blocking MPI call cannot be interrupted from its own thread, and MPI has no timeouts. Therefore a daemon thread, the
-watchdog, checks the current waits of this rank. If a wait exceeds its deadline, the job ends with a message that names
-the operation. mpi4py releases the GIL in blocking calls, which allows the watchdog to run.
+A blocking MPI call cannot be interrupted from its own thread, and MPI has no timeouts. Therefore, a daemon thread, the
+watchdog, checks the current waits of this rank, and ends the job with a message that names the operation if a wait
+exceeds its deadline. The watchdog can run during blocking calls because mpi4py releases the GIL in them.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-#: Time for which a wait polls without a pause, in seconds. A barrier of ranks that arrive at the same time takes tens
-#: of microseconds.
+#: Time for which a wait polls without pausing, in seconds. A barrier takes tens of microseconds if the ranks arrive at
+#: the same time.
 SPIN_S = 200e-6
-#: Time for which a longer wait sleeps between polls, in seconds. Other ranks can use the core for computation.
+#: Time for which a longer wait sleeps between polls, in seconds, so that other ranks can compute on the core.
 SLEEP_S = 200e-6
 
 
@@ -26,10 +26,10 @@ class Watchdog:
 
     Args:
         timeout_s: Maximum duration of a wait, in seconds.
-        on_expiry: Function called in the watchdog thread. Its arguments are the description of the wait, and the
-            duration of the wait so far in seconds. It returns the seconds by which to extend the deadline, counted from
-            now, or 0 to end the watchdog thread. It can also end the process.
-        on_poll: Function called in the watchdog thread at each check, at least once per second.
+        on_expiry: Function called in the watchdog thread with the description of the wait and its duration so far in
+            seconds. It returns the number of seconds from now until the new deadline, or 0 to end the watchdog thread.
+            It may also end the process.
+        on_poll: Function called in the watchdog thread at every check, at least once per second.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Watchdog:
 
 @dataclass
 class _Wait:
-    """A wait: its description, and the times at which it began and expires, by the monotonic clock."""
+    """Description of a wait, and the times on the monotonic clock at which it began and will expire."""
 
     what: object
     began: float
@@ -87,7 +87,7 @@ def wait_until(
 ) -> bool:
     """Call `condition`, such as `Test` of an MPI request, until it returns True or `patience_s` seconds have passed.
 
-    `poll` is called after each test that fails. Returns True if the condition was met, and False after `patience_s`.
+    `poll` is called whenever `condition` returns False. Returns True if the condition was met, or False on timeout.
     """
     start = time.perf_counter()
     while not condition():

@@ -1,11 +1,11 @@
-"""`Job`: deadlines of all waits, the status of all ranks, and the abort of the job after an error.
+"""`Job`: deadlines for all waits, the status of all ranks, and the abort of the job after an error.
 
     start      start the watchdog thread and install exception hooks; create the status window (collective)
     waits      set a deadline for each wait; if a wait exceeds it, end the job with a message that names the late ranks
     finalize   abort the job if other ranks wait in a collective that this rank will not join; free the status window
 
-The status of a rank is its current activity and the number of collectives at which it has arrived. A process has one
-`Job`, which all its `World` objects share.
+The status of a rank consists of its current activity and the number of collectives at which it has arrived. A process
+has one `Job`, which all of its `World` objects share.
 """
 
 import threading
@@ -37,13 +37,13 @@ from odc_mpi.runtime.status import MAX_REQUESTS, StatusWindow
 #: Time between two readings of the status of all ranks, in seconds: more than twice the longest pause of a watchdog. A
 #: rank without a heartbeat in this time is stopped or dead. Waits that began at the same time have also expired.
 HEARTBEAT_S = 2.5
-#: Maximum time of a wait for ranks that report progress, as a multiple of the limit for others.
+#: Maximum duration of a wait for ranks that report progress, as a multiple of the limit for other waits.
 MAX_EXTENSION = 10
-#: Time for which a rank delays its abort if a lower rank has announced one, in seconds. Only one rank then reads the
-#: status of all ranks, which takes up to two pauses and a few seconds, and prints.
+#: Time for which a rank delays its abort if a lower rank has announced one, in seconds, so that only one rank prints a
+#: message after reading the status of all ranks, which takes up to two pauses and a few seconds.
 ABORT_DELAY_S = 12.0
-#: Time for which a failed rank waits for the errors of other ranks, in seconds. Only one of those with the same error
-#: then prints a traceback.
+#: Time for which a failed rank waits for the errors of other ranks, in seconds, so that only one of the ranks with the
+#: same error prints a traceback.
 SAME_ERROR_S = 0.5
 
 
@@ -51,7 +51,7 @@ class Progress:
     """Tasks that this rank runs for other ranks, such as adding received gradients to its shards. Thread-safe.
 
     Tasks run while this rank waits in `World.wait`, `wait_collective` or `collective`, while it fetches layers, and in
-    a progress thread (setting `comm.progress`). Ranks that wait for each other therefore do not deadlock.
+    a progress thread (setting `comm.progress`), so ranks that wait for each other do not deadlock.
     """
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class Progress:
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Register a task: a function to call periodically. It returns True if it had anything to do."""
+        """Register a task: a function that is called periodically, and returns True if it had anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
-        """Unregister a task, and wait until it is not running in another thread. Idempotent."""
+        """Unregister a task, and wait until it is no longer running in another thread. Idempotent."""
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
     def run_tasks(self) -> bool:
-        """Run all tasks, unless another thread is running them. Return True if a task ran and had anything to do."""
+        """Run all tasks unless another thread is running them. Return True if any task had something to do."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
@@ -78,7 +78,7 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Call MPI_Iprobe, since some networks progress only within MPI calls, and return `run_tasks()`."""
+        """Call MPI_Iprobe, because some networks progress only within MPI calls, then return `run_tasks()`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()
 
@@ -87,15 +87,16 @@ class Job:
     """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        limit: Name of the setting that defines `timeout_s`, the maximum duration of a wait in seconds, for messages.
+        timeout_s: Maximum duration of a wait, in seconds.
+        limit: Name of the setting that defines `timeout_s`, for error messages.
 
     Attributes:
-        num_models: Number of open sharded models of this process.
-        status: Status window. None before it is created and after it is freed; messages then name no late ranks.
+        num_models: Number of open sharded models in this process.
+        status: Status window, or None before it is created and after it is freed, when messages name no late ranks.
         watchdog: Thread that checks the deadlines of this process.
 
     Raises:
-        UserError: The launcher and the MPI library are not compatible.
+        UserError: The launcher and the MPI library are incompatible.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
@@ -115,7 +116,7 @@ class Job:
         install_excepthooks(self._reported_by)
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Create the status window. `hosts` contains the host name of every rank. Collective."""
+        """Create the status window. `hosts` contains the host name of each rank. Collective."""
         self.rank, self._hosts = comm.Get_rank(), hosts
         self.status = StatusWindow(comm)
 
@@ -139,10 +140,10 @@ class Job:
 
     @contextmanager
     def in_collective(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Context manager for a collective operation. Publishes that this rank has arrived, and sets a deadline.
+        """Context manager for a collective operation. Publishes this rank's arrival, and sets a deadline.
 
         Args:
-            what: Description of the operation for messages ("... while <what>").
+            what: Description of the operation for error messages ("... while <what>").
             among: Ranks that take part, or None for all ranks of the job. Only collectives of all ranks are counted in
                 `Status.num_collectives`.
         """
@@ -159,8 +160,8 @@ class Job:
     def finalizing(self) -> Iterator[Callable[[], None]]:
         """Context manager for the last collective, in which all ranks prepare to close their worlds.
 
-        Yields a one-sided function to call periodically in the block. It aborts the job if another rank waits in a
-        collective that this rank will not join.
+        Yields a one-sided function, to be called periodically in the block, that aborts the job if another rank waits
+        in a collective that this rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -230,7 +231,7 @@ class Job:
         return extension_s
 
     def _reported_by(self, error: str) -> int | None:
-        """Publish an error, and return the lowest rank below this rank with the same error, or None. One-sided."""
+        """Publish an error, and return the lowest rank below this rank that has the same error, or None. One-sided."""
         status = self.status
         if status is None:
             return None

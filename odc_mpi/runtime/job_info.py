@@ -1,15 +1,15 @@
-"""Description of the hosts and the Slurm job of a run."""
+"""Descriptions of the hosts and the Slurm job of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Maximum number of hosts that a line names. Further hosts are only counted.
+#: Maximum number of hosts named in a line. Any further hosts are only counted.
 _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the ID and the number of requeues of the Slurm job of this process. Empty outside of a Slurm job.
+    """Return the ID and the requeue count of this process's Slurm job, or an empty dictionary outside a Slurm job.
 
     The keys are ``slurm_job_id``, in the format that Slurm commands expect, and ``slurm_restarts``.
     """

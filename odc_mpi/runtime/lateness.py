@@ -1,29 +1,29 @@
-"""Pure functions that find late ranks from the status of all ranks, and format messages about them.
+"""Pure functions that identify late ranks from the status of all ranks, and format messages about them.
 
-Collectives are numbered, since all ranks call the same collectives in the same order. A rank in a collective therefore
-waits for the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that own the shards.
+All ranks call the same collectives in the same order, so collectives can be numbered: a rank in a collective waits for
+the ranks that have arrived at fewer collectives. A fetch or push waits for the ranks that own the shards.
 
 In all functions, `peers` maps each rank whose status was read to that status, or to None if the rank did not answer.
-`now` is the current time in seconds since 1970.
+`now` is the current time in seconds since the epoch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-#: Maximum number of late ranks that a message names. Further ranks are only counted.
+#: Maximum number of late ranks named in a message. Any further ranks are only counted.
 MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """An operation that a rank waits for.
+    """Operation that a rank is waiting for.
 
     Attributes:
-        what: Description of the operation for messages ("... while <what>"), such as "fetching unit layers.3".
+        what: Description of the operation for error messages ("... while <what>"), such as "fetching unit layers.3".
         owners: Ranks whose memory the operation accesses. Empty for a collective.
-        collective: Number of the collective, starting at 1. 0 for other operations and for collectives of a subset of
-            the ranks.
-        among: Ranks that can be late, or None if any rank can.
+        collective: Number of the collective, starting at 1, or 0 for other operations and for collectives among a
+            subset of the ranks.
+        among: Ranks that can be late, or None if any rank can be.
     """
 
     what: str
@@ -34,18 +34,18 @@ class PendingWait:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The last status that a rank published.
+    """Status that a rank last published.
 
     Attributes:
-        what: Activity of the rank, for messages ("was last seen ..., <what>").
-        microbatch: Number of the microbatch in the minibatch, starting at 1. 0 outside of microbatches.
-        num_collectives: Number of collectives of all ranks at which the rank has arrived.
+        what: Activity of the rank, for error messages ("was last seen ..., <what>").
+        microbatch: Number of the microbatch within the minibatch, starting at 1, or 0 outside microbatches.
+        num_collectives: Number of collectives among all ranks at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
         heartbeat_missing: True if the rank published nothing between two readings (`mark_missing_heartbeats`). The
             watchdog of a live rank publishes a heartbeat at least once per second, even during computation.
-        published_at: Time of the last change of the activity, in seconds since 1970, by the clock of the rank.
-        heartbeat_number: Counter that every write of the status increments.
+        published_at: Time at which the rank last published its activity, in seconds since the epoch, by its own clock.
+        heartbeat_number: Counter that is incremented by every write of the status.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that probably delay a wait, the most likely cause first."""
+    """Return the ranks that are probably delaying a wait, with the most likely cause first."""
     if wait.among is not None:
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]
@@ -74,9 +74,9 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def seconds_until_late(wait: PendingWait, peers: Mapping[int, Status | None], now: float, limit_s: float) -> float:
-    """Return the seconds until one of the late ranks has published no new activity for `limit_s` seconds.
+    """Return the number of seconds until a late rank will have published no new activity for `limit_s` seconds.
 
-    Returns 0 if this is already the case, if no rank is known to be late, or if a rank did not answer.
+    Returns 0 if a late rank has reached this limit, if no rank is known to be late, or if a rank did not answer.
     """
     late = [peers[rank] for rank in late_ranks(wait, peers)]
     oldest = min((status.published_at for status in late if status), default=0.0) if all(peers.values()) else 0.0
@@ -87,13 +87,13 @@ def stranded_ranks(collective: int, peers: Mapping[int, Status | None]) -> list[
     """Return the ranks that would wait forever in a collective if this rank closed its world.
 
     `collective` is the number of the collective in which this rank closes its world. Ranks that are also closing their
-    worlds are not returned.
+    worlds are not included.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Format a message with the late ranks and their last activities. `hosts` contains the host name of each rank."""
+    """Format a message about the late ranks and their last activities. `hosts` contains the host name of each rank."""
     late = late_ranks(wait, peers)
     silent = [rank for rank, status in peers.items() if status is None and wait.collective]
     lead = "it waits for " if not wait.collective else "late is " if len(late) == 1 else "late are "
@@ -110,7 +110,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Format a rank, its host and its last activity. `status` is None if the rank does not answer."""
+    """Describe a rank, its host and its last activity. `status` is None if the rank did not answer."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which did not answer"
@@ -127,8 +127,8 @@ def mark_missing_heartbeats(
 ) -> dict[int, Status | None]:
     """Return the first of two readings of the status, with `heartbeat_missing` set.
 
-    The flag is True for ranks with the same `heartbeat_number` in both readings, except for ranks that announced an
-    abort. If a rank answered only in the second reading, its status is taken from there.
+    The flag is True for ranks with the same `heartbeat_number` in both readings, except for ranks that have announced
+    an abort. If a rank answered only in the second reading, its status is taken from that reading.
     """
     result = {rank: status or second[rank] for rank, status in first.items()}
     for rank, status in first.items():
@@ -140,7 +140,7 @@ def mark_missing_heartbeats(
 
 
 def _suspicion_key(status: Status | None) -> tuple[int, float]:
-    """Return a sort key: first ranks that do not answer, then ranks without a heartbeat, then the oldest status."""
+    """Return a sort key: ranks that did not answer first, then those without a heartbeat, then the oldest status."""
     if status is None:
         return 0, 0.0
     return 1 if status.heartbeat_missing else 2, status.published_at

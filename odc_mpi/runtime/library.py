@@ -1,4 +1,4 @@
-"""Properties of the MPI library: name, memory model of windows, thread level.
+"""Properties of the MPI library: its name, the memory model of its windows, and its thread level.
 
 mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`. Under a PMIx
 launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE. The library may grant a lower level:
@@ -6,7 +6,7 @@ launcher, `runtime.start.pmi` starts MPI and always requests MPI_THREAD_MULTIPLE
     MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
     MPI_THREAD_SERIALIZED   threads of this package call only MPI_Abort. During a backward pass on a GPU, the autograd
                             thread calls MPI while the main thread waits
-    lower levels            MPI calls in other threads, except MPI_Abort, and models on a GPU raise errors
+    lower levels            MPI calls outside the main thread, except MPI_Abort, raise errors, as do models on a GPU
 """
 
 import re
@@ -29,7 +29,7 @@ def library_name(version: str) -> str:
 
 
 def is_mpich(version: str) -> bool:
-    """Return True for MPICH and libraries based on it: Cray MPICH, Intel MPI, MVAPICH.
+    """Return True for MPICH and the libraries based on it, such as Cray MPICH, Intel MPI and MVAPICH.
 
     `version` is the result of MPI_Get_library_version or of `library_name`.
     """
@@ -43,7 +43,7 @@ def memory_model(win: MPI.Win) -> str:
 
 
 def thread_level() -> str:
-    """Return the name of the granted thread level, such as "MPI_THREAD_MULTIPLE"."""
+    """Return the name of the thread level that MPI granted, such as "MPI_THREAD_MULTIPLE"."""
     return _THREAD_LEVELS[MPI.Query_thread()]
 
 
@@ -53,5 +53,5 @@ def has_thread_multiple() -> bool:
 
 
 def has_thread_serialized() -> bool:
-    """Return True if every thread may call MPI, at least if no two threads do so concurrently."""
+    """Return True if any thread may call MPI, as long as no two threads do so concurrently."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

@@ -14,14 +14,14 @@ from odc_mpi.errors import UserError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: Directory of the Linux control groups. In version 1, it has one subdirectory per controller.
+#: Root directory of the Linux control groups. In version 1, it has one subdirectory per controller.
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the available host memory in bytes, within the limits of the Linux control groups of this process.
+    """Return the available host memory in bytes, subject to the limits of this process's Linux control groups.
 
-    Limits that cannot be read are ignored. On systems other than Linux, the result is `sys.maxsize`.
+    Limits that cannot be read are ignored. On operating systems other than Linux, the result is `sys.maxsize`.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
@@ -50,10 +50,9 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the number of available bytes of a control group and of each parent group.
+    """Yield the number of bytes available in a control group and in each of its parent groups.
 
-    `names` are the names of the limit file, of the usage file, and of the entry of memory.stat for the inactive page
-    cache.
+    `names` contains the names of the limit file, the usage file, and memory.stat's entry for the inactive page cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):
@@ -74,7 +73,7 @@ def _read(path: Path) -> str:
 
 
 def free_shm_bytes() -> int | None:
-    """Return the free bytes in /dev/shm, or None if it does not exist."""
+    """Return the number of free bytes in /dev/shm, or None if it does not exist."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -82,11 +81,11 @@ def free_shm_bytes() -> int | None:
 
 
 def check_window_memory(num_bytes: int, local_size: int, what: str) -> None:
-    """Raise `UserError` if this node has too little free memory, or space in /dev/shm, for the windows of its ranks.
+    """Raise `UserError` if this node has too little memory, or space in /dev/shm, for the windows of its ranks.
 
     Args:
-        num_bytes: Total size of the windows of all `local_size` ranks of the node, in bytes.
-        what: Description of the windows for the message, such as "the parameter and gradient windows".
+        num_bytes: Total size of the windows of all `local_size` ranks on the node, in bytes.
+        what: Description of the windows for the error message, such as "the parameter and gradient windows".
     """
     room = f"expected {num_bytes >> 20} MiB or more as room for {what} of its {local_size} ranks"
     available = available_bytes()
@@ -117,9 +116,9 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Unlink shared memory files, ignoring errors. Every rank of the node must have mapped the files before.
+    """Unlink shared-memory files, ignoring errors. All ranks on the node must already have mapped the files.
 
-    MPI libraries unlink their files only in MPI_Finalize. A killed or aborted job would leave megabytes in /dev/shm.
+    MPI libraries unlink their files only in MPI_Finalize, so a killed or aborted job would leave megabytes in /dev/shm.
     """
     for name in names:
         with suppress(OSError):
@@ -127,7 +126,7 @@ def unlink(names: Iterable[str]) -> None:
 
 
 def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
-    """Unlink the shared memory files of MPI_Init after all ranks of the node have mapped them. Collective."""
+    """Unlink the shared-memory files of MPI_Init after all ranks on the node have mapped them. Collective."""
     # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
     # Every rank unlinks, since any single rank could be killed before it does.

@@ -1,4 +1,4 @@
-"""Execution of a command on all ranks: start of MPI, handling of errors, and exit codes."""
+"""Running a command on all ranks: MPI startup, error handling, and exit codes."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from odc_mpi.runtime.start.limits import start_limit
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: EX_TEMPFAIL of sysexits.h: a scheduler can be configured to requeue a job with this exit code.
+#: EX_TEMPFAIL from sysexits.h. A scheduler can be configured to requeue jobs that end with this exit code.
 _STOPPED = 75
 
 
@@ -23,8 +23,8 @@ _STOPPED = 75
 def gc_paused() -> Iterator[None]:
     """Context manager for imports that pauses garbage collection, and exempts imported objects from it (`gc.freeze`).
 
-    torch and transformers create half a million permanent objects. Garbage collection would take a third of the time of
-    the import, and each full collection later would take 0.2 s, at a different time on every rank.
+    torch and transformers create half a million permanent objects. Garbage collection would take a third of the import
+    time, and each later full collection would take 0.2 s, at a different time on every rank.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -39,7 +39,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Context manager for imports that start MPI. Ends the process if the start exceeds its time limit (`start_limit`).
+    """Context manager for imports that start MPI. Ends the process if MPI does not start in time (`start_limit`).
 
     Raises:
         UserError: There is no MPI library, or it does not support the launcher.
@@ -62,8 +62,8 @@ def mpi_startup() -> Iterator[None]:
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
     """Call `work` on all ranks, close the world, and return the exit code of the process. Collective.
 
-    After a `UserError` that other ranks may not have raised, and after an interrupt, the whole job is aborted. After an
-    error that all ranks raise, rank 0 prints the error, and the world closes when the program ends.
+    A `UserError` that other ranks may not have raised, or an interrupt, aborts the whole job. After an error that all
+    ranks raise, rank 0 prints the error, and the world closes when the program ends.
     """
     from odc_mpi.runtime.abort import abort
 
@@ -89,8 +89,8 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Print that the run stopped as requested, and return the exit code.
 
     The exit code is 75. Some launchers end all ranks at the first nonzero exit code, and would kill slower ranks. For
-    them, set ODC_MPI_STOPPED_FILE to a path: rank 0 creates that file, and the exit code is 0. If rank 0 cannot write
-    the file, it returns 75.
+    such a launcher, set ODC_MPI_STOPPED_FILE to a path: rank 0 then creates that file, and the exit code is 0. If the
+    file cannot be created, rank 0 returns 75.
     """
     path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:

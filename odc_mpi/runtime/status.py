@@ -1,15 +1,15 @@
-"""Status of all ranks, in a window. Ranks read it after a missed deadline, after an error, and when they finalize.
+"""Status of all ranks in a window, which ranks read after a missed deadline or an error, and when they finalize.
 
-Each rank has a page of 512 bytes in the window. It writes its own page with plain stores. Other ranks read the page
-with MPI_Rget. In a large job, most ranks read only some of the pages (`nearby_ranks`). Within a node, the page of a
-rank can be read even if the rank computes or is stopped. Over a network without one-sided hardware, a page can be read
-only while its rank is in an MPI call. A background thread of each rank therefore calls MPI periodically. A stopped rank
-does not answer over such a network.
+Each rank has a page of 512 bytes in the window, which it writes with plain stores and other ranks read with MPI_Rget.
+In a large job, most ranks read only some of the pages (`nearby_ranks`). Within a node, a rank's page can be read even
+if the rank computes or is stopped. Over a network without one-sided hardware, a page can be read only while its rank is
+in an MPI call. Therefore, a background thread of each rank calls MPI periodically; a stopped rank does not answer over
+such a network.
 
 Note: torn pages
-    A page has two slots (halves), each with a number and a checksum. Slots are written alternately. A reader uses the
-    valid slot with the higher number. If a writer is stopped while it writes one slot, the other slot is valid. Unlike
-    a sequence lock, this does not depend on the order of stores.
+    A page has two slots (halves), each with a number and a checksum, which are written alternately. A reader uses the
+    valid slot with the higher number. If a writer is stopped while writing one slot, the other slot remains valid.
+    Unlike a sequence lock, this does not depend on the order of stores.
 """
 
 import queue
@@ -27,7 +27,7 @@ from mpi4py import MPI
 from odc_mpi.runtime.lateness import Status
 from odc_mpi.runtime.library import has_thread_multiple, memory_model
 
-#: Size of a slot, which is half of a page, in bytes.
+#: Size of a slot, which is half a page, in bytes.
 SLOT_BYTES = 256
 PAGE_BYTES = 2 * SLOT_BYTES
 #: Content of a slot: checksum; number of the write, time, number of collectives, microbatch, flags, length of the text.
@@ -35,21 +35,21 @@ _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
 _FINALIZING, _ABORTING = 1, 2
-#: Time between polls of the background thread, in seconds, and MPI calls per poll. The calls make MPI progress on a
-#: rank that computes: enough for other ranks to read its page, and too few to slow it down.
+#: Time between polls by the background thread, in seconds, and number of MPI calls per poll. The calls let MPI progress
+#: on a computing rank: they suffice for other ranks to read its page, but are too few to slow it down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
-#: A reading ends when no rank has answered for this time, in seconds. A dead or stopped host never answers.
+#: Time without an answer from any rank after which a reading ends, in seconds. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
 #: Maximum number of reads in flight. Open MPI 5 with UCX aborts at the 255th request (open-mpi/ompi#14192).
 MAX_REQUESTS = 64
-#: Number of ranks, from rank 0 on, whose status all ranks can read from the start on.
+#: Number of ranks, from rank 0 on, that connect to all ranks at startup, and can later read the status of any rank.
 NUM_FIRST_RANKS = 8
 
 
 class StatusPage:
     """Status page of this rank in `memory`, uint8 `[PAGE_BYTES]`. Thread-safe.
 
-    The attributes have the same meaning as those of `Status`. A changed attribute is published with the next write.
+    The attributes have the same meaning as those of `Status`. A changed attribute is published by the next write.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -62,13 +62,13 @@ class StatusPage:
         self.aborting = False
 
     def write(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank (see `World.set_status`)."""
+        """Publish this rank's activity (see `World.set_status`)."""
         with self._lock:
             self._last = what, microbatch, time.time()
             self._store()
 
     def enter_collective(self, what: str) -> int:
-        """Publish that this rank has arrived at a collective. Return the number of the collective, starting at 1."""
+        """Publish that this rank has arrived at a collective, and return the collective's number, starting at 1."""
         with self._lock:
             self.num_collectives += 1
             self._last = what, 0, time.time()
@@ -76,7 +76,7 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self, aborting: bool = True) -> None:
-        """Publish that this rank is about to abort the job, or with False that it is not. The activity is kept."""
+        """Publish that this rank is about to abort the job or, with False, that it no longer is. Keeps the activity."""
         with self._lock:
             self.aborting = aborting
             self._store()
@@ -102,7 +102,7 @@ class StatusPage:
 
 
 def read_page(page: bytes) -> Status | None:
-    """Decode the status in a page. Return None if both slots are invalid because they changed while they were read."""
+    """Decode the status in a page. Return None if both slots are invalid because they changed while being read."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.heartbeat_number, default=None)
 
@@ -126,17 +126,17 @@ def _read_slot(slot: bytes) -> Status | None:
 
 
 def nearby_ranks(rank: int, size: int) -> list[int]:
-    """Return up to 64 other ranks whose status `rank` reads: the first 8, and the next lower ranks, cyclically."""
+    """Return up to 64 other ranks whose status `rank` reads: the first 8, then the next lower ranks, cyclically."""
     first = range(min(NUM_FIRST_RANKS, size))
     below = ((rank - distance) % size for distance in range(1, size))
     return [other for other in dict.fromkeys([*first, *below]) if other != rank][:MAX_REQUESTS]
 
 
 class PageReader:
-    """Reader of the pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
+    """Reader for the pages of other ranks, with at most `MAX_REQUESTS` requests in flight. Not thread-safe.
 
     Args:
-        start: Function that starts to read the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
+        start: Function that starts reading the page of a rank into a buffer, uint8 `[PAGE_BYTES]`. One-sided.
     """
 
     def __init__(self, start: Callable[[np.ndarray, int], MPI.Request]) -> None:
@@ -145,10 +145,10 @@ class PageReader:
         self._incomplete: dict[int, tuple[MPI.Request, np.ndarray]] = {}
 
     def read(self, status: dict[int, Status | None], deadline: float) -> None:
-        """Set the value of each rank in `status` to its published status. One-sided.
+        """Set the value of each rank in `status` to the status that the rank has published. One-sided.
 
-        Ranks that do not answer before `deadline`, a time of the monotonic clock, keep their value. Reading ends
-        earlier if no rank answers for `READ_GRACE_S` seconds.
+        Ranks that do not answer before `deadline`, a time on the monotonic clock, keep their previous values. Reading
+        ends earlier if no rank answers for `READ_GRACE_S` seconds.
         """
         for rank in self._completed():
             del self._incomplete[rank]  # a page of an earlier reading
@@ -177,11 +177,11 @@ class StatusWindow:
     """Window with the status pages of all ranks. Construction is collective.
 
     Attributes:
-        memory_model: Memory model of this window. All windows of an MPI library have the same memory model.
+        memory_model: Memory model of this window, and of all other windows of the MPI library.
         prepare: Function that the background thread calls before it calls MPI.
         background_progress: True if the background thread calls MPI periodically, so that other ranks can read the page
             over any network.
-        nearby: Ranks that this rank reads if the status of a few ranks is enough (`nearby_ranks`).
+        nearby: Ranks to read if the status of a few ranks is enough (see `nearby_ranks`).
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -265,7 +265,7 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """Request to the background thread to read the status of the ranks that are the keys of `status`."""
+    """Request for the background thread to read the status of the ranks that are keys of `status`."""
 
     status: dict[int, Status | None]
     deadline: float  # of the monotonic clock

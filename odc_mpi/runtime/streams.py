@@ -7,18 +7,18 @@ from typing import TextIO
 
 
 class Output(io.FileIO):
-    """Raw file for the descriptor of a standard stream. After the first write that fails, all output is discarded.
+    """Raw file for the descriptor of a standard stream. It discards all output after the first failed write.
 
-    A full disk therefore does not end a training run. A closed pipe still raises `BrokenPipeError`.
+    As a result, a full disk does not end a training run, but a closed pipe still raises `BrokenPipeError`.
 
     Attributes:
-        error: Error of the first write that failed, None if there was none. A `BrokenPipeError` is not stored.
+        error: Error of the first failed write, or None if no write has failed. A `BrokenPipeError` is not stored.
     """
 
     error: OSError | None = None
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Write bytes, or discard the bytes after an error. Return the number of bytes written or discarded."""
+        """Write bytes, or discard them after an error. Return the number of bytes written or discarded."""
         if self.error is None:
             try:
                 return super().write(content)
@@ -30,10 +30,10 @@ class Output(io.FileIO):
 
 
 def open_standard_streams() -> Output:
-    """Replace `sys.stdout` and `sys.stderr` by streams over `Output`, and return the `Output` of standard output.
+    """Replace `sys.stdout` and `sys.stderr` with streams over `Output`, and return the `Output` of standard output.
 
-    Characters that the encoding lacks are written as escape sequences. A closed descriptor is opened on the null
-    device. Otherwise, the next file that is opened would become the standard stream.
+    Characters missing from the encoding are written as escape sequences. A closed descriptor is opened on the null
+    device, because otherwise the next file to be opened would become the standard stream.
     """
     for descriptor in range(3):
         try:

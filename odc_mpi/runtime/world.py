@@ -1,7 +1,7 @@
-"""`World`: the ranks of a job, or a subset, with their communicators and topology.
+"""`World`: the ranks of a job, or a subset of them, with their communicators and topology.
 
-A world has the collectives that are used outside of training steps: `run_on_all` and `broadcast` at startup,
-`gather_objects` at the end. Every wait has a deadline. `runtime.job` checks the deadlines of all worlds of a process.
+A world provides the collectives that are used outside training steps, such as `run_on_all` and `broadcast` at startup,
+and `gather_objects` at the end. Every wait has a deadline, which `runtime.job` checks for all worlds of a process.
 """
 
 import atexit
@@ -35,7 +35,7 @@ if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
 
 T = TypeVar("T")
 
-#: Time between checks in `World.close` for ranks that wait for this rank in another collective, in seconds.
+#: Interval in seconds at which `World.close` checks for ranks that wait for this rank in another collective.
 STRANDED_POLL_S = 0.5
 
 
@@ -45,18 +45,18 @@ class World(AbstractContextManager["World"]):
     In all methods, `what` describes the operation for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends all ranks of the job
-    after the traceback is printed. Exceptions in other threads are only printed.
+    after the traceback has been printed. Exceptions in other threads are only printed.
 
     Args:
-        comm: Communicator to duplicate. By default, it contains all ranks of the job.
-        timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job with an
-            error. The limit is up to ten times higher while the late ranks publish new activities. Not used with `job`.
-        limit: Name of the setting that defines `timeout_s`, for messages.
+        comm: Communicator to duplicate. By default, MPI_COMM_WORLD, which contains all ranks of the job.
+        timeout_s: Maximum duration of a single wait for another rank, in seconds. A longer wait ends the job. The limit
+            is up to ten times higher while the late ranks publish new activities. Ignored if `job` is given.
+        limit: Name of the setting that defines `timeout_s`, for error messages.
         job: Existing `Job` of this process, required if `comm` is a subset of the ranks. By default, a new `Job` is
             created, which ends when this world closes.
 
     Raises:
-        UserError: `timeout_s` is less than 1, or the launcher and the MPI library are not compatible.
+        UserError: `timeout_s` is less than 1, or the launcher and the MPI library are incompatible.
 
     Attributes:
         rank: Rank of this process in this world.
@@ -67,12 +67,12 @@ class World(AbstractContextManager["World"]):
             every rank as a separate node (MPIR_CVAR_NOLOCAL).
         host_size: Number of ranks on this host.
         node: Index of this node. Nodes are sorted by their lowest rank.
-        hosts: Host name of every rank.
-        layout: Host name and number of ranks of each node.
+        hosts: Host name of each rank.
+        layout: Host name of each node, and the number of ranks on it.
         node_ranks: Ranks on this node, in the order of `local_rank`.
         comm: Communicator of this world, a duplicate of the argument `comm`.
         node_comm: Communicator of the ranks on this node.
-        job: Deadlines, status and progress tasks of this process, shared by all its worlds.
+        job: Deadlines, status and progress tasks of this process, shared by all of its worlds.
         progress: Tasks that this rank runs for other ranks while it waits.
         mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
     """
@@ -107,13 +107,13 @@ class World(AbstractContextManager["World"]):
             atexit.register(self._finalize, os.getpid())
 
     def split(self, by: str | int) -> "World":
-        """Return a new world of some of these ranks. Collective unless `by` is "self".
+        """Return a new world that contains some of these ranks. Collective unless `by` is "self".
 
-        The new world has the same timeout as this world, and closes when this world closes.
+        The new world has the same timeout as this world, and closes when this world does.
 
         Args:
-            by: "node" for the ranks on this node, "self" for this rank only, or a number for the ranks that pass the
-                same number.
+            by: Ranks of the new world: "node" for those on this node, "self" for this rank only, or a number for those
+                that pass the same number.
         """
         if isinstance(by, int):
             comm = MPI.Intracomm(self.comm.Split(by))
@@ -127,7 +127,7 @@ class World(AbstractContextManager["World"]):
 
     @property
     def timeout_s(self) -> float:
-        """Maximum duration of a single wait, in seconds. A change applies to waits that begin later."""
+        """Maximum duration of a single wait, in seconds. Changing it affects only waits that begin afterward."""
         return self.job.watchdog.timeout_s
 
     @timeout_s.setter
@@ -136,23 +136,23 @@ class World(AbstractContextManager["World"]):
 
     @property
     def memory_model(self) -> str:
-        """Memory model of the windows of this MPI library: "unified" or "separate"."""
+        """Memory model of this MPI library's windows: "unified" or "separate"."""
         assert self.job.status is not None
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, for the error message of a rank that times out waiting for this rank.
+        """Publish this rank's activity, for the error message of a rank that times out while waiting for this rank.
 
         Takes a few microseconds and does not communicate. Thread-safe.
 
         Args:
             what: Description of the activity, such as "forward of unit layers.3".
-            microbatch: Number of the microbatch in the minibatch, starting at 1. 0 outside of microbatches.
+            microbatch: Number of the microbatch within the minibatch, starting at 1, or 0 outside microbatches.
         """
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Set a function that background threads call before they call MPI, such as `Device.set_current`.
+        """Set the function, such as `Device.set_current`, that background threads call before they call MPI.
 
         A progress thread that is already running continues to use the previous function.
         """
@@ -161,9 +161,9 @@ class World(AbstractContextManager["World"]):
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Context manager in which the background thread does not call MPI, for measurements of one-sided progress.
+        """Context manager that keeps the background thread from calling MPI, for measurements of one-sided progress.
 
-        Otherwise, the thread calls MPI twice per second for some milliseconds, so that other ranks can read the status.
+        Otherwise, it calls MPI twice per second for some milliseconds, so that other ranks can read this rank's status.
         """
         status = self.job.status
         assert status is not None
@@ -176,8 +176,8 @@ class World(AbstractContextManager["World"]):
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Return a context manager that ends the job with an error message if its block takes longer than `timeout_s`.
 
-        Does not communicate. `owners` are the ranks whose memory the operation accesses, and which may delay it. By
-        default, any rank may delay the operation.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses, so only they can delay it. By
+        default, any rank can.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -187,19 +187,19 @@ class World(AbstractContextManager["World"]):
     def collective(self, what: str) -> Iterator[None]:
         """Context manager that sets a deadline for a blocking collective operation. Collective.
 
-        All ranks must enter the same operations in the same order. Ranks that have entered fewer operations are
-        reported as late. On entry, the ranks synchronize by polling. Without this, a rank could spin in the operation
-        on a core that a late rank needs.
+        All ranks must enter the same operations in the same order. Ranks that have entered fewer of them are reported
+        as late. On entry, the ranks synchronize by polling; otherwise, a rank could spin in the operation on a core
+        that a late rank needs.
         """
         with self.job.in_collective(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking operation until the deadline, and run the `progress` tasks while waiting.
+        """Wait for a non-blocking operation until the deadline, while running the `progress` tasks.
 
-        Unlike a blocking MPI call, this method does not spin. With more ranks than cores, spinning would delay ranks
-        that compute. Use `wait_collective` for a collective operation.
+        Unlike a blocking MPI call, this method does not spin, because spinning would delay ranks that compute if there
+        are more ranks than cores. For a collective operation, use `wait_collective` instead.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
@@ -212,8 +212,8 @@ class World(AbstractContextManager["World"]):
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return its result on this rank. Collective.
 
-        If the function raises `UserError`, or `OSError` about a file, on some ranks, all ranks raise
-        `AllRanksUserError` with the message of the lowest of these ranks. The function must not communicate.
+        The function must not communicate. If it raises `UserError`, or an `OSError` about a file, on any rank, all
+        ranks raise `AllRanksUserError` with the message from the lowest such rank.
         """
         result, error = None, None
         try:
@@ -232,8 +232,8 @@ class World(AbstractContextManager["World"]):
     def require_same(self, value: str, what: str) -> None:
         """Raise `AllRanksUserError` on all ranks if `value` differs between ranks. Collective.
 
-        The message contains the name of the value, `what`, and the first line that differs. Only digests of the values
-        are communicated, unless they differ.
+        The message contains `what`, the name of the value, and the first line that differs. Only digests are
+        communicated unless the values differ.
         """
         digests = self.gather_objects(hashlib.sha256(value.encode(errors="backslashreplace")).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -249,9 +249,9 @@ class World(AbstractContextManager["World"]):
         )
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores of this host divided by its number of ranks, rounded down, at least 1. Collective.
+        """Return the number of cores per rank on this host, rounded down, but at least 1. Collective.
 
-        Only cores on which the ranks of this world are allowed to run are counted.
+        Only cores on which ranks of this world are allowed to run are counted.
         """
         masks = self.gather_objects(os.sched_getaffinity(0))
         this_host = self.hosts[self.rank]
@@ -259,12 +259,12 @@ class World(AbstractContextManager["World"]):
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the picklable values of all ranks, in rank order. Collective. Not for use in training steps."""
+        """Gather picklable values from all ranks in rank order. Collective. Not for use in training steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Overwrite a contiguous CPU tensor with that of rank 0. Collective. Raises `ValueError` for other tensors."""
+        """Overwrite a contiguous CPU tensor with that of rank 0. Raise `ValueError` for other tensors. Collective."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
         # Imported late: `odc-mpi doctor` and invalid settings need ranks, but not torch, whose import takes a second.
@@ -278,11 +278,11 @@ class World(AbstractContextManager["World"]):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Raise `AllRanksUserError` on all ranks if a node has too little memory for its windows. Collective.
+        """Raise `AllRanksUserError` on all ranks if any node has too little memory for its ranks' windows. Collective.
 
         Args:
-            num_bytes: Size of the windows of this rank, in bytes.
-            what: Description of the windows for the message, such as "the work queue".
+            num_bytes: Total size of this rank's windows, in bytes.
+            what: Description of the windows for the error message, such as "the work queue".
         """
         total = np.array([min(num_bytes, 1 << 50)], dtype=np.int64)  # the sum of all ranks must not overflow
         with self.collective("summing the required shared memory"):
@@ -292,12 +292,12 @@ class World(AbstractContextManager["World"]):
     def on_close(self, free: Callable[[], None]) -> None:
         """Register a function that frees a resource when this world closes. The last registered function runs first.
 
-        If the resource is freed earlier, call `cancel_on_close`, since the world keeps a reference to the function.
+        If the resource is freed earlier, call `cancel_on_close`, because the world keeps a reference to the function.
         """
         self._resources[free] = None
 
     def cancel_on_close(self, free: Callable[[], None]) -> None:
-        """Unregister a function that was registered by `on_close`. Idempotent."""
+        """Unregister a function that was registered with `on_close`. Idempotent."""
         self._resources.pop(free, None)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 The user selects submodules by class, class name or instance. A unit contains the parameters of one selected submodule,
 except for those in units nested inside it. The root unit contains all others, including those shared by several units.
-The root is fetched first and stays unsharded for the whole minibatch, so each of them is fetched once.
+The root is fetched first and stays unsharded for the whole minibatch, so a shared parameter is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

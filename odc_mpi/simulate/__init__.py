@@ -1,1 +1,1 @@
-"""Simulation of schedules by discrete events. Does not use MPI."""
+"""Discrete-event simulation of schedules. Does not use MPI."""

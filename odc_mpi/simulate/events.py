@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
-#: Fraction of the time of a unit that the forward takes. The backward takes twice as long as the forward (Kaplan et al.
-#: 2020, arXiv 2001.08361).
+#: Fraction of a unit's time that its forward pass takes. The backward pass takes twice as long as the forward pass
+#: (Kaplan et al. 2020, arXiv 2001.08361).
 FORWARD = 1 / 3
 
-#: Beginning and end of each interval in seconds, in ascending order.
+#: Intervals as pairs of start and end times in seconds, in ascending order.
 Intervals = list[tuple[float, float]]
 
 
@@ -23,7 +23,7 @@ class SimulatedTiming:
 
     Attributes:
         end_s: Time at which the slowest rank finishes the minibatch, including dummy microbatches.
-        timeline: Busy intervals of each rank, without dummy microbatches.
+        timeline: Busy intervals of each rank, excluding dummy microbatches.
     """
 
     end_s: float
@@ -34,8 +34,8 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     """Simulate ranks that synchronize at every unit of every microbatch.
 
     The same rank is the slowest at all units of a microbatch, so it suffices to synchronize once per microbatch.
-    `durations[rank]` contains the durations of the microbatches of a rank. If a duration is 0, or if other ranks have
-    more microbatches, the rank runs a dummy microbatch, which takes `dummy_s[rank]`.
+    `durations[rank]` contains the durations of the rank's microbatches. If a duration is 0, or if other ranks have
+    more microbatches, the rank runs a dummy microbatch instead, which takes `dummy_s[rank]`.
     """
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
@@ -48,7 +48,7 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 
 
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
-    """Simulate ranks that run microbatches of the durations `durations[rank]` without waiting for each other."""
+    """Simulate ranks that do not wait for each other. `durations[rank]` contains the durations of its microbatches."""
     ends = [[0.0, *accumulate(durations_of_rank)] for durations_of_rank in durations]
     timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
     return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
@@ -60,8 +60,8 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
     In the forward pass of a unit, a chunk publishes its keys and values, then waits for those of all earlier chunks. In
     the backward pass, a unit ends when all later chunks have added to the gradients of these keys and values.
 
-    Chunk i begins at `began[i]` and takes `seconds[i]` without waiting. All units take equally long. For each chunk,
-    the result has one interval per unit of the forward pass, followed by one interval per unit of the backward pass.
+    Chunk `i` begins at `began[i]` and takes `seconds[i]`, excluding waits. All units take the same time. For each
+    chunk, the result contains one interval per unit for the forward pass, then one per unit for the backward pass.
     """
     at = list(began)
     timeline: list[Intervals] = [[] for _ in at]
@@ -85,9 +85,9 @@ def simulate_dynamic(
 ) -> SimulatedTiming:
     """Simulate ranks that claim the next microbatch when they become idle.
 
-    Rank r can claim microbatches from the time `available_at[r]`. Microbatch k takes `duration(r, k)` on rank r, and
-    begins at `ready[k]` at the earliest. The rank that became idle first claims first. If several ranks became idle at
-    the same time, the lowest rank claims first.
+    Rank `r` can claim microbatches from time `available_at[r]` on. Microbatch `k` takes `duration(r, k)` on rank `r`
+    and begins at `ready[k]` at the earliest. The rank that has been idle the longest claims first. If several ranks
+    became idle at the same time, the lowest of them claims first.
     """
     free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
@@ -102,13 +102,13 @@ def simulate_dynamic(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the quartiles of one or more values, with the keys `low`, `median` and `high`."""
+    """Return the quartiles of one or more values as a dictionary with the keys `low`, `median` and `high`."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return {"low": low, "median": median, "high": high}
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
-    """Merge successive intervals if the gap between them is shorter than `gap_s`. `intervals` must be sorted."""
+    """Merge successive intervals if the gap between them is shorter than `gap_s` seconds. The input must be sorted."""
     merged: Intervals = []
     for began, ended in intervals:
         if merged and began - merged[-1][1] < gap_s:

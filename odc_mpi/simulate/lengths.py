@@ -1,7 +1,7 @@
-"""Distributions of sequence lengths, for known data sets and for a prepared data set.
+"""Distributions of sequence lengths, for well-known data sets and for prepared data sets.
 
-The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign, the range is also known. The
-lengths are assumed to be log-normal up to a maximum. For the assumed values of sigma, see `KNOWN_DISTRIBUTIONS`.
+The ODC paper (arXiv 2601.19362) gives the mean lengths of its data sets. For LongAlign, the range is also known.
+Lengths are assumed to be log-normally distributed up to a maximum. `KNOWN_DISTRIBUTIONS` explains the values of sigma.
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ class LogNormal:
     max_tokens: int
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths, int64 [n], clipped to the range from 1 to `max_tokens`."""
+        """Sample `n` lengths, int64 `[n]`, clipped to the range from 1 to `max_tokens`."""
         lengths = np.exp(self.location + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Distribution that draws with replacement from the lengths of existing sequences, int64 [sequences]."""
+    """Distribution that draws with replacement from the lengths of existing sequences, int64 `[sequences]`."""
 
     lengths: Tokens
 
@@ -48,7 +48,7 @@ class EmpiricalLengths:
         return int(self.lengths.max())
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Sample `n` lengths, int64 [n]."""
+        """Sample `n` lengths, int64 `[n]`."""
         return rng.choice(self.lengths, n)
 
 
@@ -70,7 +70,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return a known distribution, or that of the data set at the path `name`. Raises `UserError` if there is none."""
+    """Return the known distribution `name`, or that of the data set `name`. Raises `UserError` if there is neither."""
     if name in KNOWN_DISTRIBUTIONS:
         return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):

@@ -1,6 +1,6 @@
-"""Options of simulated scenarios with their defaults, bounds and help texts, for the command line and the simulation.
+"""Options of simulated scenarios, with their defaults, bounds and help texts, for the command line and the simulation.
 
-This module imports only modules that load fast, because every command of the command line imports it.
+This module imports only modules that load fast, because every `odc-mpi` command imports it.
 """
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 from odc_mpi.errors import UserError
 
-#: Larger values are typos.
+#: Maximum values of options in seconds and in GB/s. Larger values are probably typos.
 MAX_S = MAX_GB_PER_S = 10**6
 LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 
 
 class Option(NamedTuple):
-    """Inclusive bounds and help text of an option. If `is_size`, values are in bytes and accept suffixes (512M)."""
+    """Inclusive bounds and help text of an option. If `is_size`, values are in bytes and may have suffixes (512M)."""
 
     minimum: float
     maximum: float
@@ -28,16 +28,18 @@ _SPEED = (0, MAX_GB_PER_S)
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """Options of a simulated run. Raises `UserError`, which names the option, if a value is out of bounds.
+    """Options of a simulated run. Raises a `UserError` that names the option if a value is out of bounds.
 
     Attributes:
         lengths: Name of a distribution of sequence lengths, or path of a data set (see `lengths_by_name`).
         speed_variation: Standard deviation of a rank's speed, which is log-normal with mean 1. Each rank has a new
-            speed in each minibatch, to model temporary slowdowns.
+            speed in each minibatch, which models temporary slowdowns.
         cost_error: Standard deviation of the ratio of a sequence's true duration to its cost. The ratio is log-normal
             with mean 1, so the cost is correct on average.
         num_units: Number of units, which are groups of parameters that are fetched together. In each microbatch, a unit
             is fetched twice (for the forward and the backward pass) and its gradient is pushed once.
+        num_islands: Number of groups of ranks between which data moves at `link_gb_per_s`, instead of `fetch_gb_per_s`
+            and `push_gb_per_s`.
         parameter_cache_bytes: Memory per rank for units that stay in memory for the whole minibatch.
         gradient_cache_bytes: Memory per rank for local gradient accumulation. Gradients are as large as parameters.
     """
@@ -54,6 +56,8 @@ class ScenarioOptions:
     unit_bytes: Annotated[int, Option(0, 10**12, "bytes of a unit; 0: 1.5 B parameters in bf16 / --units")] = 0
     fetch_gb_per_s: Annotated[float, Option(*_SPEED, "speed of fetches; 0: free")] = 0.0
     push_gb_per_s: Annotated[float, Option(*_SPEED, "speed of pushes; 0: free")] = 0.0
+    num_islands: Annotated[int, Option(*_COUNT, "number of islands, such as nodes; simulates islands.by, too")] = 1
+    link_gb_per_s: Annotated[float, Option(*_SPEED, "speed of a rank between islands; 0: free")] = 0.0
     parameter_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.parameter_cache_bytes", True)] = 0
     gradient_cache_bytes: Annotated[int, Option(0, 10**15, "for windows: comm.gradient_cache_bytes", True)] = 0
 
@@ -67,10 +71,10 @@ class ScenarioOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions(ScenarioOptions):
-    """Options of a simulated GRPO run. `per_rank` is a number of prompts, and `lengths` are the lengths of completions.
+    """Options of a simulated GRPO run. `per_rank` counts prompts, and `lengths` specifies the lengths of completions.
 
-    The default times apply to 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
-    and, for each sequence, the keys and values of 4,500 tokens on average, with 28,672 bytes per token.
+    The default times are for 1.5 B parameters in bf16 on an A100 with 1.5 TB/s. A decode step reads 3 GB of parameters
+    and, for each sequence, the keys and values of 4,500 tokens on average, at 28,672 bytes per token.
     """
 
     lengths: str = "aime"
@@ -80,7 +84,7 @@ class RolloutOptions(ScenarioOptions):
 
 
 def options_of(kind: type) -> dict[str, tuple[Any, Option]]:
-    """Return the type and the `Option` of each annotated field of a dataclass, by name of the field."""
+    """Return the type and the `Option` of each annotated field of a dataclass, keyed by field name."""
     hints = get_type_hints(kind, include_extras=True)
     return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Annotated}
 

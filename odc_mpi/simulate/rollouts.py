@@ -4,16 +4,16 @@
     window/barrier         ranks generate, wait for each other, then claim microbatches to train on
     window/on_demand_own   no barrier: after generating, a rank trains on its own completions
     window/on_demand       no barrier: after generating, a rank trains on finished prompt groups of any rank, in the
-                           order in which they are finished
-    bound                  lower bound: the larger of the time of all work if no rank ever waits, and the earliest time
-                           at which training on any completion of the last generated group can end
+                           order in which they finish
+    bound                  lower bound: the time that all work takes if no rank ever waits or, if later, the earliest
+                           time at which training on a completion of the last generated group can end
 
-The completions of a prompt are its prompt group. A rank decodes all completions of its prompts together. A decode step
-adds a token to each unfinished completion. The step takes a constant time plus a time per unfinished completion. Ranks
-can train on a group when its last completion is finished, since its advantages are known only then. Each group is
-divided into `SHARES` shares, which idle ranks claim.
+The completions of a prompt form its prompt group. A rank decodes all completions of its prompts together. Each decode
+step adds a token to every unfinished completion, and takes a constant time plus a time per unfinished completion.
+Training on a group can begin only when its last completion is finished, because its advantages are unknown until then.
+For window/on_demand, each group is divided into `SHARES` shares, which idle ranks claim.
 
-The speed-up of a schedule is the time of collective/barrier for all minibatches, divided by the time of the schedule.
+The speed-up of a schedule is the total time of collective/barrier for all minibatches, divided by that of the schedule.
 """
 
 import math
@@ -29,6 +29,7 @@ from typing_extensions import override
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
+from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import SimulatedTiming, simulate_dynamic
 from odc_mpi.simulate.options import RolloutOptions
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
@@ -38,14 +39,19 @@ BASELINE = "collective/barrier"
 #: Schedules to compare, as TRANSPORT/SYNCHRONIZATION.
 SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
 BOUND = "bound"
-#: Number of shares of a prompt group, of about equal cost, which idle ranks claim. It must be fixed before lengths are
-#: known. With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch occurs more often.
+#: Number of shares of about equal cost into which a prompt group is divided. It must be fixed before lengths are known.
+#: With fewer shares, ranks wait at the end; with more, the constant cost of a microbatch is incurred more often.
 SHARES = 4
 
 
 @dataclass(frozen=True)
 class RolloutScenario(RolloutOptions, Scenario):
     """Scenario of a simulated GRPO run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_islands > 1:
+            raise UserError(f"--islands: expected 1 with --workload grpo, got {self.num_islands}")
 
     @property
     def num_groups(self) -> int:
@@ -75,7 +81,7 @@ class SimulatedRollouts:
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return the end time, in seconds, and the index of each group that a rank decodes together, sorted by time."""
+        """Return pairs of end time (in seconds) and group, sorted by time, for `groups` decoded together on a rank."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Between the ends of two completions, the unfinished ones need one step per token.
@@ -89,7 +95,7 @@ class SimulatedRollouts:
 
     @cached_property
     def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
-        """List with an element per rank: the result of `decode_ends_s` for the prompt groups assigned to the rank."""
+        """Result of `decode_ends_s` for the prompt groups assigned to each rank, as a list indexed by rank."""
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
@@ -104,12 +110,12 @@ class SimulatedRollouts:
         return [self.pack(share) for share in shares]
 
     def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack the completions with the indices `positions` into few microbatches."""
+        """Pack the completions with the indices `positions` into a small number of microbatches."""
         bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
         return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the training plan of a schedule. Not for `window/on_demand`, which plans during the run."""
+        """Return the training plan of a schedule other than `window/on_demand`, which plans during the run."""
         scenario = self.scenario
         if name == "window/on_demand_own":
             positions_of_ranks = (
@@ -121,10 +127,10 @@ class SimulatedRollouts:
         return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
     def bounds_s(self) -> tuple[float, float]:
-        """Return two lower bounds of the time that any schedule needs, in seconds.
+        """Return two lower bounds, in seconds, on the time that any schedule needs.
 
         The first is the earliest time at which the fastest rank can finish training on the cheapest completion of the
-        last generated prompt group. The second is the time of all work on ranks that never wait.
+        last generated prompt group. The second is the time that all work takes if no rank ever waits.
         """
         minibatch, scenario = self.minibatch, self.scenario
         decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
@@ -139,12 +145,12 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Simulate all schedules of a GRPO run. Return the result as a JSON object, which is deterministic.
+    """Simulate all schedules of a GRPO run, and return the result, which is deterministic, as a JSON object.
 
-    Three keys map each schedule and `BOUND` to a number: `speedup` over collective/barrier, `idle_fraction` (the
-    fraction of time spent waiting or in dummy microbatches) and `step_s` (mean seconds of a minibatch). `timeline` maps
-    each schedule to the intervals in which each rank generates or trains in the first minibatch. `generation_fraction`
-    is the fraction of the busy time of collective/barrier that is spent on generation.
+    Three keys contain a number for each schedule and `BOUND`: `speedup` (over collective/barrier), `idle_fraction`
+    (fraction of the time that ranks wait or run dummy microbatches) and `step_s` (mean duration of a minibatch, in
+    seconds). `timeline` contains, for each schedule, the intervals in which each rank generates or trains in the first
+    minibatch. `generation_fraction` is the fraction of busy time that ranks spend on generation in collective/barrier.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(
@@ -164,7 +170,7 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
 
 
 def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
-    """Simulate a schedule for a minibatch. Ranks are busy while they generate or train."""
+    """Simulate one minibatch with one schedule. Ranks are busy while they generate or train."""
     decoded = minibatch.assigned_decode_ends_s
     free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == "window/on_demand":
@@ -184,7 +190,7 @@ def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTimi
 def _simulate_shared(
     minibatch: SimulatedRollouts, finished: Sequence[tuple[float, int]], free: Sequence[float]
 ) -> SimulatedTiming:
-    """Simulate ranks that, after generating, claim shares of prompt groups in the order in which groups finish."""
+    """Simulate ranks that, after generating, claim shares of prompt groups in the order in which the groups finish."""
     ready, shares = zip(*((end, share) for end, group in finished for share in minibatch.shares(group)), strict=True)
 
     def duration(rank: int, k: int) -> float:

@@ -1,6 +1,6 @@
-"""Scenarios of simulations: minibatches with the costs that ranks use for planning, and with true durations.
+"""Simulation scenarios: minibatches with the costs that ranks use for planning, and with their true durations.
 
-A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, and
+A scenario is independent of transports and balancing strategies. The simulator adds up the true durations, whereas
 `bench.schedule` sleeps for these durations. Both use the same minibatches, which the seed determines.
 """
 
@@ -16,17 +16,17 @@ from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
-from odc_mpi.simulate.options import MAX_S, ScenarioOptions
+from odc_mpi.simulate.options import MAX_GB_PER_S, MAX_S, ScenarioOptions
 
 Floats = npt.NDArray[np.float64]
 
-#: Seconds for a sequence in a model with 1.5 B parameters on an A100. The values are the fit in the reference
+#: Seconds that a model with 1.5 B parameters takes for a sequence on an A100, from the fit in the reference
 #: implementation of ODC (sail-sg/odc, examples/llm_training/packing.py), which is per 32,000 tokens. The fit also has a
-#: constant of 0.666759 s, which is omitted here, as in the plans of the reference.
+#: constant of 0.666759 s, which is omitted here, as it is in the plans of the reference implementation.
 REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
-#: Size of the parameters of that model in bf16, in bytes.
+#: Size in bytes of the parameters of that model in bf16.
 MODEL_BYTES = 2 * 1_500_000_000
-#: Larger values are typos.
+#: Maximum number of sequences in a minibatch. Larger values are probably typos.
 MAX_SEQUENCES = 10**7
 
 
@@ -34,16 +34,16 @@ MAX_SEQUENCES = 10**7
 class SimulatedMinibatch:
     """Minibatch to simulate. All durations are in seconds.
 
-    The first microbatch of a rank with windows takes longer, because it fills the caches (`is_first` in the methods).
+    With windows, a rank's first microbatch takes longer because it fills the caches (`is_first` in the methods).
 
     Attributes:
-        lengths: Number of tokens of each sequence, int64 [n].
-        sequence_s: True duration of each sequence on a rank of speed 1, float64 [n].
+        lengths: Number of tokens in each sequence, int64 `[n]`.
+        sequence_s: True duration of each sequence on a rank of speed 1, float64 `[n]`.
         overhead_s: Constant part of the duration of any microbatch, including dummies, on a rank of speed 1.
         communication_s: Duration of the fetches and pushes of a microbatch, which do not overlap with computation.
-        speeds: Speed of each rank in this minibatch, float64 [ranks].
+        speeds: Speed of each rank in this minibatch, float64 `[ranks]`.
         cache_saving_s: Part of `communication_s` that caches save in each microbatch. Collectives have no caches.
-        cache_cost_s: Additional duration of the first microbatch of a rank.
+        cache_cost_s: Additional duration of a rank's first microbatch, which fills the caches.
         cost: Cost model that ranks use for planning, in seconds.
     """
 
@@ -57,7 +57,7 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the duration, without communication, of a microbatch of sequence indices on a rank of speed 1."""
+        """Return the duration, without communication, of a microbatch (indices of sequences) on a rank of speed 1."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
@@ -65,11 +65,11 @@ class SimulatedMinibatch:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the duration of a microbatch on a rank with caches, including communication over windows."""
+        """Return the duration of a microbatch on a rank with parameter and gradient caches, including communication."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the duration of chunk `index` of a split sequence on a rank, without waiting for other chunks."""
+        """Return the duration of chunk `index` of a split sequence on a rank, not counting waits for other chunks."""
         begin, end = split.bounds[index : index + 2]
         error = self._each_s[split.position] / float(self.cost.sequence(self.lengths[split.position]))
         work_s = self.overhead_s + error * self.cost.chunk(begin, end)
@@ -83,7 +83,7 @@ class SimulatedMinibatch:
 
 @dataclass(frozen=True)
 class Scenario(ScenarioOptions):
-    """Scenario of a simulated run. Raises `UserError` if options are invalid. The seed determines all minibatches.
+    """Scenario of a simulated run, whose seed determines all minibatches. Raises `UserError` if options are invalid.
 
     A microbatch has at most as many tokens as the longest possible sequence (packing ratio 1 in the ODC paper).
 
@@ -99,8 +99,12 @@ class Scenario(ScenarioOptions):
             raise UserError(
                 f"expected at most {MAX_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: lower --per-rank"
             )
-        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
+        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s or self.link_gb_per_s):
             raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too: set one of them")
+        if self.ranks % self.num_islands:
+            raise UserError(f"--islands: expected a divisor of {self.ranks} ranks, got {self.num_islands}")
+        if self.link_gb_per_s and self.num_islands == 1:
+            raise UserError("--link-gb-per-s: expected --islands, too: set the number of islands")
         if self.communication_s > MAX_S:
             raise UserError(
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
@@ -124,13 +128,13 @@ class Scenario(ScenarioOptions):
 
     @property
     def communication_s(self) -> float:
-        """Duration of the fetches and pushes of a microbatch without caches, in seconds."""
+        """Seconds that the fetches and pushes of a microbatch take without caches."""
         fetch_s, push_s = self._model_s
         return 2 * fetch_s + push_s
 
     @property
     def cache_saving_s(self) -> tuple[float, float]:
-        """Seconds that caches save in each microbatch, and seconds to fill them in a rank's first microbatch."""
+        """Seconds that caches save in each microbatch, and seconds spent filling them in a rank's first microbatch."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
         fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
@@ -144,17 +148,41 @@ class Scenario(ScenarioOptions):
     @property
     def _model_s(self) -> tuple[float, float]:
         """Seconds to fetch all units once, and to push all gradients once."""
-        size = self._model_bytes / 1e9
-        fetch_s, push_s = (size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
-        return fetch_s, push_s
+        size, near = self._model_bytes / 1e9, 1 / self.num_islands
+        fetch_s, push_s = (near * size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
+        far_s = (1 - near) * size / self.link_gb_per_s if self.link_gb_per_s else 0.0
+        return fetch_s + far_s, push_s + far_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Duration of the exchange of gradients and parameters between islands at the end of a minibatch, in seconds.
+
+        Each rank sends and receives its shard of the gradients of its island, then of the parameters.
+        """
+        num_bytes = 2 * self._model_bytes * (self.num_islands - 1) / self.ranks
+        return num_bytes / 1e9 / self.link_gb_per_s if self.link_gb_per_s else 0.0
+
+    def in_island(self, minibatch: SimulatedMinibatch) -> SimulatedMinibatch:
+        """Return a minibatch in which ranks fetch from and push to their own island only."""
+        # Not 0, which would be refused with `unit_bytes`.
+        fetch_gb_per_s = self.fetch_gb_per_s or MAX_GB_PER_S
+        alone = replace(self, num_islands=1, link_gb_per_s=0.0, fetch_gb_per_s=fetch_gb_per_s)
+        saving_s, cost_s = alone.cache_saving_s
+        return replace(
+            minibatch,
+            communication_s=alone.communication_s,
+            cache_saving_s=saving_s,
+            cache_cost_s=cost_s,
+            cost=alone.planned_cost,
+        )
 
     @property
     def planned_cost(self) -> CostModel:
-        """Cost model that ranks use for planning, in seconds, including overhead and communication of microbatches."""
+        """Cost model for planning, in seconds, including the overhead and communication of each microbatch."""
         return replace(self.cost, constant=self.overhead_s + self.communication_s)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches. The same seed gives the same minibatches."""
+        """Yield the minibatches, which depend only on the options, including the seed."""
         for index in range(self.num_minibatches):
             # Separate generators: lengths do not depend on the variation of speeds.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
@@ -171,6 +199,6 @@ class Scenario(ScenarioOptions):
 
 
 def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
-    """Sample `n` log-normal factors with mean 1. Unlike normal factors, log-normal factors are always positive."""
+    """Sample `n` log-normal factors with mean 1. Unlike normally distributed factors, they are always positive."""
     variance = math.log1p(deviation**2)
     return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)

@@ -2,14 +2,16 @@
 
     collective/BALANCE   all ranks synchronize at each unit of each microbatch, as in FSDP and ZeRO-3
     window/BALANCE       ranks synchronize only at the end of a minibatch
+    islands/BALANCE      as window/BALANCE, but each island holds all parameters (`comm.islands`), and ranks exchange
+                         gradients and parameters with other islands at the end of a minibatch
     window/split         `dynamic` with context parallelism: sequences that are too long for an even share are split
                          over ranks (`data.plan.context_parallel`)
-    floor                lower bound without split sequences: the larger of the time of the longest sequence on the
-                         fastest rank, and the time of all work if no rank ever waits
-    even_share           lower bound of all schedules: the time of all work if no rank ever waits
+    floor                lower bound without split sequences: the larger of `even_share` and the time of the longest
+                         sequence on the fastest rank
+    even_share           lower bound for all schedules: the time that all work takes if no rank ever waits
 
-The speed-up of a schedule is the time of collective/lb_micro for all minibatches, divided by the time of the schedule.
-verl and the ODC paper use lb_micro for collectives.
+The speed-up of a schedule is the total time of collective/lb_micro for all minibatches, divided by that of the
+schedule. verl and the ODC paper use lb_micro with collectives.
 """
 
 import math
@@ -35,8 +37,8 @@ from odc_mpi.simulate.events import (
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
 BASELINE, SPLIT = "collective/lb_micro", "window/split"
-#: Schedules to compare, as TRANSPORT/BALANCE. With lb_mini and dynamic, ranks run different numbers of microbatches, so
-#: collectives are not possible.
+#: Schedules to compare, as TRANSPORT/BALANCE. With lb_mini and dynamic, ranks run different numbers of microbatches,
+#: which rules out collectives.
 SCHEDULES = (
     BASELINE,
     "collective/local_sort",
@@ -46,6 +48,8 @@ SCHEDULES = (
     "window/dynamic",
     SPLIT,
 )
+#: Balances that are also simulated with islands.
+ISLAND_BALANCES = ("lb_mini", "dynamic")
 #: Functions that plan a minibatch, by the name of the balance in `SCHEDULES`.
 PLANS: dict[str, Callable[..., Plan]] = {**BALANCE_STRATEGIES, "split": split_longest}
 FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
@@ -53,19 +57,19 @@ FLOOR, EVEN_SHARE = BOUNDS = "floor", "even_share"
 PAUSE_S = 1e-3
 #: Numbers of sequences per rank to compare.
 PER_RANK = (1, 2, 4, 8, 16)
-#: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. At least one
-#: minibatch is simulated.
+#: Maximum number of sequences to simulate for each number in `PER_RANK`, which takes a few seconds. However, at least
+#: one minibatch is simulated.
 MAX_SIMULATED_SEQUENCES = 8_192
 RECOMMENDED_SCHEDULE = "window/dynamic"
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation. Each mapping is by schedule. Its keys include `BOUNDS` unless stated otherwise.
+    """Result of a simulation. Mappings are keyed by schedule, and also contain `BOUNDS` unless stated otherwise.
 
     Attributes:
         speedup: Speed-up over collective/lb_micro.
-        idle_fraction: Fraction of time in which ranks wait or run dummy microbatches, averaged over ranks.
+        idle_fraction: Fraction of the time that ranks wait or run dummy microbatches, averaged over ranks.
         idle_per_rank: Idle fraction of each rank, without `BOUNDS`.
         step_s: Mean duration of a minibatch, in seconds.
         longest_sequence_bound_fraction: Fraction of minibatches in which the longest sequence determines the floor.
@@ -106,7 +110,7 @@ class SimulationResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON-serializable dictionary, and the speed-up of the floor with the key `floor`."""
+        """Return a JSON-serializable dictionary of all fields, plus the speed-up of the floor under the key `floor`."""
         # Without the timeline: its copy takes as long as the simulation of a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline}
@@ -126,6 +130,11 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
     for name in SCHEDULES:
         transport, balance = name.split("/")
         timings[name] = simulate_timing(minibatch, plans[balance], transport, scenario.num_units)
+    if scenario.num_islands > 1:
+        in_island = scenario.in_island(minibatch)
+        for balance in ISLAND_BALANCES:
+            timing = simulate_timing(in_island, plans[balance], "window")
+            timings[f"islands/{balance}"] = replace(timing, end_s=timing.end_s + scenario.exchange_s)
     return timings
 
 
@@ -134,8 +143,8 @@ def collect_timings(
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
     """Collect the timings of all minibatches. Each item of `minibatches` maps schedules to their timings.
 
-    Returns three mappings by schedule: the seconds of each minibatch; the total busy seconds of each rank, float64
-    [ranks]; and the timeline of the first minibatch.
+    Returns three mappings, keyed by schedule: the duration of each minibatch, in seconds; the total busy time of each
+    rank, in seconds, float64 `[ranks]`; and the timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}
@@ -153,7 +162,7 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup` over the schedule `baseline`, `idle_fraction` and `step_s`, each by schedule or bound.
+    """Return `speedup` (over the schedule `baseline`), `idle_fraction` and `step_s`, each keyed by schedule or bound.
 
     `ends` contains the seconds of each minibatch, and `work` the total busy seconds of all ranks in all minibatches.
     """
@@ -166,7 +175,7 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may be the plan of `dynamic`."""
+    """Plan a minibatch from its sequence lengths, as ranks do. For `split`, `known` may contain the `dynamic` plan."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
@@ -206,7 +215,7 @@ def _simulate_dynamic(minibatch: SimulatedMinibatch, plan: Plan, num_units: int)
 
 
 def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
-    """Return, for each rank, the intervals in which the rank computes chunks, and the time at which it is done."""
+    """Return the intervals in which each rank computes chunks, and the time at which each rank has finished them."""
     timeline: list[Intervals] = [[] for _ in minibatch.speeds]
     free = [0.0] * len(timeline)
     for split in plan.splits:
@@ -223,10 +232,10 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 
 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
-    """Return two lower bounds of the duration of a minibatch without split sequences, in seconds.
+    """Return two lower bounds, in seconds, on the duration of a minibatch without split sequences.
 
-    The first is the duration of the longest sequence on the fastest rank. The second is the duration of all work, in
-    the fewest possible microbatches, on ranks that never wait.
+    The first is the duration of the longest sequence on the fastest rank. The second is the time that all work takes
+    in the fewest possible microbatches if no rank ever waits.
     """
     fewest = math.ceil(int(minibatch.lengths.sum()) / max_tokens)
     work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
@@ -241,7 +250,7 @@ def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, floa
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Simulate each number of sequences per rank in `PER_RANK`. Return a table of the results with a recommendation."""
+    """Simulate each number of sequences per rank in `PER_RANK`, and return a table of results and a recommendation."""
     results = {}
     for per_rank in PER_RANK:
         max_minibatches = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))
@@ -260,7 +269,7 @@ def recommend_batch_size(scenario: Scenario) -> str:
 
 
 def _sentence(rates: Mapping[int, float]) -> str:
-    """Recommend the smallest number of sequences per rank whose rate is within 2 % of the best."""
+    """Recommend the smallest number of sequences per rank whose throughput is within 2% of the best."""
     enough = next(per_rank for per_rank, rate in rates.items() if rate >= 0.98 * max(rates.values()))
     gain = rates[enough] / rates[PER_RANK[0]] - 1
     rest = max(rates.values()) / rates[enough] - 1

@@ -1,1 +1,1 @@
-"""Batch scripts for Slurm."""
+"""Slurm batch scripts."""

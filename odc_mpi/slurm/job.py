@@ -1,6 +1,6 @@
-"""Batch scripts for Slurm that run `odc-mpi train`. jobs/batch_scripts.py writes the scripts in jobs/ with this module.
+"""Slurm batch scripts that run `odc-mpi train`. jobs/batch_scripts.py uses this module to write the scripts in jobs/.
 
-Does not use MPI. Users can edit the scripts, which are plain bash with the settings of a site at the top. Before the
+Does not use MPI. The scripts are plain bash that users can edit, with site-specific settings at the top. Before the
 time limit, Slurm signals only the batch script, which forwards the signal to the running command. The ranks save a
 checkpoint, create a file that distinguishes this stop from a completed run, and exit. The job then requeues itself.
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from odc_mpi.errors import UserError
 
-#: The batch script in bash, with `@NAME@` for each text that `training_script` inserts. Bash handles a signal only
-#: after a foreground command has ended, or during a wait. Exit code 138 is 128 + SIGUSR1: the signal interrupted the
-#: wait, or killed a command that does not handle the signal. Every task sees all GPUs of its node, because tasks that
-#: see only one GPU could not map each other's memory.
+#: Template of the batch script, with `@NAME@` in place of each text that `training_script` inserts. Bash handles a
+#: signal only after a foreground command has ended, or during a `wait`. Exit code 138 (128 + SIGUSR1) means that the
+#: signal interrupted the `wait`, or killed a command that does not handle it. Every task sees all GPUs of its node,
+#: because tasks that see only one GPU could not map each other's memory.
 _TEMPLATE = Path(__file__).with_name("train.sbatch.in")
 #: Time from the stop signal to the time limit, in seconds. Slurm may send the signal up to a minute earlier.
 SIGNAL_S = 120
-#: Options of sbatch that a site may require, with examples. Options that are not given are comments in the script.
+#: Options of sbatch that a site may require, with example values. Options that are not given are commented out.
 _CHOICES = {
     "partition": "PARTITION",
     "account": "ACCOUNT",
@@ -37,12 +37,12 @@ class SlurmJob:
 
     Attributes:
         mpi: Value of `srun --mpi`, as a bash expression.
-        choices: Options of sbatch that a site may require, as pairs of name and value. Names that are not in `_CHOICES`
-            are ignored.
-        arguments: Arguments of `odc-mpi train`. Arguments of the script are appended to them.
-        stage: Directory on each node to which the data set is copied. If None, the environment variable STAGE of the
-            job specifies the directory. If STAGE is not set either, nothing is copied.
-        data: Path of the data set to copy. If None, the environment variable DATA of the job specifies the path.
+        choices: Options of sbatch that a site may require, as pairs of a name and a value. Names that are not in
+            `_CHOICES` are ignored.
+        arguments: Arguments for `odc-mpi train`, to which the script appends its own arguments.
+        stage: Directory on each node to which the data set is copied. If None, the job's environment variable STAGE
+            specifies the directory. If STAGE is not set either, nothing is copied.
+        data: Path of the data set to copy. If None, the job's environment variable DATA specifies the path.
     """
 
     nodes: int = 1
@@ -62,10 +62,10 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
     Args:
         headline: First line of the comment at the start of the script.
-        usage: Command line for submitting the script, which is shown in the same comment.
+        usage: Command line that submits the script, also shown in this comment.
         array: Value of `sbatch --array`, or "" for a single job.
-        settings: Bash code that appends settings to the arguments of the script, for example different settings in each
-            job of an array; "" for none.
+        settings: Bash code that appends settings to the arguments of the script, for example different ones for each
+            job of an array. It should end with a line break, unless it is "".
     """
     texts = {
         **vars(job),
@@ -94,7 +94,7 @@ def submit(script: str) -> int:
 
 
 def _choices(chosen: dict[str, str]) -> str:
-    """Return the lines for sbatch options that a site may require. Options not in `chosen` become comments."""
+    """Return script lines for the sbatch options in `_CHOICES`. Options that are not in `chosen` are commented out."""
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     others = [(name, example) for name, example in _CHOICES.items() if name not in chosen]
     if others:

@@ -1,1 +1,1 @@
-"""Training runs: settings, training loop, run directory, checkpoints and resuming."""
+"""Training runs: settings, the training loop, the run directory, checkpoints and resuming."""

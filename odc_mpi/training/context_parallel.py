@@ -1,6 +1,6 @@
 """Context parallelism: different ranks compute chunks of the longest sequences of a minibatch.
 
-This module decides whether a run splits sequences, computes how much memory this needs, and yields chunks as
+This module decides whether a run splits sequences, computes how much memory this requires, and yields chunks as
 microbatches. See docs/scheduling.md.
 """
 
@@ -24,7 +24,7 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Decision whether a run splits sequences. If it does, `sizes` are the sizes of the buffers for keys and values.
+    """Decision on whether a run splits sequences and, if so, the `sizes` of the buffers for keys and values.
 
     Otherwise, `sizes` is None, and `reason` is the reason to print, or None if `data.context_parallel` is off.
     """
@@ -41,7 +41,7 @@ class ContextParallelSetup:
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Decide whether a run of `size` ranks splits sequences. `meta_model` must not have adapters yet."""
+    """Decide whether a run on `size` ranks splits sequences. `meta_model` must not have adapters yet."""
     if config.data.context_parallel == "off":
         return ContextParallelSetup()
     if size == 1:
@@ -87,9 +87,9 @@ class ChunkMicrobatches:
     def microbatches(self, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
         """Yield this rank's chunks as microbatches, each with the chunk's index in its sequence. One-sided.
 
-        The caller must run the forward and backward pass of a chunk before it requests the next chunk. All ranks must
-        call this for every minibatch in the same order, because they identify a split sequence by its number in the
-        run.
+        The caller must run the forward and backward passes of a chunk before requesting the next one. All ranks must
+        call this method for every minibatch in the same order, because they identify a split sequence by its number in
+        the run.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):
@@ -114,5 +114,5 @@ class _Chunk:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend to this chunk and all earlier chunks. Waits for the ranks of the earlier chunks. One-sided."""
+        """Attend to this chunk and all earlier ones, waiting for the ranks that compute the earlier ones. One-sided."""
         return context_parallel_attention(query, key, value, scaling, layer, self.exchange)

@@ -1,8 +1,8 @@
-"""Handling of damaged sequences found during training. All ranks end the run and save its last complete step.
+"""Handling of damaged sequences found during training: all ranks save the last complete step and end the run.
 
-A rank that cannot read a sequence must not stop at once, because other ranks may wait for its microbatches, or for the
-keys and values of a chunk. Instead, it continues with placeholder tokens. At the end of the minibatch, the ranks gather
-their values, so all ranks learn of the damage, discard the gradients, and raise the same error.
+A rank that cannot read a sequence must not stop at once, because other ranks may be waiting for its microbatches, or
+for the keys and values of a chunk. Instead, it continues with placeholder tokens. When the ranks gather their values at
+the end of the minibatch, all of them learn of the damage, discard the gradients and raise the same error.
 """
 
 from dataclasses import replace
@@ -19,14 +19,14 @@ from odc_mpi.runtime.world import World
 
 
 class DamageFoundError(AllRanksUserError):
-    """Raised by every rank if any rank could not read a sequence. The message is from the lowest of these ranks."""
+    """Raised by every rank if any rank could not read a sequence. The message comes from the lowest such rank."""
 
 
 class PlaceholderDataset:
     """View of a data set that returns placeholders for sequences that cannot be read.
 
-    A placeholder has the length and the number of loss tokens of its sequence, but all tokens are 0. `damage` is the
-    first read error on this rank, or None. The caller must call `raise_damage` before it uses any result.
+    A placeholder has the length and the number of loss tokens of its sequence, but all its tokens are 0. `damage` is
+    the first read error on this rank, or None. The caller must call `raise_damage` before using any results.
     """
 
     def __init__(self, dataset: Dataset) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics of held-out pairs.
+"""Evaluation between training steps: its schedule, the loss on held-out sequences, and metrics for held-out pairs.
 
 An evaluation runs forward passes between two steps, after the new parameters are published. Each rank claims one
 microbatch at a time and fetches parameters on demand. Ranks synchronize only at the end, to gather their results.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Base class of callbacks that evaluate the model at the steps set by `run.eval_every` and `run.eval_on_start`."""
+    """Base class for callbacks that evaluate the model at the steps set by `run.eval_every` and `run.eval_on_start`."""
 
     def __init__(self, run: RunConfig, model: ShardedModel) -> None:
         self._run, self._model = run, model
@@ -85,14 +85,14 @@ class ForwardPass:
         self._tickets = Tickets(world)
 
     def plan(self, indices: npt.NDArray[np.int64]) -> Minibatch:
-        """Return a minibatch of the sequences with these indices, int64 [n], for `run`. Does not communicate."""
+        """Plan a minibatch for `run` from the sequences at `indices`, int64 `[n]`. Does not communicate."""
         world = self._world
         plan = self._strategy(self.dataset.lengths[indices], world.size, self._max_tokens, self._cost_model)
         minibatch = Minibatch.from_indices(self.dataset, indices, plan, world.rank, data_epoch=0, position=0)
         return self._placeholders.apply(minibatch)
 
     def run(self, minibatch: Minibatch, score: Callable[[Microbatch], T]) -> list[T]:
-        """Call `score` on each microbatch, and return the results of all ranks, in no fixed order. Collective.
+        """Call `score` on each microbatch, and return the results of all ranks in no particular order. Collective.
 
         The model is in evaluation mode, and no gradients are computed. Ranks wait for each other only at the end.
         Raises `DamageFoundError` on every rank if any rank could not read a sequence.
@@ -114,7 +114,7 @@ class ForwardPass:
 def held_out_pass(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> list[tuple[ForwardPass, npt.NDArray[np.int64]]]:
-    """Return `[(forward_pass, indices)]` for the held-out data to evaluate, or [] if there is none. Collective."""
+    """Return `[(forward_pass, indices)]` for the held-out data to evaluate, or `[]` if there is none. Collective."""
     dataset = inputs.evaluation
     if not isinstance(dataset, Dataset):
         return []
@@ -123,7 +123,7 @@ def held_out_pass(
 
 
 class HeldOutEvaluator(PeriodicEvaluator):
-    """Base class of callbacks that evaluate held-out sequences or pairs, given by their `indices`, int64 [n]."""
+    """Base class for callbacks that evaluate the held-out sequences or pairs at `indices`, int64 `[n]`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("eval", 8, "{eval_loss:.4f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -145,7 +145,7 @@ class HeldOutEvaluator(PeriodicEvaluator):
 
 
 class PairEvaluator(HeldOutEvaluator):
-    """Base class of evaluators that report the metrics of a `PairScorer` on held-out pairs."""
+    """Base class for evaluators that report the metrics of a `PairScorer` on held-out pairs."""
 
     def __init_subclass__(cls, accuracy: str) -> None:
         """Show the metric `accuracy`, the fraction of correctly ranked pairs, in the progress line and the summary."""
@@ -168,7 +168,7 @@ class PairEvaluator(HeldOutEvaluator):
         self._scorer = scorer
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
+        """Return the metrics over the held-out pairs, named as in training but with the prefix `eval_`. Collective."""
         rows = sorted(row for rows in self._forward_pass.run(self._minibatch, self._score) for row in rows)
         # In the order of the pairs, whichever rank computed which pair.
         _, *columns = zip(*rows, strict=True)

@@ -1,4 +1,4 @@
-"""Inputs of a run: data sets, model and loader. They are opened and checked without communication."""
+"""Inputs of a run (data sets, model and loader), which are opened and checked without communication."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
-#: Name of the tokenizer file in a model directory of transformers.
+#: Name of the tokenizer file in a transformers model directory.
 _TOKENIZER = "tokenizer.json"
 #: Data set of a run: sequences, or prompts for GRPO.
 TrainingData = Dataset | PromptDataset
@@ -41,7 +41,7 @@ class Inputs:
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
-        """Data sets, keyed by the setting that contains the path: `data.path` and, if it is set, `data.eval_path`."""
+        """Data sets, keyed by the setting that contains their path: `data.path` and, if set, `data.eval_path`."""
         datasets = {"data.path": self.dataset}
         return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
 
@@ -53,7 +53,7 @@ class Inputs:
         raise UserError("run.objective: expected sft, got grpo: set it to sft")
 
     def close(self) -> None:
-        """Close the files of the data sets."""
+        """Close the data set files."""
         for data in self.datasets.values():
             if isinstance(data, Dataset):
                 data.close()
@@ -62,7 +62,7 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     """Open the data sets, build this rank's loader and the model without its weights, and check that they match.
 
-    Raises `UserError` if settings, data and model do not match, or a file cannot be used.
+    Raises `UserError` if settings, data and model do not match, or if a file cannot be used.
     """
     validate_context_parallel(config)
     objective = config.run.objective
@@ -97,7 +97,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open the prompts, and check that they match the model and that completions fit into a microbatch."""
+    """Open the prompts, and check that they match the model and that completions fit in a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -142,7 +142,7 @@ def _refuse_routers(objective: str, meta_model: models.MetaModel) -> None:
 
 
 def _padding_token(dataset: Dataset, meta_model: models.MetaModel) -> int:
-    """Return the padding token: the tokenizer's, or else its end-of-sequence token, as in TRL, or else the model's."""
+    """Return the tokenizer's padding token or end-of-sequence token, as TRL does, or else the model's padding token."""
     files = tokenizer_files(Path(dataset.path))
     tokenizer = load_files(files, Path(dataset.path), "data.path") if files else None
     candidates = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
@@ -180,14 +180,14 @@ def _open_dataset(setting: str, path: str, config: Config, meta_model: models.Me
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost model to use before any times are measured. For `data.cost: fitted`, it is that of `flops`."""
+    """Return the cost model to use until times are measured. For `data.cost: fitted`, it is the `flops` model."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
 
 
 def training_flops(meta_model: models.MetaModel, trained_fraction: float) -> CostModel:
-    """Return a cost model in FLOPs: 6 per token and trainable parameter, 4 per frozen parameter, plus attention."""
+    """Return a cost model in FLOPs: 6 per token for each trainable parameter, 4 for each frozen one, plus attention."""
     flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
     return replace(flops, linear=flops.linear * (2 + trained_fraction) / 3)
 
@@ -198,7 +198,7 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
     if isinstance(dataset, PromptDataset):
         action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
-    # Without the model's tokenizer only the vocabulary sizes can be compared. With it, tokens beyond the embedding are
+    # Without the model's tokenizer, only the vocabulary sizes can be compared. With it, tokens beyond the embedding are
     # allowed unless the data contains them.
     if dataset.vocab_size > meta_model.vocab_size and tokenizer is None:
         raise UserError(
@@ -229,7 +229,7 @@ def _load_tokenizer(path: Path, setting: str) -> Any:
 
 
 def _find_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of the model in a directory or checkpoint, or None if it has none."""
+    """Return the tokenizer of a model directory or checkpoint, or None if it has no tokenizer."""
     if checkpoint := find_checkpoint(path):
         with checkpoint:
             files = read_tokenizer_files(checkpoint.manifest.metadata["config"], None)
@@ -266,7 +266,7 @@ def build_model(
 ) -> models.MetaModel:
     """Build the model on the meta device, from `model.path` or with new weights from `model.config` and `seed`.
 
-    For an adapter checkpoint, build the base model. Each of the `size` ranks verifies a part of the base weights.
+    For an adapter checkpoint, this is the base model, and each of the `size` ranks verifies a part of its weights.
     """
     if config.path is not None:
         return load_start(Path(config.path), rank, size, config.attn_implementation, config.config, task, seed)

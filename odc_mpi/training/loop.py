@@ -26,7 +26,7 @@ from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Base class of minibatch sources. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
+    """Base class for minibatch sources. Subclasses report the metrics `num_input_tokens` and `tokens_per_s`."""
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("tokens/s", 9, "{tokens_per_s:,.0f}"),)
     summary: ClassVar[Mapping[str, SummaryField]] = {
@@ -40,7 +40,7 @@ class MinibatchSource(Callback, ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches. Train on each before requesting the next. One-sided in some subclasses."""
+        """Yield this rank's microbatches. The caller trains on each before requesting the next. May be one-sided."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return the number of this rank's microbatches, or None if it is not known in advance."""
@@ -48,11 +48,11 @@ class MinibatchSource(Callback, ABC):
 
 
 class Objective(Callback, ABC):
-    """Base class of training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
+    """Base class for training objectives, which compute the loss to minimize. Subclasses report the metric `loss`.
 
     Attributes:
         loss_normalizer: Number by which `Update` divides the gradients after they are summed over all microbatches. A
-            subclass can set it in `on_gathered`. Before the first step, it must be an upper bound of all later values.
+            subclass can set it in `on_gathered`. Its initial value must be an upper bound on all later values.
     """
 
     columns: ClassVar[Sequence[ProgressColumn]] = (ProgressColumn("loss", 8, "{loss:.4f}"),)
@@ -61,17 +61,17 @@ class Objective(Callback, ABC):
 
     @abstractmethod
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the scalar loss of a microbatch, whose tensors are on the device of the model. One-sided."""
+        """Return the scalar loss of a microbatch whose tensors are on the model's device. One-sided."""
 
 
 class Trainer(AbstractContextManager["Trainer"]):
     """Runs training steps. As a context manager, it closes all callbacks on exit.
 
     The attribute `callbacks` lists `objective`, `update` and `source`, followed by the argument `callbacks`. The list
-    can be extended before `start`. Hooks are called in this order, except for `on_train_end`, which has the reverse
-    order.
+    can be extended until `start` is called. Hooks are called in the order of the list, except for `on_train_end`, which
+    is called in reverse order.
 
-    `clock` returns a time in seconds, from which the durations of microbatches are computed. It must not advance while
+    `clock` returns a time in seconds and is used to measure the durations of microbatches. It must not advance while
     this rank waits for slower ranks. `completed_steps` is the number of steps completed before the run was resumed.
     """
 
@@ -107,7 +107,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Call `on_train_begin` of all callbacks. Collective. Raises ValueError if their `gathered_names` overlap."""
+        """Call `on_train_begin` on all callbacks. Collective. Raises `ValueError` if their `gathered_names` overlap."""
         callback_by_name: dict[str, Callback] = {}
         metrics: dict[str, Any] = {"step": self.completed_steps}
         for callback in self.callbacks:
@@ -119,15 +119,15 @@ class Trainer(AbstractContextManager["Trainer"]):
             callback.on_train_begin(self.completed_steps, metrics)
 
     def finish(self) -> dict[str, Any]:
-        """Call `on_train_end` of all callbacks in reverse order, and return their summary entries. Collective."""
+        """Call `on_train_end` on all callbacks in reverse order, and return their summary entries. Collective."""
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the merged, JSON-serializable states of all callbacks. Model and optimizer are not included."""
+        """Return the merged, JSON-serializable states of all callbacks, excluding the model and the optimizer."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the states of all callbacks from a `state_dict`. Raises `UserError` if they do not match this run."""
+        """Restore the states of all callbacks from `state_dict`. Raises `UserError` if they do not match this run."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 

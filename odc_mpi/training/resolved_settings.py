@@ -1,6 +1,6 @@
-"""Resolution of settings whose values depend on the machine or another run: Hub models, earlier runs, and auto.
+"""Resolution of settings that depend on the machine or on another run: Hub models, earlier runs and auto.
 
-Settings are resolved once, at the start. Thus config.yaml and checkpoints contain the directories and dtypes in use.
+Settings are resolved once, at the start, so config.yaml and checkpoints contain the actual directories and dtypes.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def resolve_settings(
 
 
 def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if the processor is known to have no bfloat16 arithmetic. ARM names the feature bf16."""
+    """Return True if the processor is known to lack bfloat16 arithmetic. On ARM, the feature is called bf16."""
     try:
         words = set(cpuinfo.read_text().split())
     except OSError:
@@ -68,7 +68,7 @@ def _lacks_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def with_device(config: Config, device: str) -> Config:
-    """Return the configuration with auto replaced in learning rate, device, dtype and gradient checkpointing.
+    """Return the configuration with auto resolved for the learning rate, device, dtype and gradient checkpointing.
 
     `device` replaces `run.device: auto`. The dtype and gradient checkpointing depend on the device.
     """
@@ -86,7 +86,7 @@ def with_device(config: Config, device: str) -> Config:
 
 
 def _needs_cpu(config: Config) -> str | None:
-    """Return the setting that does not support cuda, or None."""
+    """Return the name of a setting that does not support cuda, or None."""
     if config.data.context_parallel != "off":
         return "data.context_parallel"
     return "run.exact" if config.run.exact and config.run.objective == "grpo" else None

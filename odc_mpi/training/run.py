@@ -1,21 +1,21 @@
-"""A training run from its configuration to its summary.
+"""A training run, from its configuration to its summary.
 
     set up    check that all ranks have the same inputs, find the checkpoint, shard the model    collective
     train     run the steps with `training.loop.Trainer`
-    finish    wait for the last checkpoint, gather the totals of all ranks                       collective
+    finish    wait for the last checkpoint, gather totals from all ranks                         collective
 
-The hooks of the training loop are called on the callbacks in this order:
+The training loop calls the hooks of the callbacks in this order:
 
-    StartReport                                 reports how long the phases of the start took
+    StartReport                                 reports how long each start-up phase took
     Objective, Update, MinibatchSource          see `training.loop`
     StepTimeMetrics, TrafficReport              report times and bytes
-    callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the cost model of the loader
+    callbacks for the objective, FitCostModel   evaluate pairs or rewards; fit the loader's cost model
     ExponentCallback                            only with fixed-point gradients
     LossEvaluator                               adds the evaluation to the metrics of the step
     ThroughputMetrics                           adds time, epoch, speed per rank and peak memory
     TraceCallback, RunLogger, TrackerCallback   record the metrics, which are now complete
     NonFiniteReport, NonFiniteStepLimit         can end the run after the step is logged
-    StopRequest, CheckpointCallback             save checkpoints, also before the run stops on request
+    StopRequest, CheckpointCallback             save checkpoints, including one before the run stops on request
 """
 
 import math
@@ -79,18 +79,18 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 def train(
     config: Config, world: World, stop: StopRequest | None = None, start_times: StartTimes | None = None
 ) -> dict[str, Any]:
-    """Train from the first step, or from a checkpoint, to the last step. Collective.
+    """Train from the first step, or from a checkpoint, through the last step. Collective.
 
-    `stop` is an active handler of stop requests; by default, a handler is active during this call. `start_times` has
-    the durations of earlier phases of the start, for the summary. Returns the content of summary.json, equal on all
-    ranks except for times. If the run is already complete, the only entry is `steps`.
+    `stop` is a handler of stop requests that is already active; by default, one is active during this call.
+    `start_times` contains the durations of earlier start-up phases. Returns the contents of summary.json, which are
+    equal on all ranks except for times and `device`. If the run was already complete, the only entry is `steps`.
 
     Raises:
-        AllRanksUserError: Settings, data and model do not match or differ between ranks, or files cannot be used.
+        AllRanksUserError: Settings, data and model do not match, or differ between ranks, or a file cannot be used.
         UserError: A reward function failed on this rank.
         DamageFoundError: A sequence could not be read. The last complete step, if any, is saved.
-        TrainingError: Gradients were not finite in too many consecutive steps, or in one step with
-            `run.detect_anomaly`; or the last checkpoint could not be written.
+        TrainingError: Too many consecutive steps (with `run.detect_anomaly`, a single step) had gradients that were not
+            finite, or the last checkpoint could not be written.
         StoppedError: The run was stopped on request. If training had begun, a checkpoint was saved.
     """
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def train(
         trainer.callbacks.append(_build_throughput_metrics(config, world, inputs, trainer.model))
         del inputs  # all weights have been read
         _check_stop(stop, world)
-        # Last of the setup: all errors must come before anything is written.
+        # Last in the setup, because all errors must be raised before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
         run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
@@ -147,7 +147,7 @@ def train(
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return the configuration with `run.steps` set. If it is 0, compute it from `run.num_train_epochs` (default 1)."""
+    """Return the configuration with `run.steps` set, computed from `run.num_train_epochs` (default 1) if it is 0."""
     if config.run.steps:
         return config
     epochs = config.run.num_train_epochs or 1.0
@@ -156,7 +156,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World) -> Decision:
-    """Choose how the ranks of a run communicate: call `api.decide_for` with the settings of the run. Collective."""
+    """Choose how the ranks communicate, by calling `api.decide_for` with the settings of the run. Collective."""
     comm = config.comm
     has_islands = config.islands.by != "off"
     return decide_for(
@@ -165,6 +165,8 @@ def decide(config: Config, world: World) -> Decision:
         reduction=comm.reduction,
         progress=comm.progress,
         window_device="cpu" if has_islands and config.run.device == "cuda" else comm.window_device,
+        node_cache=comm.node_cache,
+        mailbox_bytes=comm.mailbox_bytes,
         device=config.run.device,
         tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
     )
@@ -178,12 +180,12 @@ def build_trainer(
     resume_point: ResumePoint | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Build the trainer of a run. If there is a `resume_point`, restore its checkpoint and close it. Collective.
+    """Build the trainer of a run. If `resume_point` is given, restore its checkpoint and close it. Collective.
 
-    `check_stop`, which may raise an error on all ranks, is called at intervals during the preparation of a DPO run.
+    `check_stop`, which may raise an error on all ranks, is called while a DPO run computes reference log-probabilities.
     """
     model = _shard(config, world, inputs, decision, resume_point)
-    # Other implementations in torch split elements among threads at positions that depend on the size of the shard.
+    # Other implementations in torch split elements among threads at positions that depend on the shard's size.
     fused = True if config.run.exact else None
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     windows: KVWindows | None = None
@@ -236,15 +238,15 @@ def _open_inputs(config: Config, world: World) -> Inputs:
     inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
     for setting, dataset in inputs.datasets.items():
         world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
-    # The copy that the batch script made for this job: no copy is left once all ranks of the node have opened it,
-    # however the job ends.
+    # Delete the copy that the batch script made for this job. All ranks of the node have opened it, so no copy is left
+    # behind, however the job ends.
     if world.local_rank == 0 and os.environ.get("ODC_MPI_STAGED_FILE") == config.data.path:
         Path(config.data.path).unlink(missing_ok=True)
     return inputs
 
 
 def _check_stop(stop: StopRequest, world: World) -> None:
-    """Raise `StoppedError` if a stop was requested during start-up, before any file is written. Collective."""
+    """Raise `StoppedError` if a stop was requested before the first step. Collective."""
     stop.poll_stop_file()
     if any(world.gather_objects(stop.requested)):
         raise StoppedError("stopped on request before the first step. Run the same command to start again")
@@ -270,10 +272,8 @@ def _shard(
         prefetch=config.comm.prefetch,
         weights=weights,
         decision=decision,
-        mailbox_bytes=config.comm.mailbox_bytes,
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=config.comm.gradient_cache_bytes,
-        node_cache=config.comm.node_cache,
         islands=None if config.islands.by == "off" else Islands(world, config.islands.by),
         device=config.run.device,
         optimizer_device=config.optim.device,

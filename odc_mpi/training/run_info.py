@@ -1,4 +1,4 @@
-"""Descriptions of a run: the lines printed at start-up, and fields of summary.json about ranks, transport and model."""
+"""Descriptions of a run: lines to print at start-up, and fields of summary.json about ranks, transport and model."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,7 +14,7 @@ from odc_mpi.training.settings import Config, default_learning_rate
 
 
 def samples_per_step(config: Config) -> int:
-    """Return the number of samples per step on all ranks: sequences, pairs or, with GRPO, prompts."""
+    """Return the number of samples per step on all ranks together: sequences, pairs or, with GRPO, prompts."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
@@ -33,7 +33,7 @@ def startup_lines(
     resume_point: ResumePoint | None,
     notes: Mapping[str, str],
 ) -> str:
-    """Return the text to print before the first step. `notes` are the remarks of `resolve_settings`, by setting."""
+    """Return the text to print before the first step. `notes` are the remarks from `resolve_settings`, by setting."""
     data, dtype = config.data, f"{config.model.param_dtype}{notes.get('model.param_dtype', '')}"
     unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective in ("dpo", "reward"):
@@ -120,13 +120,13 @@ def _describe_caches(config: Config, model: ShardedModel) -> str:
 
 
 def numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return the number of elements of all parameters, or of only the trainable (True) or frozen (False) ones."""
+    """Return the number of elements in all parameters, or only in trainable (True) or frozen (False) ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 
 
 def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the fields of summary.json about the ranks, the transport and the model."""
+    """Return the fields of summary.json that describe the ranks, the transport and the model."""
     return {
         "world_size": world.size,
         "num_nodes": world.num_nodes,

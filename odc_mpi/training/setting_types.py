@@ -1,4 +1,4 @@
-"""Types of settings, checks of their values, and descriptions of types and values for error messages."""
+"""Types of settings, checks on their values, and descriptions of types and values for error messages."""
 
 import json
 import sys
@@ -29,14 +29,14 @@ _SHORT_NAMES: dict[Any, str] = {types.NoneType: "null", Size: "bytes, such as 51
 
 
 class Check(NamedTuple):
-    """Condition on the value of a setting, besides its type. Errors append `description` to the expected type."""
+    """Condition on the value of a setting, apart from its type. Errors append `description` to the expected type."""
 
     description: str
     is_valid: Callable[[Any], bool]
 
 
 class Setting(NamedTuple):
-    """A setting, which is a field of a section: its type, help text, checks and default value."""
+    """A setting, which is a field of a section, with its type, help text, checks and default value."""
 
     type: Any
     help: str
@@ -54,10 +54,10 @@ NON_EMPTY_NAMES = Check("not empty", lambda value: bool(value) and NAMES.is_vali
 def validate_value(
     name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
 ) -> Any:
-    """Check a value from YAML, and return it converted to the type `hint` of its setting.
+    """Check a value read from YAML, and return it converted to `hint`, the type of its setting.
 
-    `name` is the source and name of the setting, for errors. `checks` do not apply to None. Raises `UserError` if the
-    type is wrong or a check fails. If the type is wrong, the text that `explain` returns for the value is appended.
+    `name` is the source and name of the setting, for errors. `checks` are not applied to None. Raises `UserError` if
+    the type is wrong or a check fails. If the type is wrong, the text that `explain` returns for the value is appended.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and not any(_fits(value, kind) for kind in members):
@@ -81,7 +81,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Return True if a setting of type `hint` takes the command-line `text` verbatim, and False if it is YAML."""
+    """Return True if a setting of type `hint` takes command-line `text` verbatim, or False if it is parsed as YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -109,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Return the description of a type for error messages, such as "an integer or null"."""
+    """Return a description of a type for error messages, such as "an integer or null"."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -134,7 +134,7 @@ def format_value(value: Any) -> str:
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of evaluation in `values` contradict each other. The error names `source`."""
+    """Raise `UserError` if the evaluation settings in `values` contradict each other. The error names `source`."""
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
             if values.get(key):
@@ -157,12 +157,12 @@ def is_objective(
     values: Mapping[str, Any],
     source: str,
 ) -> bool:
-    """Return True if `values`, the settings of the user, choose `objective`. Check the settings that depend on it.
+    """Return True if `values`, the user's settings, select `objective`. Also check the settings that depend on it.
 
-    `kind` is the dataclass of `section`, which contains the settings of this objective. `required` maps the name of a
-    setting to a tuple: the only value that this objective supports, and the reason. `source` names the configuration in
-    errors. Raises `UserError` if the objective is chosen and a setting in `required` has another value, or if it is not
-    chosen and a setting in `section` differs from its default.
+    `kind` is the dataclass of `section`, which contains the settings specific to this objective. `required` maps the
+    name of a setting to a tuple: the only value that this objective supports, and the reason. Error messages name
+    `source` as the configuration. Raises `UserError` if the objective is selected but a setting in `required` has
+    another value, or if it is not selected but a setting in `section` differs from its default.
     """
     if values.get("run.objective", "sft") != objective:
         defaults = {f"{section}.{item.name}": item.default for item in fields(kind)}

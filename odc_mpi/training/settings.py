@@ -1,8 +1,8 @@
-"""Settings of a training run: dataclasses with a help text for each field, and functions that read and write them.
+"""Settings of a training run: dataclasses with a help text for each field, and functions to read and write them.
 
 `load` reads a YAML file and ``--section.key value`` arguments into a checked `Config`, and `dump` writes it as YAML.
-Neither communicates. Every rank reads the same file, so all get the same `Config` or the same error. Errors have one
-line with source, setting and remedy, so YAML is read by `odc_mpi.yaml_dialect`, which wraps the safe loader of PyYAML.
+Neither communicates: every rank reads the same file, so all ranks get the same `Config` or the same error. YAML is read
+by `odc_mpi.yaml_dialect`, which wraps PyYAML's safe loader so that errors are one line with source, setting and remedy.
 """
 
 import functools
@@ -17,7 +17,13 @@ from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
-from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.probe.decision import (
+    NodeCacheSetting,
+    ProgressSetting,
+    ReductionSetting,
+    WindowDeviceSetting,
+    ZeroCopySetting,
+)
 from odc_mpi.training.islands.settings import IslandsConfig, check_islands
 from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig, check_dpo, check_reward
 from odc_mpi.training.parsing.aliases import ALIASES
@@ -37,11 +43,11 @@ from odc_mpi.training.setting_types import (
     type_signature,
 )
 
-#: Width of the help text, and indentation of descriptions.
+#: Width of the help text, and indentation of the descriptions.
 _WIDTH, _INDENT = 100, 34
 #: Suffixes of files that `odc-mpi prepare` reads.
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-#: Functions that return the reason why a value of a setting is invalid, to append to the error.
+#: Functions that explain why a value of a setting is invalid. The explanation is appended to the error.
 _REASONS = {
     "model.attn_implementation": unsupported_reason,
     "optim.lr_scheduler_type": lambda value: " (cosine with optim.min_lr_ratio)" if "min_lr" in str(value) else "",
@@ -60,7 +66,7 @@ _NOT_EMPTY = Check("not empty", lambda value: value not in ("", []))
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Settings of the model and of the types in which parameters are stored and gradients are summed."""
+    """Settings for the model, and for the types in which parameters are stored and gradients are summed."""
 
     path: Annotated[str | None, "Hugging Face directory, OWNER/NAME[@REVISION] on the Hub, or a run", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers settings: over model.path, or of a new model"] = None
@@ -79,7 +85,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings of the data, and of how a minibatch is packed into microbatches and assigned to ranks."""
+    """Settings for the data, and for how a minibatch is packed into microbatches and assigned to ranks."""
 
     path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
@@ -95,12 +101,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """Settings of the communication of parameters and gradients."""
+    """Settings for the communication of parameters and gradients."""
 
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
-    node_cache: Annotated[Literal["auto", "off"], "fetch from other nodes once for all ranks of a node"] = "auto"
+    node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
     window_device: Annotated[
         WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved or one rank"
@@ -113,7 +119,7 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of LoRA adapters, which peft adds. With adapters, the parameters of the model itself are frozen."""
+    """Settings for LoRA adapters, which peft adds. With adapters, the parameters of the model itself are frozen."""
 
     r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
     alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8
@@ -126,7 +132,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Settings of the optimizer, the learning rate and gradient clipping."""
+    """Settings for the optimizer, the learning rate and gradient clipping."""
 
     optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
     learning_rate: Annotated[
@@ -150,7 +156,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of the objective, length, evaluation, device, files and checkpoints of a run."""
+    """Settings for the objective, length, evaluation, device, files and checkpoints of a run."""
 
     objective: Annotated[
         Literal["sft", "dpo", "reward", "grpo"], "fine-tuning, preferences, a reward model, or rewards"
@@ -194,24 +200,24 @@ class Config:
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration from an optional YAML file and command-line arguments.
 
-    The arguments have the form ``--section.key value`` or ``--section.key=value``, and the names in
-    `training.parsing.aliases` are also accepted. Arguments override the file, and a later argument overrides an earlier
-    one. ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
+    The arguments have the form ``--section.key value`` or ``--section.key=value``. Names in `training.parsing.aliases`
+    are also accepted. Arguments override the file, and a later argument overrides an earlier one. The argument
+    ``--model.config.hidden_size 128`` sets one key of the dictionary `model.config` and keeps its other keys.
 
     Raises:
-        UserError: The configuration is invalid. The message is one line with source and setting.
+        UserError: The configuration is invalid. The message is one line that names the source and the setting.
     """
     source = str(path) if path else COMMAND_LINE
     return _build(read_values(path, overrides)[0], source)
 
 
 def load_mapping(document: dict[str, Any], source: str) -> Config:
-    """Return the checked configuration for parsed YAML. Raises `UserError` with `source` as the name of the file."""
+    """Convert parsed YAML to a checked configuration. Raises `UserError`, which names `source` as the file."""
     return _build(Reader(all_settings(), _REASONS).read(document, source)[0], source)
 
 
 def read_values(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the given values and their sources: two dictionaries keyed by setting. Combinations are not checked."""
+    """Return the given values and their sources, both keyed by setting. Does not check combinations of settings."""
     document = dialect.read_file(path) if path else None
     return Reader(all_settings(), _REASONS).read(document, str(path), overrides)
 
@@ -227,14 +233,14 @@ def dump(config: Config) -> str:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default values, keyed by name of the setting. Settings without a default are omitted."""
+    """Return the default values, keyed by setting name. Settings without a default are omitted."""
     return {key: setting.default for key, setting in all_settings().items() if setting.default is not MISSING}
 
 
 def help_text(section: str = "") -> str:
-    """Return the text for ``odc-mpi train --help``, at most 100 columns wide, on all settings or on one section.
+    """Return the text of ``odc-mpi train --help`` for all settings or for one section, at most 100 columns wide.
 
-    The section `names` lists the accepted names of other libraries. Raises `UserError` if there is no such section.
+    The section `names` lists the accepted names from other libraries. Raises `UserError` if `section` does not exist.
     """
     sections = _sections()
     if section == "names":
@@ -265,7 +271,7 @@ def _columns(title: str, rows: Mapping[str, str]) -> str:
 
 
 def describe(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return one line per setting, with its value and its source, for ``odc-mpi config``. See `load` for errors."""
+    """Return a line for each setting, with its value and source, for ``odc-mpi config``. Errors are those of `load`."""
     values, sources = read_values(path, overrides)
     config = _build(values, str(path))
     rows = []
@@ -280,10 +286,10 @@ def describe(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate that is used if `optim.learning_rate` is auto.
+    """Return the learning rate to use if `optim.learning_rate` is auto.
 
-    The values are the defaults of TRL, multiplied by five to ten for adapters. A new model also has a larger learning
-    rate, but the user should choose it according to the size of the model.
+    The values are the defaults of TRL, five to ten times as large with adapters. A new model also gets a larger
+    learning rate, but the user should choose one that suits the size of the model.
     """
     has_adapters = config.lora.r is not None
     if config.run.objective in ("grpo", "dpo"):
@@ -299,7 +305,7 @@ def _sections() -> dict[str, Any]:
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    """Return all settings, keyed by name such as `run.steps`, in the order of the help."""
+    """Return all settings, keyed by names such as `run.steps`, in the order of the help text."""
     settings = {}
     for section_name, section in _sections().items():
         hints = get_type_hints(section, include_extras=True)
@@ -314,7 +320,7 @@ def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
 
 
 def _require_dataset(source: str, key: str, values: dict[str, Any]) -> None:
-    """Raise `UserError` if a path is that of a text file. The message has the command that converts the file."""
+    """Raise `UserError` if `key` is set to the path of a text file. The message has the command that converts it."""
     path = Path(values.get(key) or "")
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if values.get("run.objective") != "grpo" and Path(name).suffix in _TEXT:

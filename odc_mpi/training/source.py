@@ -1,4 +1,4 @@
-"""Source of minibatches from a prepared data set, and the callback that fits the cost model to measured times."""
+"""Source of minibatches from a prepared data set, and a callback that fits the cost model to measured times."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,12 +20,12 @@ from odc_mpi.training.loop import MinibatchSource
 
 
 class DatasetSource(MinibatchSource):
-    """Source of the minibatches of a loader over a prepared data set. `close` closes the data set.
+    """Source of the minibatches that `loader` draws from a prepared data set. `close` closes the data set.
 
-    The plan of a minibatch assigns microbatches to ranks or leaves them in a pool, from which idle ranks claim
-    microbatches one at a time with `tickets`. Plans that split sequences require `chunks`. Dropout depends on `seed`.
+    The plan of a minibatch assigns each microbatch to a rank or leaves it in a pool, from which idle ranks claim one
+    microbatch at a time with `tickets`. Plans that split sequences require `chunks`. Dropout depends on `seed`.
 
-    If a rank cannot read a sequence, `on_gathered` moves the loader back to the start of the minibatch and raises
+    If a rank cannot read a sequence, `on_gathered` rewinds the loader to the start of the minibatch and raises
     `DamageFoundError` on every rank.
     """
 
@@ -46,14 +46,14 @@ class DatasetSource(MinibatchSource):
         self._seed, self._tickets, self._chunks = seed, tickets, chunks
 
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch of the loader."""
+        """Return the next minibatch from the loader."""
         self._before = self._loader.state_dict()
         return self._placeholders.apply(next(self._loader))
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, chunks of split sequences first. One-sided if there are tickets or chunks.
 
-        Before each microbatch, the random number generator of torch is seeded independently of the rank.
+        Before each microbatch, torch's random number generator is seeded with a value that does not depend on the rank.
         """
         for microbatch, number in self._chunks.microbatches(minibatch) if self._chunks else ():
             # The first chunk has the seed of the unsplit sequence; the others must not repeat its random numbers.
@@ -72,11 +72,11 @@ class DatasetSource(MinibatchSource):
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_chunks
 
     def local_values(self) -> tuple[float]:
-        """Return a tuple of one number: 1 if this rank could not read a sequence, else 0."""
+        """Return a one-element tuple: 1 if this rank could not read a sequence, otherwise 0."""
         return (float(self._placeholders.damage is not None),)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Reset the tickets. One-sided. Raises `DamageFoundError` if any rank had a read error (collective)."""
+        """Reset the tickets. One-sided. Raises `DamageFoundError` on all ranks (collective) if any had a read error."""
         if self._tickets:
             self._tickets.reset()
         if gathered.sum("damage"):
@@ -84,18 +84,18 @@ class DatasetSource(MinibatchSource):
             self._placeholders.raise_damage(self._world)
 
     def on_step_end(self, step: Step) -> None:
-        """Add to the metrics: number of tokens, tokens per second and, with `chunks`, number of split sequences."""
+        """Add the token count, the throughput and, with `chunks`, the number of split sequences to the metrics."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader in the data as the entry `loader`."""
+        """Return the loader's position in the data, as the entry `loader`."""
         return {"loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the position of the loader in the data."""
+        """Restore the loader's position in the data."""
         self._loader.load_state_dict(state_dict["loader"])
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class DatasetSource(MinibatchSource):
 
 
 class FitCostModel(Callback):
-    """Fits the cost model of a loader to the measured times of microbatches. See `data.plan.fitted`."""
+    """Fits a loader's cost model to the measured times of microbatches. See `data.plan.fitted`."""
 
     gathered_names = tuple(f"cost_{i}" for i in range(ROW_LENGTH))
 
@@ -121,12 +121,12 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return sums over the microbatches that this rank has recorded since the last call, as input of the fit."""
+        """Return sums over the microbatches that this rank has recorded since the last call, as input to the fit."""
         row: list[float] = self._fitted.report().tolist()
         return row
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Fit the cost model to the times of all ranks, and use the result in the loader."""
+        """Fit the cost model to the times measured on all ranks, and pass the result to the loader."""
         self._fitted.update(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
         self._loader.cost = self._fitted.cost
 

@@ -1,4 +1,4 @@
-"""Requests to stop a run: a signal to any rank, for example from Ctrl-C or from a scheduler before the time limit."""
+"""Requests to stop a run by a signal to any rank, for example from Ctrl-C or from a scheduler before the time limit."""
 
 import ctypes
 import os
@@ -22,16 +22,16 @@ _OPEN_MPI = (
     b"save: to save and stop, send SIGUSR1 to mpiexec. The same command resumes from the newest checkpoint\n"
 )
 _SRUN = b"odc_mpi: srun kills the ranks after Ctrl-C, before they can save: to save and stop, send SIGUSR1 to srun\n"
-#: Time in seconds after the first signal in which others are ignored, since a launcher may forward the same signal.
+#: Seconds after the first signal during which others are ignored, because a launcher may forward the same signal.
 REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Context manager that handles `SIGNALS`. The first signal sets `requested`. A later signal ends this process.
+    """Context manager that handles `SIGNALS`. The first signal sets `requested`; a later one ends this process.
 
-    Signals within `REPEAT_S` seconds of the first one are ignored. Outside the main thread, Python does not allow
-    signal handlers, so no signals are handled. As a callback, the object informs all ranks: if `requested` is True on
-    any rank, `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
+    Signals within `REPEAT_S` seconds of the first are ignored. Outside the main thread, where Python does not allow
+    signal handlers, no signals are handled. As a callback, the object informs all ranks: if `requested` is True on any
+    rank, `requested_on_any_rank` becomes True on all ranks when the gradients of a step are complete.
     """
 
     gathered_names = ("stop",)
@@ -59,12 +59,12 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Set `requested` if the file $ODC_MPI_STOP_FILE exists. Batch scripts create it when they receive a signal."""
+        """Set `requested` if the file `$ODC_MPI_STOP_FILE` exists. Batch scripts create it when they get a signal."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 
     def local_values(self) -> tuple[float]:
-        """Return a tuple of one number: 1 if this rank has received a request, else 0."""
+        """Return a one-element tuple: 1 if this rank has received a request, otherwise 0."""
         return (float(self.requested),)
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
@@ -81,8 +81,8 @@ class StopRequest(Callback):
         """After the first signal, restore the default action, which ends this process even inside MPI or torch."""
         self._received.wait()
         if not self._closed.wait(REPEAT_S):
-            # A repeated request is urgent; the launcher ends the other ranks. `signal.signal` works in the main
-            # thread only.
+            # A repeated request is urgent; the launcher ends the other ranks. `signal.signal` works only in the main
+            # thread.
             libc = ctypes.CDLL(None)
             libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
             for number in SIGNALS:
@@ -90,7 +90,7 @@ class StopRequest(Callback):
 
 
 def _print_notice(number: int) -> None:
-    """Print what a signal does, on rank 0. Safe in a signal handler, where `print` may interrupt another `print`."""
+    """Print on rank 0 what a signal does. Safe in a signal handler, where `print` could interrupt another `print`."""
     ends_at_once = "PRTE_LAUNCHED" in os.environ  # by mpiexec of Open MPI; srun lets the ranks finish
     with suppress(OSError):
         if launched_rank() == 0 and ends_at_once:

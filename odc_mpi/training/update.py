@@ -1,4 +1,4 @@
-"""Update of the parameters: gradient clipping, optimizer step and publication of the new parameters."""
+"""Parameter update: gradient clipping, the optimizer step and the publication of the new parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from odc_mpi.training.settings import Config, OptimConfig
 
 
 class Update(Callback):
-    """Updates this rank's shards of the parameters, unless a gradient on any rank is not finite."""
+    """Updates this rank's parameter shards, unless a gradient on any rank is not finite."""
 
     columns: ClassVar = (
         ProgressColumn("grad norm", 9, "{grad_norm:.4g}"),
@@ -27,7 +27,7 @@ class Update(Callback):
         self._model, self.optimizer, self._config = model, optimizer, config
 
     def on_step_begin(self, step: Step) -> None:
-        """Set the learning rate of this step, and add it to the metrics."""
+        """Set the learning rate for this step, and add it to the metrics."""
         optim, steps = self._config.optim, self._config.run.steps
         kind, warmup_steps = optim.lr_scheduler_type, optim.warmup_steps or math.ceil(optim.warmup_ratio * steps)
         factor = schedule_factor(kind, step.number - 1, warmup_steps, steps, optim.min_lr_ratio, optim.decay_ratio)
@@ -39,7 +39,7 @@ class Update(Callback):
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide gradients by `loss_normalizer`, clip them, run the optimizer and publish the parameters. Collective.
 
-        The optimizer is skipped if a gradient on any rank (`finite` is False) or the gradient norm is not finite.
+        The optimizer step is skipped unless the gradients on all ranks (`finite`) and the gradient norm are finite.
         """
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
@@ -53,7 +53,7 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row. The count resumes from a checkpoint's `metadata`."""
+    """Ends a run after `max_skipped_steps` skipped steps in a row. A resumed run takes the count from `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
@@ -64,7 +64,7 @@ class NonFiniteStepLimit(Callback):
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
-        """Count skipped steps. After `max_skipped_steps` in a row, raise `TrainingError` on every rank."""
+        """Count consecutive skipped steps. Raises `TrainingError` on every rank after `max_skipped_steps` of them."""
         self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
         if self._num_consecutive >= self._max_skipped_steps:
             raise TrainingError(
@@ -80,10 +80,10 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer chosen by the settings, with the peak learning rate.
+    """Build the optimizer that the settings select, with the peak learning rate.
 
-    `named_parameters` are pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than two
-    dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
+    `named_parameters` yields pairs of a name and a parameter, or this rank's shard of it. Parameters with fewer than
+    two dimensions in `shapes`, the unsharded shapes by name, have no weight decay. By default, only AdamW is `fused`.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},

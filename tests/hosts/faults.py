@@ -4,7 +4,8 @@
 
 A run saves every third step. A rank is killed, or stopped, for a moment or for good; or the second host is cut off from
 the network, for a moment or until the line is printed. What outlasts that goes on to the next fault. What does not ends
-with a line that names the rank, and is started once more. In the end the losses are those of one process.
+with a line that names the rank, and is started once more, with islands or without them in turn. In the end the losses
+are those of one process.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "launch")]  # for a run by hand
+sys.path += [str(HERE), str(HERE.parent / "launch"), str(HERE.parent / "fakes")]  # for a run by hand
 import crash_soak  # noqa: E402
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
@@ -75,9 +76,9 @@ def draw(random_numbers, ranks):
 class Run:
     """A start of the run on two hosts, its output, and its ranks' processes."""
 
-    def __init__(self, config, steps):
+    def __init__(self, config, steps, islands):
         train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
-        train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS)
+        train += ("--comm.timeout_s", TIMEOUT_S, "--islands.by", islands, *SETTINGS)
         self._process = two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
         self.said = {"stdout": [], "stderr": []}
         self._threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.said]
@@ -196,7 +197,7 @@ def endure(directory, num_faults, seed):
         steps = crash_soak._last_step(directory / "run") + STEPS_LEFT
         one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
         alone = mpi_launch.start(0, *one, *SETTINGS)
-        runs.append(Run(config, steps))
+        runs.append(Run(config, steps, "off"))
         assert runs[-1].finish() == 0, f"seed {seed}: {runs[-1].text}"
         done = mpi_launch.finish(alone)
         assert done.code == 0, done.err
@@ -214,7 +215,7 @@ def _inflict_all(runs, config, num_faults, seed):
     random_numbers = random.Random(seed)
     for number in range(1, num_faults + 1):
         if not runs or runs[-1].is_over:
-            runs.append(Run(config, ENDLESS))
+            runs.append(Run(config, ENDLESS, ("node", "off")[len(runs) % 2]))
         run, fault = runs[-1], draw(random_numbers, 2)
         pids = run.ranks()
         target = run.step + fault.steps if fault.steps else 0

@@ -10,6 +10,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.plan.chunks import SequenceSplit
 from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import (
     merge_intervals,
     simulate_collective,
@@ -152,6 +153,38 @@ def test_outcomes_repeat_and_depend_on_the_seed():
     assert all(0 <= idle < 1 for idle in one.idle_fraction.values())
     assert one.as_json()["floor"] == max(one.speedup[name] for name in (*WHOLE, "floor"))
     assert one.speedup["even_share"] == max(one.speedup.values())
+
+
+def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link():
+    """Two islands of two ranks; each rank has one sequence of 3 s. A model of 1 GB crosses the link in 10 s."""
+    flat = Scenario(
+        ranks=4, per_rank=1, lengths="equal", num_units=10, unit_bytes=10**8, fetch_gb_per_s=2.0, push_gb_per_s=1.0,
+        num_islands=2, link_gb_per_s=0.1,
+    )  # fmt: skip
+    # Half of a fetch or push comes from the own island.
+    assert flat.communication_s == pytest.approx(2 * (0.25 + 5) + 0.5 + 5)
+    assert flat.exchange_s == pytest.approx(2 * 10 / 4)
+    minibatch = replace(next(flat.minibatches()), sequence_s=np.full(4, 3.0))
+    inside = flat.in_island(minibatch)
+    assert inside.communication_s == pytest.approx(2 * 0.5 + 1)
+    result = simulate(replace(flat, num_minibatches=1))
+    assert set(result.speedup) == {*SCHEDULES, "islands/lb_mini", "islands/dynamic", "floor", "even_share"}
+    difference = result.step_s["window/lb_mini"] - result.step_s["islands/lb_mini"]
+    assert difference == pytest.approx(flat.communication_s - inside.communication_s - flat.exchange_s)
+    free = replace(flat, fetch_gb_per_s=0.0, push_gb_per_s=0.0)
+    assert free.in_island(minibatch).communication_s == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_islands": 3}, "--islands: expected a divisor of 8 ranks, got 3"),
+        ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands, too: set the number of islands"),
+    ],
+)
+def test_options_of_islands_that_do_not_fit_together(options, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        Scenario(**options)
 
 
 def test_gain_of_a_cache():

@@ -1,1 +1,1 @@
-"""Baselines of the benchmarks: plain PyTorch, FSDP2 over gloo, and odc_mpi models over MPI collectives."""
+"""Baselines for the benchmarks: plain PyTorch, FSDP2 over gloo, and odc_mpi models over MPI collectives."""

@@ -1,7 +1,7 @@
-"""Baseline of `bench train`: a model of odc_mpi over MPI collectives, with the communication pattern of FSDP.
+"""Baseline for `bench train`: an odc_mpi model over MPI collectives, with the communication pattern of FSDP.
 
-Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all ranks must run the same number
-of microbatches. A rank with fewer microbatches also runs the shortest sequence of the minibatch, with zero gradients.
+Ranks wait for each other at every unit of every microbatch (see `comm.collective`), so all ranks must run the same
+number of microbatches. A rank with fewer also runs the shortest sequence of the minibatch, with zero gradients.
 """
 
 from typing_extensions import override
@@ -17,7 +17,7 @@ from odc_mpi.training.update import make_optimizer
 
 
 class CollectiveBaseline(Contender):
-    """Contender that trains over MPI collectives and takes ownership of its inputs. Construction is collective."""
+    """Contender that uses MPI collectives. It owns `inputs`, which `close` closes. Construction is collective."""
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
         self._max_norm, self._inputs = config.max_grad_norm, inputs
@@ -39,6 +39,6 @@ class CollectiveBaseline(Contender):
         return loss, minibatch.num_input_tokens
 
     def close(self) -> None:
-        """Free the memory of the model and close the data set. Collective."""
+        """Free the memory of the model and close the data sets. Collective."""
         self.model.close()
         self._inputs.close()

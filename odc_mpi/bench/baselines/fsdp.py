@@ -1,12 +1,12 @@
-"""Baseline of `bench train` with FSDP2 over gloo, which is sharded training in PyTorch on CPUs.
+"""Baseline for `bench train`: FSDP2 over gloo, which is PyTorch's own sharded training on CPUs.
 
-Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. With the defaults of
-FSDP2, the parameters of a layer are all-gathered before its forward pass, freed afterwards, and all-gathered again
-before its backward pass, as in ZeRO-3. The parameters of the root group stay in memory between the two passes. The
-gradients of a group are reduce-scattered after the backward pass of the group.
+Each layer is a parameter group of `fully_shard`, and all other parameters form the root group. By default, FSDP2
+all-gathers the parameters of a layer before its forward pass, frees them afterwards, and all-gathers them again before
+its backward pass, as in ZeRO-3. The parameters of the root group stay in memory between the two passes. The gradients
+of each group are reduce-scattered after its backward pass.
 
-FSDP requires the same number of microbatches on all ranks. A rank with fewer microbatches also runs the shortest
-sequence of the minibatch, with zero gradients. Construct a `Gloo` first, which initializes the process group.
+FSDP requires all ranks to run the same number of microbatches. A rank with fewer also runs the shortest sequence of the
+minibatch, with zero gradients. Construct a `Gloo` first, because it initializes the process group.
 """
 
 from torch import nn
@@ -21,7 +21,7 @@ from odc_mpi.training.settings import Config
 
 
 class FSDPBaseline(UnshardedBaseline):
-    """Contender that trains with FSDP2 and is the only user of its loader. Construction is collective."""
+    """Contender that trains with FSDP2. No other contender may use `loader`. Construction is collective."""
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
         self._world = world

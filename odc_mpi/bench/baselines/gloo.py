@@ -1,4 +1,4 @@
-"""Gloo process group of torch.distributed, for FSDP2 on CPUs. No other module initializes a process group."""
+"""Gloo process group, for FSDP2 on CPUs and `bench transport`. No other module initializes `torch.distributed`."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ from odc_mpi.runtime.world import World
 
 
 class Gloo:
-    """Process group with the gloo backend for all ranks, which must run on one node. Construction is collective.
+    """Process group of all ranks with the gloo backend. All ranks must be on one node. Construction is collective.
 
-    Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. No socket
-    listens after `close`.
+    The ranks rendezvous through a file in a private directory, and communicate over the loopback interface. After
+    `close`, no socket is left listening.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,7 +47,7 @@ class Gloo:
             self._all_gather(full, shard)
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient`, `[ranks * n]`, over all ranks, and store this rank's part in `shard`, `[n]`. Collective."""
+        """Sum `gradient`, `[ranks * n]`, over all ranks, and write this rank's part to `shard`, `[n]`. Collective."""
         with self._world.deadline("reducing with gloo"):
             self._reduce_scatter(shard, gradient)
 

@@ -1,4 +1,4 @@
-"""Baseline in plain PyTorch, in one process on the CPU or on a GPU: the reference for sharded training."""
+"""Baseline in plain PyTorch, which is the reference for sharded training. It uses one process, on the CPU or a GPU."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -19,7 +19,7 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the unsharded model of a configuration, in fp32. Raises `UserError` if its settings are invalid."""
+    """Build the model of a configuration, unsharded and in fp32. Raises `UserError` if the settings are invalid."""
     meta_model = build_model(config.model, config.run.seed)
     module = meta_model.module
     parameters = {}
@@ -34,7 +34,7 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains without communication on all microbatches of a loader, which no other contender may use."""
+    """Contender that trains without communication on all microbatches of `loader`, which no other contender may use."""
 
     def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
         self._max_norm = config.optim.max_grad_norm
@@ -72,9 +72,9 @@ def run_microbatches(
     factor: float = 1.0,
     device: torch.device = HOST,
 ) -> float:
-    """Run the forward and backward passes of microbatches. Return their contribution to the loss of the minibatch.
+    """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
 
-    `factor` multiplies the gradients, but not the returned loss. If the model is sharded, both passes communicate.
+    Gradients, but not the returned loss, are multiplied by `factor`. If the model is sharded, both passes communicate.
     """
     total = 0.0
     for microbatch in microbatches:

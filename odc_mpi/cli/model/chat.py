@@ -1,4 +1,4 @@
-"""`odc-mpi chat`: chat with a model on the terminal, in one process."""
+"""`odc-mpi chat`: chat with a model in the terminal. Runs in a single process."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer questions from standard input until it ends, and return the exit code."""
+    """Answer questions from standard input until the end of the input, and return the exit code."""
 
     def work(job: "GenerateArguments", world: "World") -> None:
         from odc_mpi.generation.chat import chat

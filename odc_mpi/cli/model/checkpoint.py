@@ -1,4 +1,4 @@
-"""`odc-mpi checkpoint`: list, verify, inspect and export checkpoints, in one process."""
+"""`odc-mpi checkpoint`: list, verify, inspect and export checkpoints, in a single process."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ _ACTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a subcommand for each action, with its arguments."""
+    """Add one subcommand per action, each with its arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, help_text in _ACTIONS.items():
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)

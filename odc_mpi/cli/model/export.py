@@ -1,4 +1,4 @@
-"""`odc-mpi export`, also `odc-mpi checkpoint export`: export a run as a Hugging Face directory, in one process."""
+"""`odc-mpi export` and `odc-mpi checkpoint export`: export a run as a Hugging Face directory, in a single process."""
 
 import argparse
 from pathlib import Path

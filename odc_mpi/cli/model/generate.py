@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add the options that `odc-mpi generate` and `odc-mpi chat` share, with `max_new_tokens` as a default."""
+    """Add the options shared by `generate` and `chat`. `max_new_tokens` is the default of `--max-new-tokens`."""
     parser.add_argument(
         "source",
         metavar="SOURCE",

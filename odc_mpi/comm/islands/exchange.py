@@ -53,14 +53,15 @@ class IslandExchange(Exchange):
     ) -> None:
         self._islands, self._parameters, self._gradients, self._sums = islands, parameters, gradients, sums
         self._has_sent_frozen = False
-        self._num_minibatches = 1
-        # Indices of the arrays that this rank has finished and of those that it has pushed in this minibatch.
-        self._finished: set[int] = set()
-        self._pushed: set[int] = set()
+        self._num_minibatches = 0
+        # Indices of the arrays that this rank has not yet finished, and of those not yet pushed, in this minibatch.
+        self._unfinished: set[int] = set()
+        self._unpushed: set[int] = set()
 
     @override
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
         super().plan(layouts)
+        self._start_minibatch()
         return self._sums.plan([self._column_layout(layout) for layout in layouts])
 
     @override
@@ -96,13 +97,13 @@ class IslandExchange(Exchange):
 
     @override
     def finish(self, indices: Iterable[int]) -> Work:
-        self._finish([index for index in indices if index in self.trainable_numels and index not in self._finished])
+        self._finish(self._unfinished.intersection(indices))
         return Work()
 
     @override
     def flush(self) -> None:
         """Wait until the island's gradients are complete, and complete the pushes to their owners."""
-        self._finish([index for index in self.trainable_numels if index not in self._finished])
+        self._finish(self._unfinished)
         island, what = self._islands.island, f"waiting for the gradients of island {self._islands.index}"
         island.set_status(what)
         with island.deadline(what):
@@ -115,33 +116,38 @@ class IslandExchange(Exchange):
         # Ranks in the island push again only after the parameters are published.
         for index in self.trainable_numels:
             self._gradients.shard(index).zero_()
-        self._num_minibatches += 1
-        self._finished.clear()
-        self._pushed.clear()
+        self._start_minibatch()
 
-    def _finish(self, indices: Sequence[int]) -> None:
+    def _start_minibatch(self) -> None:
+        self._num_minibatches += 1
+        self._unfinished, self._unpushed = set(self.trainable_numels), set(self.trainable_numels)
+
+    def _finish(self, indices: set[int]) -> None:
         """Announce to the island that this rank will push no more of the given arrays in this minibatch. One-sided."""
-        with self._islands.island.deadline("flushing gradients"):
-            self._gradients.flush()
-            one = np.ones(1, dtype=np.int64)
-            parts = [(rank, index, (1, 0)) for rank in range(self._islands.island.size) for index in indices]
-            self._counters.accumulate_messages(one, parts)
-            self._counters.flush()
-        self._finished.update(indices)
+        if indices:
+            first, last = min(indices), max(indices)
+            increments = np.zeros(last + 1 - first, dtype=np.int64)
+            increments[[index - first for index in indices]] = 1
+            with self._islands.island.deadline("flushing gradients"):
+                self._gradients.flush()
+                for rank in range(self._islands.island.size):
+                    self._counters.accumulate_messages(increments, messages(rank, first, len(increments)))
+                self._counters.flush()
+            self._unfinished = self._unfinished - indices
         self._push_complete_arrays()
 
     def _push_complete_arrays(self) -> bool:
         """Push the arrays that all ranks in the island have finished, and return True if no arrays are left."""
         self._counters.sync()
         wanted = self._num_minibatches * self._islands.island.size
-        complete = {index for index in self.trainable_numels if self._counts[index] == wanted} - self._pushed
+        complete = {index for index in self._unpushed if self._counts[index] == wanted}
         if complete:
             self._gradients.add_received()
         for index in sorted(complete):
             if numel := self._sums.layouts[index].numel:
                 self._sums.push(index, self._gradients.shard(index)[:numel])
-        self._pushed |= complete
-        return len(self._pushed) == len(self.trainable_numels)
+        self._unpushed -= complete
+        return not self._unpushed
 
     @override
     def publish(self) -> None:

@@ -19,6 +19,8 @@ from odc_mpi.runtime.world import World
 class Islands:
     """Division of a world into islands. Construction is collective.
 
+    The islands are closed by the model that is sharded over them.
+
     Args:
         world: World to divide. The worlds of the island and the column close when it closes.
         by: Number of ranks per island, or "node" for one island per node.
@@ -32,19 +34,23 @@ class Islands:
         island: World of the ranks in this rank's island.
         column: World of the ranks that have the same rank in their islands as this rank, in the order of the islands.
         column_ranks: Ranks in `world` that form the column.
+        is_closed: True after `close`.
     """
 
     def __init__(self, world: World, by: str | int) -> None:
         num_ranks = world.run_on_all(lambda: _ranks_per_island(world, by))
+        self.is_closed = False
         self.size = world.size // num_ranks
         self.index, local_rank = divmod(world.rank, num_ranks)
         self.island = world.split(self.index)
         self.column = world.split(local_rank)
         self.column_ranks = [island * num_ranks + local_rank for island in range(self.size)]
 
-    def __str__(self) -> str:
-        ranks = "1 rank" if self.island.size == 1 else f"{self.island.size} ranks"
-        return f"{self.size} of {ranks}"
+    def close(self) -> None:
+        """Close the worlds of the island and the column. Collective. Idempotent."""
+        self.is_closed = True
+        self.column.close()
+        self.island.close()
 
 
 def ranks_per_island(by: str | int, ranks_per_node: Mapping[str, int]) -> int:

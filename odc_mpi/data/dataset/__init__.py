@@ -3,26 +3,26 @@
 | dataset              | type   | shape        | contents                                                              |
 |----------------------|--------|--------------|-----------------------------------------------------------------------|
 | `tokens`             | uint32 | [num_tokens] | all sequences, concatenated                                           |
-| `loss_mask`          | uint8  | [num_tokens] | 1 where the token contributes to the loss, else 0                     |
-| `offsets`            | int64  | [n + 1]      | first token of each sequence in `tokens`, then `num_tokens`           |
+| `loss_mask`          | uint8  | [num_tokens] | 1 if the token contributes to the loss, otherwise 0                   |
+| `offsets`            | int64  | [n + 1]      | index in `tokens` of each sequence's first token, then `num_tokens`   |
 | `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, not counting its first token            |
 | `checksums`          | uint32 | [n]          | CRC-32 of the tokens of each sequence, followed by its loss mask      |
 | `report`             | uint8  | [num_bytes]  | counts of `prepare` as JSON                                           |
 
 In a data set of pairs, each sequence consists of a prompt, the chosen answer and the rejected answer, and there is
 another dataset, int32 [n], for each field of `format.PairCounts`. The first token of a sequence is never predicted, so
-it does not contribute to the loss. The group `tokenizer` contains the files of the tokenizer as datasets of bytes,
-uint8 [num_bytes].
+it does not contribute to the loss. The group `tokenizer` contains the tokenizer's files as datasets of bytes, uint8
+[num_bytes].
 
 Attributes of the file: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content`
 (digest of `offsets`, `num_trained_tokens`, `checksums` and the datasets of pairs), `tokenizer` and `source` (names, for
 display), `num_untrained_dropped` and `num_bad_lines` (see `PrepareReport`), `request` (digest of the sources, options,
-tokenizer and versions that `prepare` used) and `sources` (digest of `DataSource.origin` of all sources). They are
-written last, so a file without attributes is unfinished.
+tokenizer and versions that `prepare` used) and `sources` (digest of the `DataSource.origin` of all sources). Attributes
+are written last, so a file without attributes is unfinished.
 
-Every chunk has a Fletcher-32 checksum of HDF5, and all metadata have checksums (`libver="v110"`; text attributes have a
-fixed length and at most 4 KiB, because HDF5 stores others without checksums). Checksums of HDF5 detect changes of
-stored data. `checksums` and `content` also detect data that was exchanged, moved or never written.
+Every chunk has an HDF5 Fletcher-32 checksum, and all metadata have checksums (`libver="v110"`; text attributes have a
+fixed length of at most 4 KiB, because HDF5 stores others without checksums). These checksums detect changes to stored
+data, while `checksums` and `content` also detect data that was exchanged, moved or never written.
 
-Any number of ranks may have a file open for reading.
+Any number of ranks may have a file open for reading at the same time.
 """

@@ -19,7 +19,7 @@ VERSION = 2
 CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 TOKENIZER_GROUP = "tokenizer"
 REPORT = "report"  # not an attribute, since those above 4 KiB have no checksums
-#: HDF5 datasets of a data set and their types.
+#: HDF5 datasets in a data set, and their types.
 TYPES = {
     "tokens": np.uint32,
     "loss_mask": np.uint8,
@@ -30,7 +30,7 @@ TYPES = {
 
 
 class PairCounts(NamedTuple):
-    """Numbers of tokens of a pair, which consists of a prompt, a chosen answer and a rejected answer.
+    """Numbers of tokens in a pair, which consists of a prompt, a chosen answer and a rejected answer.
 
     Each of the three parts has at least one token, and each answer at least one loss token. All tokens after the prompt
     and the chosen answer belong to the rejected answer.
@@ -52,7 +52,7 @@ class DamagedDatasetError(UserError):
 
 @contextmanager
 def hdf5_errors(path: Path, description: str) -> Iterator[None]:
-    """Context manager that converts the exceptions that h5py raises for a damaged file to a `DamagedDatasetError`.
+    """Context manager that converts exceptions raised by h5py for a damaged file to a `DamagedDatasetError`.
 
     Args:
         description: Name of the data being read, such as "sequence 3", for the error message.
@@ -67,7 +67,7 @@ def hdf5_errors(path: Path, description: str) -> Iterator[None]:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 digest of a vocabulary, which maps tokens to their numbers, in hexadecimal."""
+    """Return the hexadecimal SHA-256 digest of a vocabulary, which maps tokens to their IDs."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def sequence_checksum(tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.
 
 
 def content_digest(*arrays: npt.NDArray) -> str:
-    """Return the SHA-256 digest of all arrays of a data set except tokens and loss masks, in hexadecimal."""
+    """Return the hexadecimal SHA-256 digest of all arrays of a data set except the tokens and the loss mask."""
     return hashlib.sha256(b"".join(_little_endian(array) for array in arrays)).hexdigest()
 
 
@@ -86,7 +86,7 @@ def _little_endian(array: npt.NDArray) -> bytes:
 
 
 def encode_text(text: str) -> np.bytes_:
-    """Convert a text to the value of a fixed-length attribute. Bytes that are not UTF-8 become escape sequences."""
+    """Convert text to the value of a fixed-length attribute. Characters that are invalid in UTF-8 are escaped."""
     return np.bytes_(text.encode(errors="backslashreplace") or b"\0")
 
 
@@ -107,6 +107,6 @@ def read_size(attributes: h5py.AttributeManager, name: str) -> int:
 
 
 def has_signature(file: h5py.File) -> bool:
-    """Return True if the attribute `format` identifies the file as a data set, of any version of `prepare`."""
+    """Return True if the attribute `format` identifies the file as a data set written by any version of `prepare`."""
     value = file.attrs.get("format")
     return value.decode(errors="replace") == FORMAT if isinstance(value, bytes) else bool(np.all(value == FORMAT))

@@ -1,4 +1,4 @@
-"""Reader of data sets, which verifies all data that it reads."""
+"""Reader for data sets, which verifies all data that it reads."""
 
 import hashlib
 import operator
@@ -29,20 +29,20 @@ _CHECKSUM_BYTES = 4  # of HDF5, at the end of each chunk
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Data set opened for reading, and context manager that closes the file. Sequences are read one at a time.
+    """Data set that is open for reading, and context manager that closes it. Sequences are read one at a time.
 
     Attributes:
-        lengths: Number of tokens of each sequence, int64 [n].
-        num_trained_tokens: Number of loss tokens of each sequence, not counting its first token, int64 [n].
-        pair_counts: Numbers of tokens of the parts of each pair, int64 [n, 3], with one column for each field of
-            `PairCounts`; None if the sequences are not pairs.
-        vocab_size: Number of tokens of the tokenizer.
-        max_token_id: Largest token number in the file. The model's embedding must have more rows than this.
+        lengths: Number of tokens in each sequence, int64 [n].
+        num_trained_tokens: Number of loss tokens in each sequence, not counting its first token, int64 [n].
+        pair_counts: Numbers of tokens in each pair, int64 [n, 3], with one column for each field of `PairCounts`; None
+            if the sequences are not pairs.
+        vocab_size: Number of tokens in the tokenizer's vocabulary.
+        max_token_id: Largest token ID in the file. The model's embedding must have more rows than this.
         vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file that `prepare` wrote. Each rank opens the file independently.
+        """Open a file written by `prepare`. Each rank opens the file independently.
 
         Raises:
             UserError: The file is missing, is not a data set of this version, or contains no sequences.
@@ -105,7 +105,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Raises:
             DamagedDatasetError: The sequence cannot be read, or differs from the one that was written.
-            IndexError: `index` is negative, or not less than the number of sequences.
+            IndexError: `index` is negative, or is not less than the number of sequences.
             ValueError: The data set is closed.
         """
         if not self._file:
@@ -124,7 +124,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the longest sequence. In pairs, positions of both answers begin after the prompt."""
+        """Number of positions in the longest sequence. In pairs, each answer's positions follow those of the prompt."""
         if self.pair_counts is None:
             return int(self.lengths.max())
         prompt, chosen, _ = self.pair_counts.T
@@ -138,7 +138,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(f"{self.vocabulary}{self._content}".encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file. May be called again. Attributes remain usable, but no sequence can be read afterwards."""
+        """Close the file. May be called repeatedly. Attributes remain usable, but sequences can no longer be read."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -155,7 +155,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a data set, by name.
+    """Return the contents of the tokenizer's files in a data set, keyed by file name.
 
     The result is empty if `path` is not a data set, or if it contains no tokenizer. Raises a `DamagedDatasetError` if a
     file is damaged.
@@ -202,8 +202,8 @@ def _check_format(file: h5py.File, path: Path) -> None:
 def check_storage(file: h5py.File, name: str, path: Path, dtype: npt.DTypeLike) -> h5py.Dataset:
     """Return an HDF5 dataset. Raises a `DamagedDatasetError` unless it is a vector of `dtype` with valid storage.
 
-    It must be stored completely, in this file, and with checksums. Otherwise, HDF5 would follow links and external or
-    virtual storage to any file, and would read missing storage as zeros.
+    It must be stored completely, in this file, and with checksums, since HDF5 would otherwise follow links and external
+    or virtual storage to any file, and read missing storage as zeros.
     """
     parents = [str(parent) for parent in PurePosixPath(name).parents][:-1]
     if any(not isinstance(file.get(part, getlink=True), h5py.HardLink) for part in (*reversed(parents), name)):

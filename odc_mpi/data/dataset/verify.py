@@ -1,4 +1,4 @@
-"""Verification of complete data sets, and reading the counts and the origin that `prepare` stored in them."""
+"""Verifying complete data sets, and reading the counts and the origin that `prepare` stored in them."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MAX_NUMBERS = 3
 def verify_dataset(path: Path) -> str:
     """Read and verify the complete contents of a data set, and return a line of text that describes it.
 
-    Raises a `UserError` if the file is not a data set, or is damaged. The message names the first damaged sequences.
+    Raises a `UserError` if the file is not a data set or is damaged. The message names the first damaged sequences.
     """
     with Dataset(path) as dataset:
         damaged: dict[int, DamagedDatasetError] = {}
@@ -50,9 +50,9 @@ def read_origin(path: Path) -> str:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Verify the data sets of one call of `prepare`, and return the counts that this call stored in them, by name.
+    """Verify the data sets written by one call to `prepare`, and return the counts stored in them, keyed by name.
 
-    The result is None if a data set is missing, unfinished or damaged, if its attribute `request` is not equal to the
+    The result is None if a data set is missing, unfinished or damaged, if its attribute `request` differs from the
     argument `request`, or if the data sets are from different calls.
     """
     reports = set()

@@ -29,9 +29,9 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
     If an exception leaves the `with` body, the file remains unfinished, and `Dataset` rejects it. Leaving the body
-    raises an `OSError` if the file could not be written, for example because the disk is full. Attributes for the
-    sequences appended so far are `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, not counting the
-    first token of each sequence), `longest` (maximum number of tokens in a sequence) and `max_token_id`.
+    raises an `OSError` if the file could not be written, for example because the disk is full. The attributes
+    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens, not counting the first token of each sequence),
+    `longest` (maximum number of tokens in a sequence) and `max_token_id` describe the sequences appended so far.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         vocabulary: str = "",
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Create the file, which must not exist.
+        """Create the file, which must not exist yet.
 
         Args:
-            vocab_size: Number of tokens of the tokenizer.
+            vocab_size: Number of tokens in the tokenizer's vocabulary.
             tokenizer: Name of the tokenizer, for display.
-            source: Name of the source of the text, for display.
+            source: Name of the text's source, for display.
             vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
-            tokenizer_files: Contents of the tokenizer's files by name; None to store no tokenizer.
+            tokenizer_files: Contents of the tokenizer's files, keyed by file name; None to store no tokenizer.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
         self._attributes: dict[str, int | str] = {}
@@ -71,7 +71,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._file.create_dataset(name, data=values, maxshape=(None,), chunks=(CHUNK,), fletcher32=True)
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Set attributes of the file, and the dataset `report`. They are written when the `with` body ends normally."""
+        """Set attributes of the file or the dataset `report`, to be written when the `with` body ends normally."""
         self._attributes.update(attributes)
 
     def append(
@@ -82,7 +82,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         Args:
             tokens: Tokens of the sequence, uint32 [length].
             loss_mask: True for each loss token, bool [length].
-            pair: Parts of the sequence if it is a pair, otherwise None. Either all sequences are pairs, or none is.
+            pair: Numbers of tokens in the parts of a pair, or None. Either all sequences must be pairs, or none.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
         assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"

@@ -1,4 +1,4 @@
-"""Tokenizing pairs: the prompt, which both answers share, followed by the chosen answer and the rejected answer."""
+"""Tokenizing pairs as the shared prompt, followed by the chosen answer and the rejected answer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class _Answer(NamedTuple):
     loss_mask: npt.NDArray[np.bool_]
 
     def truncate(self, length: int | None = None) -> "_Answer":
-        """Return the first `length` tokens, without those after the last loss token, which do not affect the loss."""
+        """Return the first `length` tokens up to the last loss token, because later tokens do not affect the loss."""
         loss = np.flatnonzero(self.loss_mask[:length])
         end = loss[-1] + 1 if len(loss) else 0
         return _Answer(self.tokens[:end], self.loss_mask[:end])
@@ -29,20 +29,20 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPair(Encoded):
-    """A tokenized pair: the tokens of the prompt, the chosen answer and the rejected answer, concatenated."""
+    """A tokenized pair: the concatenated tokens of the prompt, the chosen answer and the rejected answer."""
 
     pair: PairCounts
 
     @property
     @override
     def length(self) -> int:
-        """Number of tokens of the prompt and the longer answer."""
+        """Total number of tokens in the prompt and the longer answer."""
         return self.pair.num_prompt_tokens + max(len(answer.tokens) for answer in self._answers())
 
     @property
     @override
     def has_loss(self) -> bool:
-        """True if both answers have loss tokens, and their tokens differ."""
+        """True if both answers have loss tokens and the answers differ."""
         chosen, rejected = self._answers()
         return (
             bool(chosen.loss_mask.any() and rejected.loss_mask.any())
@@ -51,9 +51,9 @@ class EncodedPair(Encoded):
 
     @override
     def truncate(self, length: int | None) -> "EncodedPair":
-        """Return the pair with both answers truncated, so that the prompt and one answer have at most `length` tokens.
+        """Return the pair with answers truncated so that the prompt and either answer have at most `length` tokens.
 
-        Tokens after the last loss token of an answer are removed, too. The prompt is never truncated.
+        Tokens after the last loss token of each answer are removed, too. A longer prompt is not truncated.
         """
         num_prompt = self.pair.num_prompt_tokens
         rest = None if length is None else max(0, length - num_prompt)
@@ -66,16 +66,16 @@ class EncodedPair(Encoded):
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[Encoded]]:
-    """Tokenize pairs, and return a list with one `EncodedPair` for each pair.
+    """Tokenize pairs, and return, for each pair, a list that contains one `EncodedPair`.
 
-    Each answer is tokenized with its prompt as in `encode`. The prompt of the pair consists of the tokens with which
-    both sequences begin, up to the first loss token of either sequence. Texts without a prompt have loss from the
-    beginning, so their prompt extends to the first difference instead. Each answer has at least one token.
+    Each answer is tokenized together with its prompt, as in `encode`. The prompt of the pair consists of the tokens
+    with which both sequences begin, up to the first loss token of either sequence. Texts without a prompt have loss
+    from the beginning, so their prompt extends to the first difference instead. Each answer has at least one token.
 
     Raises:
         UserError: As in `encode`.
-        InvalidRecordError: As in `encode`, or the chat template requires one sequence per turn, or the two sequences
-            begin with different tokens or are equal.
+        InvalidRecordError: As in `encode`, or if the chat template requires one sequence per turn, or if the two
+            sequences are equal or begin with different tokens.
     """
     sides = encode(tokenizer, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
     return [
@@ -85,7 +85,7 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[PreferencePair]) -> list[list[E
 
 
 def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
-    """Return the pair of a chosen and a rejected sequence, each of which contains the prompt."""
+    """Join a chosen and a rejected sequence, each of which contains the prompt, into a pair."""
     if any(len(parts) > 1 for parts in sides):
         raise InvalidRecordError(
             f"{location}: expected one assistant message after the messages that chosen and rejected share, got "
@@ -116,7 +116,7 @@ def _join(location: str, *sides: list[Encoded]) -> EncodedPair:
 
 
 def _row(prompt: npt.NDArray[np.uint32], chosen: _Answer, rejected: _Answer) -> dict[str, Any]:
-    """Return the tokens of a pair, their loss mask and the lengths of the parts, as fields of `EncodedPair`."""
+    """Return the tokens of a pair, their loss mask and the lengths of the parts as fields of `EncodedPair`."""
     return {
         "tokens": np.concatenate([prompt, chosen.tokens, rejected.tokens]),
         "loss_mask": np.concatenate([np.zeros(len(prompt), np.bool_), chosen.loss_mask, rejected.loss_mask]),

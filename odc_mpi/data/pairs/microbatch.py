@@ -1,4 +1,4 @@
-"""Microbatches of pairs, in which the two answers share the tokens of their prompt."""
+"""Microbatches of pairs whose two answers share the tokens of their prompt."""
 
 from dataclasses import dataclass, replace
 
@@ -12,14 +12,14 @@ from odc_mpi.data.microbatch import Microbatch, packed_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class PairMicrobatch(Microbatch):
-    """A microbatch of pairs. `inputs` contains no labels, and `indices` are the indices of the pairs.
+    """A microbatch of pairs. `inputs` contains no labels, and `indices` contains the data set indices of the pairs.
 
-    Each pair is packed as two sequences: the prompt with the chosen answer, then the rejected answer, which shares the
-    prompt (see `packed_inputs`). The last token of the prompt predicts the first tokens of both answers.
+    Each pair is packed as two sequences: the prompt with the chosen answer, followed by the rejected answer, which
+    shares the prompt (see `packed_inputs`). The last token of the prompt predicts the first token of each answer.
 
     Attributes:
-        answers: Index of the answer that contains each target, int64 `[K]`: 2 i for the chosen answer of the i-th pair,
-            and 2 i + 1 for its rejected answer.
+        answers: Index of the answer that contains each target, int64 `[K]`: `2 * i` for the chosen answer of pair `i`,
+            and `2 * i + 1` for its rejected answer.
     """
 
     answers: torch.Tensor
@@ -32,7 +32,7 @@ class PairMicrobatch(Microbatch):
 
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
-    """Read at least one pair, and return a microbatch. `indices` are the indices of the pairs, int64 [num_pairs]."""
+    """Read the pairs with the given indices, int64 [num_pairs], as a microbatch. At least one index is required."""
     assert dataset.pair_counts is not None
     rows, lengths, prompts, logit_positions, targets, begin = [], [], [], [], [], 0
     for index in indices:
@@ -84,10 +84,10 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
 
 
 def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobatch:
-    """Return a copy of the microbatch with one target per answer: its last token that differs from `padding`.
+    """Return a copy of the microbatch with one target per answer: the answer's last token that differs from `padding`.
 
     If the answer has no such token, the target is the last such token of the prompt, or else the first token of the
-    pair. `logit_positions` are the positions of the targets themselves, where a sequence classifier of transformers
+    pair. `logit_positions` are the positions of the targets themselves, at which a transformers sequence classifier
     computes its output. `num_tokens` does not change.
     """
     tokens = microbatch.inputs["input_ids"][0]
@@ -97,7 +97,7 @@ def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobat
     # The last tokens of the prompts of rejected answers. Chosen answers include their prompts.
     prompt_ends = pair_starts + (bounds_k.diff() - bounds.diff() - 1).clamp(min=0)
     indices = torch.arange(len(tokens), device=tokens.device)
-    # For each token, the index of the last one up to it that is not padding.
+    # For each position, the index of the last token up to it that is not padding.
     last = torch.where(tokens == padding, -1, indices).cummax(0).values
     found = last[bounds[1:] - 1]
     positions = torch.maximum(torch.where(found < starts, last[prompt_ends], found), pair_starts)

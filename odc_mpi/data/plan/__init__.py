@@ -1,1 +1,1 @@
-"""Planning of minibatches: costs of sequences, balance of ranks, packing into microbatches, and splitting sequences."""
+"""Planning minibatches: estimating costs, balancing ranks, packing microbatches, and splitting sequences."""

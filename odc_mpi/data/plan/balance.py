@@ -5,8 +5,8 @@
     lb_mini      about equal total cost on all ranks, with different numbers of microbatches (for windows)
     dynamic      idle ranks claim microbatches at run time (for windows)
 
-All strategies have the signature `BalanceStrategy`. Every rank computes the same plan: a plan depends only on values
-that are equal on all ranks, and ties are broken by index.
+All strategies have the signature `BalanceStrategy`. Every rank computes the same plan, because plans depend only on
+values that are equal on all ranks, and ties are broken by index.
 """
 
 import math
@@ -28,8 +28,8 @@ Costs = npt.NDArray[np.float64]
 #:     the length in tokens of each of its sequences, int64 [n],
 #:     the number of ranks, which may exceed the number of sequences,
 #:     the maximum number of tokens in a microbatch,
-#:     the cost model to balance by.
-#: Raises a `UserError` if a sequence is longer than a microbatch may be.
+#:     the cost model.
+#: Raises a `UserError` if a sequence is too long.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 
 
@@ -38,11 +38,11 @@ class Plan:
     """Assignment of the sequences of a minibatch to microbatches, and of the microbatches to ranks.
 
     Attributes:
-        microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of positions
-            of sequences in the minibatch. Ranks may have different numbers of microbatches, or none. An empty
-            microbatch is skipped, or replaced by a dummy microbatch if ranks synchronize in each microbatch.
+        microbatches: Microbatches of each rank, in the order in which they run. Each microbatch is a tuple of the
+            positions of its sequences in the minibatch. Ranks may have different numbers of microbatches, or none.
+            Empty microbatches are skipped, or replaced by dummy microbatches if ranks synchronize in each microbatch.
         pool: Microbatches that are not assigned to a rank. Idle ranks claim them in this order. None of them is empty.
-        splits: Sequences that are not in a microbatch, but are split into chunks on several ranks. Each rank runs its
+        splits: Sequences that are not in any microbatch, but are split into chunks on several ranks. Each rank runs its
             chunks in this order, before its microbatches. See `data.plan.context_parallel`.
     """
 
@@ -52,10 +52,10 @@ class Plan:
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Sort the sequences by decreasing length, and assign them to ranks round robin, one sequence per microbatch.
+    """Sort the sequences by decreasing length, and assign them to ranks round-robin, one sequence per microbatch.
 
-    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058). It does not balance the ranks,
-    but the first microbatch reaches the maximum memory usage. `cost` is not used.
+    This is LocalSort from ODC (arXiv 2601.19362), adopted from LongAlign (arXiv 2401.18058). It does not balance the
+    ranks, but memory usage peaks in the first microbatch. `cost` is not used.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -65,14 +65,14 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 
 
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign the same number of microbatches to all ranks, so that their k-th microbatches have about equal costs.
+    """Assign the same number of microbatches to all ranks, such that their k-th microbatches have about equal costs.
 
-    This is LB-Micro of ODC (arXiv 2601.19362), the balanced batching of verl. It is for collectives: all ranks run
-    their k-th microbatches together and wait for the costliest. Sequences are first divided among the ranks
-    (`partition_evenly`), then among the microbatches of each rank. The number of microbatches is that of the rank that
-    needs the most when its sequences are packed by first-fit decreasing. Each rank runs its microbatches in order of
-    decreasing cost. Ranks with fewer sequences end with empty microbatches. If microbatches of equal cost would exceed
-    `max_tokens`, verl adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
+    This is LB-Micro from ODC (arXiv 2601.19362), the balanced batching of verl. It is meant for collectives, with which
+    all ranks run their k-th microbatches together and wait for the costliest. Sequences are first divided among the
+    ranks (`partition_evenly`), then among the microbatches of each rank. The number of microbatches is that of the rank
+    that needs the most when its sequences are packed by first-fit decreasing. Each rank runs its microbatches in order
+    of decreasing cost. Ranks with fewer sequences end with empty microbatches. If microbatches of equal cost would
+    exceed `max_tokens`, verl adds a microbatch on all ranks, whereas this function packs the sequences less evenly.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -85,12 +85,12 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> P
 
 
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign about equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
+    """Assign about the same total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
-    This is LB-Mini of ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
+    This is LB-Mini from ODC (arXiv 2601.19362). Ranks may have different numbers of microbatches, since they do not
     synchronize between microbatches. Sequences are divided among the ranks with the largest differencing method
     (`partition`), then packed by first-fit decreasing. Each rank runs its microbatches in order of decreasing cost, so
-    memory usage peaks early, and ranks end at about the same time.
+    that memory usage peaks early and all ranks end at about the same time.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -99,7 +99,7 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
 
 
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Pack the sequences into microbatches that idle ranks claim from `Plan.pool`, the costliest first.
+    """Pack the sequences into microbatches that idle ranks claim from `Plan.pool`, costliest first.
 
     This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) at run time.
     A rank that is slow, or whose microbatches take longer than estimated, claims fewer microbatches. See
@@ -136,7 +136,7 @@ def _split(
 ) -> tuple[SequenceIndices, ...]:
     """Split the sequences of a rank into `count` microbatches of about equal cost, costliest first.
 
-    `packed` is another split into at most `count` microbatches, none of which exceeds `max_tokens`. It is the fallback.
+    The fallback is `packed`, which contains at most `count` microbatches, each of at most `max_tokens` tokens.
     """
     part_lengths, part_costs = lengths[part], costs[part]
     bins = partition(part_costs.tolist(), count)
@@ -154,7 +154,7 @@ def _split(
 def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
     """Assign each sequence, costliest first, to the cheapest microbatch with enough space.
 
-    Returns None if no microbatch has enough space for a sequence.
+    Returns None if a sequence does not fit in any microbatch.
     """
     free_tokens, load = np.full(count, max_tokens), np.zeros(count)
     bins: list[list[int]] = [[] for _ in range(count)]

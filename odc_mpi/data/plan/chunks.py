@@ -1,7 +1,7 @@
 """Splitting a sequence into chunks of about equal cost under causal attention. Does not use MPI.
 
-A token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
-(arXiv 2310.01889) splits into equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
+Each token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
+(arXiv 2310.01889) uses chunks with equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
 2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several parts of the sequence. Here, each
 chunk is one contiguous range of tokens, and the ranges differ in length.
 """
@@ -13,7 +13,7 @@ from itertools import pairwise
 from odc_mpi.data.plan.cost import CostModel
 
 #: Number of bisections in the search for the cost of the costliest chunk. The first interval is as wide as the cost of
-#: the last token, or wider by a power of 4.
+#: the last token, multiplied by a power of 4 if necessary.
 NUM_BISECTIONS = 20
 
 
@@ -40,7 +40,7 @@ class SequenceSplit:
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
     """Split a sequence into at most `count` chunks so that the costliest chunk is as cheap as possible.
 
-    `length` is the number of tokens of the sequence, at most `count * max_tokens`. A chunk has at most `max_tokens`
+    `length` is the number of tokens in the sequence, at most `count * max_tokens`. Each chunk has at most `max_tokens`
     tokens. Returns the bounds of the chunks, as in `SequenceSplit.bounds`. There are fewer than `count` chunks only if
     more chunks would not make the costliest chunk cheaper.
     """
@@ -64,7 +64,7 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Return bounds of chunks that are as long as `max_cost` and `max_tokens` allow, beginning at the first token.
+    """Return the bounds of chunks that are as long as `max_cost` and `max_tokens` allow, starting at the first token.
 
     Returns None if more than `count` chunks would be needed.
     """
@@ -85,7 +85,7 @@ def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
         return begin
     root = math.sqrt(cost.linear * cost.linear + 4 * cost.quadratic * total)
     end = min(int(2 * total / (cost.linear + root)), length)
-    # The root is rounded, so correct it by the cost itself.
+    # The root is rounded, so correct the end using the cost itself.
     while end > begin and cost.chunk(begin, end) > max_cost:
         end -= 1
     while end < length and cost.chunk(begin, end + 1) <= max_cost:

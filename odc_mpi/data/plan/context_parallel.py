@@ -1,24 +1,24 @@
-"""Context parallelism on demand: split the sequences of a minibatch that are too long for one rank.
+"""Context parallelism on demand, which splits the longest sequences of a minibatch across ranks.
 
 A minibatch takes at least as long as its longest sequence. Therefore, sequences above a cost threshold are split into
-chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only the ranks of a sequence wait for each
-other. Hybrid context parallelism of Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism of ByteScale
-(arXiv 2502.21231) split sequences with collectives in groups of ranks. Here, any ranks can share a sequence.
+chunks of about equal cost (`data.plan.chunks`), each on a different rank. Only ranks that share a sequence wait for
+each other. Hybrid context parallelism in Megatron-LM (`hybrid_cp_schedule.py`) and hybrid data parallelism in ByteScale
+(arXiv 2502.21231) use collectives in groups of ranks to split sequences. Here, any ranks can share a sequence.
 
     1. chunks    Each rank runs its chunks in the order of `Plan.splits`, which is the same on all ranks. All ranks
                  begin the minibatch together, so the chunks of a sequence begin together.
     2. tickets   Ranks that have run their chunks draw tickets to claim microbatches of unsplit sequences from
-                 `Plan.pool`. This compensates for different costs of chunks.
+                 `Plan.pool`. This compensates for differences in the costs of chunks.
 
 Deadlocks cannot occur: a chunk waits only for other chunks of its sequence, and the ranks of the first unfinished
 sequence have no earlier chunk left to run.
 
-Several cost thresholds are tried. Each costlier sequence is split into the fewest chunks below the threshold. The best
-plan has the earliest estimated end, averaged over the cases of equal and different rank speeds (`SPREADS`). A chunk
-costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on a rank is split only to save
-time.
+Several cost thresholds are tried. Each sequence above the threshold is split into the fewest chunks that are below it.
+The best plan is the one with the earliest estimated end, averaged over equal and different rank speeds (`SPREADS`). A
+chunk costs more than its share of the sequence (`CostModel.chunk`), so a sequence that fits on one rank is split only
+to save time.
 
-Decisions depend only on arithmetic in a fixed order, so every rank computes the same plan. Does not use MPI.
+Every rank computes the same plan, because decisions depend only on arithmetic in a fixed order. Does not use MPI.
 """
 
 import math
@@ -36,30 +36,30 @@ from odc_mpi.data.plan.partition import argsort_descending
 
 ChunkCounts = npt.NDArray[np.int64]
 
-#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of each threshold to the previous
-#: one. The thresholds rise up to the costliest sequence.
+#: Lowest cost threshold, relative to an even share of the minibatch's cost, and ratio of successive thresholds, which
+#: rise to the cost of the costliest sequence.
 MIN_THRESHOLD, THRESHOLD_RATIO = 0.4, 1.06
-#: Maximum number of chunks: the larger of the first number and the second number times the number of ranks. There is no
-#: maximum if max_tokens requires splits. Planning with thousands of chunks takes long and gains nothing.
+#: Maximum number of chunks: `MAX_CHUNKS`, or `MAX_CHUNKS_PER_RANK` times the number of ranks if this is larger. There
+#: is no maximum if max_tokens requires splits. Planning with thousands of chunks takes a long time and gains nothing.
 MAX_CHUNKS, MAX_CHUNKS_PER_RANK = 64, 2
-#: Number of the most promising plans that are computed completely.
+#: Number of the most promising plans, which are computed completely.
 NUM_FINALISTS = 3
-#: Maximum time of a plan with splits, relative to the plan without splits. Costs are too inexact for smaller gains.
+#: Maximum time of a plan with splits, relative to one without splits. Costs are too inexact for smaller gains.
 MAX_RELATIVE_TIME = 0.98
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
-    """Plan a minibatch whose costliest sequences are split over several ranks. All others are in `Plan.pool`.
+    """Plan a minibatch: split the costliest sequences across several ranks, and put all others in `Plan.pool`.
 
-    This is a `BalanceStrategy`. If splits save less than 2% of the estimated time, and `max_tokens` does not require
-    them, the plan is that of `balance.dynamic`.
+    This is a `BalanceStrategy`. If splitting saves less than 2% of the estimated time, and `max_tokens` does not
+    require it, the plan is that of `balance.dynamic`.
 
     Args:
-        max_tokens: Maximum number of tokens in a microbatch and in a chunk.
+        max_tokens: Maximum number of tokens in a microbatch or a chunk.
         unsplit: Plan of `balance.dynamic` for the same arguments; None to compute it.
 
     Raises:
-        UserError: A sequence is longer than `size` chunks.
+        UserError: A sequence is longer than `size` chunks of `max_tokens` tokens.
     """
     check_fit(lengths, max_tokens, size)
     planner = _Planner(lengths, size, max_tokens, cost)
@@ -71,7 +71,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
     for estimate, counts in planner.promising():
-        if estimate >= earliest:  # skip plans that are worse even by estimate: planning is slow
+        if estimate >= earliest:  # planning is slow, so skip plans that are worse even by estimate
             break
         plan = planner.plan(counts)
         end = planner.estimate_end(plan)
@@ -82,7 +82,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
 
 
 class _Planner:
-    """Planner of one minibatch. In its methods, `counts` are the numbers of chunks of the sequences, int64 [n]."""
+    """Planner for one minibatch. In its methods, `counts` contains the number of chunks of each sequence, int64 [n]."""
 
     def __init__(self, lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> None:
         self._lengths, self._size, self._max_tokens, self._cost = lengths, size, max_tokens, cost
@@ -90,12 +90,12 @@ class _Planner:
         self._fewest = -(-lengths // max_tokens)
 
     def even_end(self) -> float:
-        """Return the time at which all ranks would end if work were distributed evenly, summed over `SPREADS`."""
+        """Return the time at which all ranks would end if the work were distributed evenly, summed over `SPREADS`."""
         fewest = -(-int(self._lengths.sum()) // self._max_tokens)
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 
     def promising(self) -> list[tuple[float, ChunkCounts]]:
-        """Return the estimated end and the chunk counts of the `NUM_FINALISTS` best plans, the best first."""
+        """Return the estimated ends and the chunk counts of the `NUM_FINALISTS` best plans, best first."""
         candidates = list({counts.tobytes(): counts for counts in self._candidates()}.values())
         ends = [self._estimate(counts) for counts in candidates]
         return [(ends[i], candidates[i]) for i in argsort_descending(-np.array(ends))[:NUM_FINALISTS]]
@@ -106,7 +106,7 @@ class _Planner:
             (i, even_bounds(int(self._lengths[i]), int(counts[i]), self._max_tokens, self._cost))
             for i in np.flatnonzero(counts > 1).tolist()
         ]
-        split_sequences.sort(key=lambda split: -self._costliest(split[1]))  # equal ones by their position
+        split_sequences.sort(key=lambda split: -self._costliest(split[1]))  # ties are broken by position
         gangs, _ = self._assign_ranks(
             [(len(bounds) - 1, self._costliest(bounds)) for _, bounds in split_sequences], 0.0
         )
@@ -131,7 +131,7 @@ class _Planner:
         )
 
     def _candidates(self) -> Iterator[ChunkCounts]:
-        """Yield chunk counts for each threshold."""
+        """Yield the chunk counts for each threshold."""
         constant, factor = self._cost.constant, self._cost.chunk_factor
         chunk_costs = factor * self._costs
         max_cost = self.even_end() / len(SPREADS) * MIN_THRESHOLD
@@ -147,7 +147,7 @@ class _Planner:
             max_cost *= THRESHOLD_RATIO
 
     def _estimate(self, counts: ChunkCounts) -> float:
-        """Estimate the end of the last rank, summed over `SPREADS`, with one unsplit sequence per microbatch."""
+        """Estimate the end of the last rank, summed over `SPREADS`, assuming one unsplit sequence per microbatch."""
         is_split = counts > 1
         chunk_costs = self._cost.chunk_factor * self._costs / counts + self._cost.constant
         order = [i for i in argsort_descending(chunk_costs) if is_split[i]]
@@ -156,14 +156,14 @@ class _Planner:
         return math.fsum(makespan(rest, self._size, spread, self._assign_ranks(each, spread)[1]) for spread in SPREADS)
 
     def _available_at(self, splits: tuple[SequenceSplit, ...], spread: float) -> Costs:
-        """Return the time at which each rank has run its chunks, float64 [size]."""
+        """Return the time at which each rank has finished its chunks, float64 [size]."""
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
-        """Assign the chunks of each sequence, given as their number and cost, to the ranks that are idle first.
+        """Assign the chunks of each sequence, given as their number and cost, to the ranks that become idle first.
 
-        Chunks of a sequence begin together and end with the slowest. Returns the ranks of each sequence, and the time
-        at which each rank becomes idle, float64 [size].
+        The chunks of a sequence begin together and end with the slowest. Returns the ranks of each sequence, and the
+        time at which each rank becomes idle, float64 [size].
         """
         free, ranks, used = np.zeros(self._size), [], 0
         for count, each in chunks:

@@ -1,11 +1,11 @@
-"""Packing a minibatch into microbatches that idle ranks claim, the costliest first.
+"""Packing a minibatch into microbatches that idle ranks claim, costliest first.
 
-Ranks end at times that differ by up to one microbatch, so the last microbatches must be small. But each microbatch has
-a constant cost in addition to its sequences, so there should be few microbatches. Therefore, each packing has a few
-large microbatches per rank, then a tail of small microbatches of the shortest sequences, as in factoring (Hummel,
-Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of large microbatches
-per rank and several sizes of the tail are tried. Since costs are estimates, the best packing has the earliest end
-averaged over the cases of equal and different rank speeds (`SPREADS`).
+The end times of ranks differ by up to one microbatch, so the last microbatches must be small. However, each microbatch
+has a constant cost in addition to that of its sequences, so there should be few of them. Therefore, each packing
+consists of a few large microbatches per rank and a tail of small microbatches with the shortest sequences, as in
+factoring (Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel loops", 1992). Several numbers of
+large microbatches per rank and several tail sizes are tried. Because costs are estimates, the best packing is the one
+with the earliest end, averaged over equal and different rank speeds (`SPREADS`).
 
 Every process computes the same packing: decisions depend only on comparisons, sums in a fixed order and `math.fsum`.
 """
@@ -23,14 +23,14 @@ SequenceIndices = tuple[int, ...]
 
 #: Numbers of large microbatches per rank, unless max_tokens requires more.
 PER_RANK = (1, 2, 3, 4, 8)
-#: Fractions of the minibatch's cost that the tail contains.
+#: Fractions of the minibatch's cost that are in the tail.
 TAIL_SHARES = (0.0, 0.1, 0.2, 0.3)
-#: Ratios of the cost of a large microbatch to the cost of a microbatch in the tail.
+#: Ratios of the cost of a large microbatch to that of a microbatch in the tail.
 TAIL_RATIOS = (2, 4)
-#: Values of `spread` in `makespan` for which packings are evaluated: ranks of equal and of different speeds.
+#: Values of `spread` in `makespan` for which packings are evaluated: equal and different rank speeds.
 SPREADS = (0.0, 0.1)
-#: Limits of the differencing method. From this number of sequences per microbatch on, costs are even without it. From
-#: this total number of sequences on, it takes too long.
+#: Limits for the differencing method. With `MANY_PER_MICROBATCH` or more sequences per microbatch, costs are even
+#: without it. With `MANY` or more sequences in total, it takes too long.
 MANY_PER_MICROBATCH, MANY = 16, 2048
 
 
@@ -42,15 +42,15 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch into microbatches. Returns the positions in `lengths` of each microbatch, the costliest first.
+    """Pack a minibatch into microbatches. Returns the positions in `lengths` for each microbatch, costliest first.
 
     Args:
-        lengths: Number of tokens of each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
+        lengths: Number of tokens in each sequence, int64 [n]. There is at least one, and none exceeds `max_tokens`.
         costs: Cost of each sequence, float64 [n].
         max_tokens: Maximum number of tokens in a microbatch.
-        constant: Constant cost of a microbatch.
-        available_at: For each value of `SPREADS`, the time at which each rank begins to claim, in units of cost,
-            float64 [size]; None if all ranks begin at 0.
+        constant: Cost of a microbatch in addition to that of its sequences.
+        available_at: For each value in `SPREADS`, the time at which each rank starts to claim, in units of cost,
+            float64 [size]; None if all ranks start at 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: list[SequenceIndices] = []
@@ -76,9 +76,9 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        spread: Spread of speeds. With several ranks, costs are multiplied by factors from 1 - spread on the first rank
-            to 1 + spread on the last.
-        available_at: Time at which each rank begins to claim, float64 [size]; None if all ranks begin at 0.
+        spread: Spread of rank speeds. If there are several ranks, costs are multiplied by factors from `1 - spread` on
+            the first rank to `1 + spread` on the last.
+        available_at: Time at which each rank starts to claim items, float64 [size]; None if all ranks start at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
@@ -102,14 +102,14 @@ def _sums(values: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]
 
 @dataclass(frozen=True)
 class _PoolPacker:
-    """Packer of the sequences of a minibatch into bins of at most `max_tokens` tokens."""
+    """Packer that puts the sequences of a minibatch into bins of at most `max_tokens` tokens."""
 
     lengths: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     max_tokens: int
 
     def candidates(self, size: int) -> Iterator[list[list[int]]]:
-        """Yield different packings for `size` ranks, as positions of the sequences in each bin."""
+        """Yield different packings for `size` ranks, as the positions of the sequences in each bin."""
         rising = argsort_descending(self.costs)[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
@@ -128,7 +128,7 @@ class _PoolPacker:
                     yield heads + self._pack(small, max_cost / fraction)
 
     def _pack_evenly(self, part: list[int], count: int) -> list[list[int]]:
-        """Pack some sequences into about `count` bins of about equal cost, or more if `max_tokens` requires it."""
+        """Pack some sequences into about `count` bins of about equal cost, or into more if `max_tokens` requires it."""
         costs = self.costs[part].tolist()
         if len(part) < min(MANY_PER_MICROBATCH * count, MANY):
             bins = [[part[i] for i in indices] for indices in partition(costs, count) if indices]

@@ -1,17 +1,17 @@
-"""A cost model that is fitted to the measured times of a run's microbatches.
+"""A cost model that is fitted to the measured times of microbatches during a run.
 
-The model is seconds = slowness of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). The
-time of a chunk is its share of the sequence's time, multiplied by a factor (`CostModel.chunk`). Each rank observes its
-own microbatches, and sums the observations in a row of numbers. At the end of a minibatch, ranks exchange the rows
-together with other values, and every rank fits the same cost model to the same rows.
+The model is `seconds = slowness * (constant + linear * tokens + quadratic * squares)`, where `slowness` depends on the
+rank, and `squares` is the sum of squared sequence lengths. The time of a chunk is its share of the sequence's time,
+multiplied by a factor (`CostModel.chunk`). Each rank observes its own microbatches, and sums the observations in a row
+of numbers. At the end of a minibatch, ranks exchange their rows, and every rank fits the same model to the same rows.
 
     observe   call after each microbatch
-    report    call before the exchange, for this rank's row
+    report    call before the exchange, to get this rank's row
     update    call after the exchange, with the rows of all ranks
 
-These methods do not communicate. `update` uses only the four basic operations, in a fixed order, and no matrix products
-of a library, so ranks on different processors get bitwise identical costs. With different costs, their plans would
-differ, and sequences would be lost or trained twice.
+These methods do not communicate. `update` uses only the four basic operations in a fixed order, and no matrix products
+from libraries, so ranks on different processors get bitwise identical costs. With different costs, their plans would
+differ, and sequences would be lost or trained on twice.
 """
 
 import math
@@ -29,23 +29,23 @@ from odc_mpi.data.plan.cost import CostModel
 ReportRows = npt.NDArray[np.float64]
 _Vector = tuple[float, float, float]
 
-#: A row contains the upper triangle of the products of features, the features times the seconds, and the number of
-#: microbatches; then the sum of the factors of chunks, and the number of chunks.
+#: Length of a row: the upper triangle of the products of the features, the features times the seconds, the number of
+#: microbatches, the sum of the chunk factors, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch. The weight halves in 30 minibatches: enough to average
-#: noise, and few enough to follow lasting changes. A literal, since powers of libraries may differ in a bit.
+#: Factor applied to the weight of an observation after each minibatch. The weight halves in 30 minibatches, enough to
+#: average out noise, yet few enough to follow lasting changes. A literal, since libraries may differ in the last bit.
 DECAY = 0.97716
-#: Minimum weighted number of microbatches of all ranks for a fit. With fewer microbatches, the cost is not updated.
+#: Minimum weighted number of microbatches on all ranks for a fit. With fewer microbatches, the cost is not updated.
 MIN_OBSERVATIONS = 16
 #: Number of this rank's latest microbatches from which the median ratio of time to cost is computed.
 HISTORY = 256
-#: Weight of the prior, relative to an observation: the variance of times divided by that of the prior. The relative
-#: standard deviation of times is a tenth, and that of the prior is 1.
+#: Weight of the prior relative to that of an observation: the variance of times divided by that of the prior. The
+#: relative standard deviations are assumed to be 0.1 for times and 1 for the prior.
 PRIOR_WEIGHT = 0.01
-#: Weight of the prior factor, as a number of chunks, and maximum factor of a single chunk.
+#: Weight of the prior chunk factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
-#: Speeds and coefficients are fitted alternately, starting from the last fit, so few iterations are enough.
+#: Number of alternating fits of speeds and coefficients. A few are enough, because they start from the last fit.
 NUM_ALTERNATIONS = 4
 
 
@@ -55,7 +55,7 @@ class FittedCostModel:
     The fit minimizes relative errors, so short microbatches matter as much as long ones. It is robust against outliers:
     the more the time of a microbatch exceeds the expected time, the smaller its weight. The expected time is the
     current cost times this rank's median ratio of time to cost. Ranks may have different speeds. If the data does not
-    determine the coefficients, for example because all lengths are equal, they keep their ratios in the prior.
+    determine the coefficients, for example because all lengths are equal, their ratios are those in the prior.
 
     Args:
         prior: Cost model to use until there is enough data, in any unit.
@@ -70,11 +70,11 @@ class FittedCostModel:
 
     @property
     def cost(self) -> CostModel:
-        """Current cost model, equal on all ranks: first the prior, then a fit in seconds on a rank of mean speed."""
+        """Current cost model, the same on all ranks: first the prior, then a fit in seconds on a rank of mean speed."""
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time that this rank took for a microbatch. `lengths` are the numbers of tokens of its sequences.
+        """Record the time that this rank took for a microbatch whose sequences have these lengths in tokens, [n].
 
         Does nothing if `lengths` is empty, or if `seconds` is not a finite number above 0.
         """
@@ -85,23 +85,23 @@ class FittedCostModel:
             self._new.append(observation)
 
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
-        """Record the time that this rank took for the chunk of the tokens `begin:end` of a sequence.
+        """Record the time that this rank took for a chunk that consists of the tokens `begin:end` of a sequence.
 
-        `seconds` excludes waits for other chunks. If it is not a finite number above 0, the call does nothing.
+        `seconds` must exclude waiting for other chunks. If it is not a finite number above 0, the call does nothing.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return sums over the observations of this rank since the last report, float64 [ROW_LENGTH]."""
+        """Return sums over this rank's observations since the last report, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         if self._new:
             usual = self._usual()
             for tokens, squares, seconds in self._new:
                 # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
-                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and no outlier
-                # has more influence than a time of twice the expected time. If the current cost is far too low, as a
-                # prior may be, short sequences do not outweigh all others.
+                # is longer. Thus, an outlier of 100 times the expected time has a weight of 1 / 10,000, and no outlier
+                # has more influence than a time of twice the expected time. Even if the current cost is far too low, as
+                # a prior may be, short sequences do not outweigh all others.
                 unit = max(usual * self._estimate(tokens, squares), seconds)
                 time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
@@ -143,14 +143,14 @@ class FittedCostModel:
         self._new_chunks.clear()
 
     def _fit_chunks(self) -> None:
-        """Set the factor of chunks to the weighted mean of the observations and the prior."""
+        """Set the chunk factor to the weighted mean of the observations and the prior."""
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
             factor = (PRIOR_CHUNKS * self._prior.chunk_factor + total) / (PRIOR_CHUNKS + count)
             self._cost = replace(self._cost, chunk_factor=max(1.0, factor))
 
     def _usual(self) -> float:
-        """Return the median ratio of time to cost of this rank's latest microbatches."""
+        """Return the median ratio of time to cost over this rank's latest microbatches."""
         return float(
             np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._observations])
         )
@@ -161,7 +161,7 @@ class FittedCostModel:
         return estimate if estimate > 0 else 1.0
 
     def _spread(self, size: int) -> ReportRows:
-        """Return the rows for another number of ranks: the sum of all rows, scaled to mean speed, in equal shares."""
+        """Return rows for another number of ranks: equal shares of the sum of all rows, scaled to mean speed."""
         total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
         return np.zeros((size, ROW_LENGTH)) + total / size
 
@@ -171,7 +171,7 @@ def _numbers(cost: CostModel) -> _Vector:
 
 
 def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
-    """Alternately fit the speeds of the ranks and the coefficients."""
+    """Alternate between fitting the speeds of the ranks and fitting the coefficients."""
     coefficients, before = _numbers(start), _numbers(prior)
     for _ in range(NUM_ALTERNATIONS):
         even = _at_mean_speed(rows, coefficients)
@@ -201,7 +201,7 @@ def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
 
 
 def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
-    """Return the non-negative least squares solution, with the prior as a weak regularization."""
+    """Return the non-negative least-squares solution, with the prior as a weak regularization."""
     products, moments, count = np.zeros((3, 3)).tolist(), list(sums[6:9]), sums[9]
     for value, (i, j) in zip(sums[:6], _PAIRS, strict=True):
         products[i][j] = products[j][i] = value
@@ -226,7 +226,7 @@ def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
 
 
 def _eliminate(system: list[list[float]]) -> list[float] | None:
-    """Solve a small symmetric system, whose last column is the right side. Returns None if it is singular."""
+    """Solve a small symmetric system whose last column is the right-hand side. Returns None if it is singular."""
     size = len(system)
     for i in range(size):
         pivot = system[i][i]

@@ -1,6 +1,6 @@
 """Number partitioning and bin packing. The functions take arrays of numbers and return lists of indices.
 
-Ties are broken by index, and decisions depend only on comparisons and arithmetic in a fixed order. So every process
+Ties are broken by index, and decisions depend only on comparisons and arithmetic in a fixed order, so every process
 gets the same result for the same numbers. `balance` builds plans from these results.
 """
 
@@ -13,25 +13,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: If the other bins outnumber the changed bins by this factor, each changed bin is inserted. Otherwise all are sorted.
+#: If unchanged bins outnumber changed ones by this factor, each changed bin is inserted. Otherwise, all are sorted.
 FEW = 16
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
-# tuples they sort by decreasing cost. The index is unique to the bin, so the contents are never compared.
+# tuples, bins sort by decreasing cost. The index is unique to the bin, so the contents are never compared.
 _Bin = tuple[float, int, Any]
 # A split in the heap: (smallest minus largest bin, serial number, bins).
 _Split = tuple[float, int, list[_Bin]]
 
 
 def partition(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split items into `size` parts of nearly equal cost with the largest differencing method.
+    """Split items into `size` parts of nearly equal cost using the largest differencing method.
 
     The method is that of Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD
-    82/113, 1982), for any number of parts. Initially, each item has its own split: `size` bins, of which one contains
-    the item and the others are empty. The method repeatedly joins the two splits whose largest and smallest bins differ
+    82/113, 1982), for any number of parts. Initially, each item has its own split of `size` bins: one contains the
+    item, and the others are empty. The method repeatedly joins the two splits whose largest and smallest bins differ
     most, until one split is left. A join merges the largest bins of one split with the smallest bins of the other.
 
-    Costs must be at least 0. Returns the sorted indices of the items in each part. The costliest part is the first.
+    Costs must be at least 0. Returns the sorted indices of the items in each part, with the costliest part first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -40,17 +40,17 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split items into `size` parts of nearly equal cost, with numbers of items that differ by at most one.
+    """Split items into `size` parts of nearly equal cost whose numbers of items differ by at most one.
 
-    For arguments and result, see `partition`. The method is the balanced form of the largest differencing method, as in
-    verl's `get_seqlen_balanced_partitions(equal_size=True)`. The items are sorted by cost and divided into groups of
-    `size` neighbors. Each group is an initial split with one item per bin. If necessary, the cheapest group is filled
-    with items of cost 0. A join merges each bin of one split with one bin of the other, so the bins of a split always
-    contain equal numbers of items.
+    For the arguments and the result, see `partition`. The method is the balanced form of the largest differencing
+    method, as in verl's `get_seqlen_balanced_partitions(equal_size=True)`. The items are sorted by cost and divided
+    into groups of `size` neighbors. Each group is an initial split with one item per bin. If necessary, the cheapest
+    group is padded with items of cost 0. A join merges each bin of one split with one bin of the other, so all bins of
+    a split always contain the same number of items.
 
-    This method gives each part one of the `size` costliest items, which is more than equal numbers require. Therefore,
-    items of the costliest part are then swapped with items of the cheapest part. For 256 log-normal costs in 8 parts,
-    these swaps reduce the excess of the costliest part over the mean from 9% to less than 0.1%.
+    This method gives each part one of the `size` costliest items, although equal numbers of items do not require this.
+    Therefore, items of the costliest and the cheapest part are then swapped. For 256 log-normal costs in 8 parts, these
+    swaps reduce the excess of the costliest part over the mean from 9% to less than 0.1%.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64))
@@ -78,7 +78,7 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
 
 
 def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
-    """Swap single items of the costliest and the cheapest part, as long as the costs of the two parts come closer."""
+    """Swap single items of the costliest and the cheapest part as long as this reduces the difference in cost."""
     loads = np.array([costs[part].sum() for part in parts])
     for _ in range(4 * len(parts)):  # few are needed; the bound limits the time
         high, low = int(loads.argmax()), int(loads.argmin())
@@ -97,9 +97,9 @@ def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[i
 
 
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
-    """Return the positions of a high and a low item whose difference is closest to half of a gap, the first such pair.
+    """Return the positions of the first high and low item whose difference is closest to half of `gap`.
 
-    For each high item, only the low items next to the target value are examined: all pairs would need quadratic memory.
+    For each high item, only the low items next to the target value are examined; all pairs would need quadratic memory.
     """
     order = np.argsort(low, kind="stable")
     rising = low[order]
@@ -108,14 +108,14 @@ def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: f
     below = np.searchsorted(rising, rising[np.maximum(above - 1, 0)])
     partners = order[np.stack([below, np.minimum(above, len(low) - 1)])]
     misses = np.abs(high - low[partners] - gap / 2)
-    # If both are equally close, the first.
+    # If both are equally close, use the first.
     partner = np.where(misses[0] == misses[1], partners.min(axis=0), np.where(misses[0] < misses[1], *partners))
     a = int(misses.min(axis=0).argmin())
     return a, int(partner[a])
 
 
 def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
-    """Join two splits, largest bins to smallest. Empty bins, which are not stored, are the smallest."""
+    """Join two splits by merging largest with smallest bins. Empty bins, which are not stored, are the smallest."""
     num_shared = max(0, len(one) + len(other) - size)  # pairs of bins where neither is empty
     separate = len(one) - num_shared
     changed = other[: len(other) - num_shared]
@@ -132,13 +132,13 @@ def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
 
 
 def _difference(bins: list[_Bin], size: int) -> float:
-    """Return smallest minus largest bin, the key of a heap that yields the largest difference first."""
+    """Return the cost of the smallest bin minus that of the largest, so a heap yields the largest difference first."""
     smallest = -bins[-1][0] if len(bins) == size else 0.0
     return bins[0][0] + smallest
 
 
 def _flatten(contents: Any) -> list[int]:
-    """Return the indices in nested pairs, sorted, without recursion, since the nesting can be thousands deep."""
+    """Return the sorted indices in nested pairs without recursion, because pairs can be nested thousands deep."""
     stack, indices = [contents], []
     while stack:
         item = stack.pop()
@@ -150,11 +150,11 @@ def _flatten(contents: Any) -> list[int]:
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items into bins with the first-fit decreasing method, which opens at most 11/9 of the minimum plus 6/9 bins.
+    """Pack items into bins by the first-fit decreasing method.
 
-    `sizes` are the sizes of the items, int64 [n]. `capacity` is the maximum total size in a bin, and no item exceeds
-    it. Returns the indices of the items in each bin, by decreasing size. Bins are in the order in which they were
-    opened. The bound on their number is from Dósa 2007.
+    `sizes` contains the size of each item, int64 [n], which must not exceed `capacity`, the maximum total size of a
+    bin. Returns the indices of the items in each bin, in order of decreasing size. Bins are in the order in which they
+    were opened. Their number is at most 11/9 of the minimum plus 6/9 (Dósa 2007).
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -186,7 +186,7 @@ def even_fit(
     Each item goes into the cheapest bin, or into a new bin if it does not fit there. The complexity is O(n log n).
 
     Args:
-        sizes: Size of each item, int64 [n], at most `capacity`. There is at least one item.
+        sizes: Size of each item, int64 [n], at most `capacity`. There must be at least one item.
         costs: Cost of each item, float64 [n], at least 0.
         capacity: Maximum total size of the items in a bin.
         max_cost: Maximum cost of a bin. Only a bin with a single item may exceed it.
@@ -197,8 +197,8 @@ def even_fit(
     order = argsort_descending(costs)
     falling = costs[order]
     fitting = np.flatnonzero(falling[:-1] + falling[1:] <= max_cost)
-    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # number of items that open a bin, for any sizes
-    free_sizes = (capacity - sizes[order]).tolist()  # free space in a bin with only this item
+    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # number of items that open a bin, whatever their sizes
+    free_sizes = (capacity - sizes[order]).tolist()  # free space in a bin that contains only this item
     bins = [[i] for i in order[:alone]]
     others = list(zip(falling[:alone].tolist(), range(alone), free_sizes[:alone], strict=True))
     heapq.heapify(others)
@@ -220,5 +220,5 @@ def even_fit(
 
 
 def argsort_descending(values: npt.NDArray[Any]) -> list[int]:
-    """Return the indices that sort the values in decreasing order. Equal values are sorted by index."""
+    """Return the indices that sort the values in descending order. Equal values are ordered by index."""
     return np.argsort(-values, kind="stable").tolist()

@@ -1,9 +1,9 @@
 """Balance strategies whose microbatches do not depend on the number of ranks.
 
-The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
-So packing depends only on the sequences, and on a cost model that never changes. The microbatches are then assigned to
-ranks with a cost model that may change, such as a fitted one. For models that cannot keep packed sequences apart, each
-microbatch has one sequence, so it does not depend on the number of ranks either.
+The last bits of a microbatch's loss and gradient depend on which sequences it contains, because they determine shapes
+and orders of summation. Therefore, packing depends only on the sequences and on a cost model that never changes. The
+microbatches are then assigned to ranks with a cost model that may change, such as a fitted one. For models that cannot
+keep packed sequences apart, each microbatch has one sequence, so it does not depend on the number of ranks, either.
 """
 
 import math
@@ -17,9 +17,9 @@ from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, partition, partition_evenly
 from odc_mpi.errors import UserError
 
-#: Function that forms microbatches from lengths, the largest number of tokens and a cost.
+#: Function that forms microbatches, given the sequence lengths, the maximum number of tokens and a cost model.
 Pack = Callable[[Lengths, int, CostModel], tuple[SequenceIndices, ...]]
-#: Number of sequences per assumed rank. A minibatch of n sequences is packed as by `dynamic` for n / 4 ranks.
+#: Number of sequences per assumed rank. A minibatch of n sequences is packed as `dynamic` would for n / 4 ranks.
 SEQUENCES_PER_RANK = 4
 
 
@@ -36,8 +36,8 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
     Args:
         name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost model for packing. The strategy's own argument `cost` only affects the assignment to ranks.
-        pack: Function that forms microbatches from lengths, `max_tokens` and `packing_cost`. Not used for "local_sort".
+        packing_cost: Cost model for packing. The strategy's own argument `cost` affects only the assignment to ranks.
+        pack: Function that forms the microbatches, given `packing_cost`. Not used for "local_sort".
 
     Raises:
         UserError: `name` is "lb_micro", whose microbatches depend on the number of ranks.
@@ -65,7 +65,7 @@ def rank_independent_packing(name: str, packing_cost: CostModel, pack: Pack = _p
 
 
 def one_sequence_per_microbatch(name: str, cost: CostModel) -> BalanceStrategy:
-    """Return the variant of the balance strategy `name` with one sequence in each microbatch. `cost` has no effect."""
+    """Return a variant of the balance strategy `name` that puts one sequence in each microbatch. `cost` is not used."""
     return _assign_evenly if name == "lb_micro" else rank_independent_packing(name, cost, _separate)
 
 
@@ -75,7 +75,7 @@ def _separate(lengths: Lengths, max_tokens: int, cost: CostModel) -> tuple[Seque
 
 
 def _assign_evenly(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Assign the same number of microbatches to all ranks. Each microbatch has one sequence, or is empty."""
+    """Assign the same number of microbatches to all ranks. Each microbatch contains one sequence or is empty."""
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition_evenly(costs.tolist(), size)]

@@ -1,1 +1,1 @@
-"""Readers of data files. They yield blocks of records in the order of the file, in bounded memory."""
+"""Readers for data files, which yield blocks of records in the order of the file, in bounded memory."""

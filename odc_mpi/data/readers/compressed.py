@@ -1,4 +1,4 @@
-"""Decompression of files in the formats gzip and Zstandard, which are recognized by the suffixes .gz and .zst."""
+"""Decompression of gzip and Zstandard files, which are recognized by the suffixes .gz and .zst."""
 
 import gzip
 import io
@@ -21,7 +21,7 @@ def bare_suffix(path: Path) -> str:
 
 
 def decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return a stream (with `peek`) of a file's decompressed bytes, or raise a `UserError` if zstandard is missing."""
+    """Return a stream, with `peek`, of a file's decompressed bytes. Raises a `UserError` if zstandard is missing."""
     if path.suffix.lower() == ".gz":
         return _gzip_file()(fileobj=file, mode="rb")
     if path.suffix.lower() == ".zst":
@@ -38,7 +38,7 @@ def _gzip_file() -> Any:
 
 
 def _open_zstd(file: BinaryIO, path: Path) -> Any:
-    """Open a Zstandard file with the standard library (Python 3.14 or later), or else with the package zstandard."""
+    """Open a Zstandard file with the standard library (Python 3.14 or later), otherwise with the package zstandard."""
     with suppress(ImportError):
         from compression import zstd  # type: ignore[import-not-found]
 
@@ -53,7 +53,7 @@ def _open_zstd(file: BinaryIO, path: Path) -> Any:
 class _ZstdText(io.RawIOBase):
     """Stream of the decompressed bytes of Zstandard frames.
 
-    If a file is truncated, reading raises an error. The stream of the package zstandard would end silently.
+    If the file is truncated, reading raises an error, whereas the stream of the package zstandard would end silently.
     """
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:

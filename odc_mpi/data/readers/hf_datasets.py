@@ -1,7 +1,7 @@
 """Reading data sets of the library `datasets`: directories written by `save_to_disk`, and data sets on the Hub.
 
 The extra `datasets` installs the library, which is imported only if the user specifies such a source. Code in data sets
-is never run: the library has not supported it since version 4.
+is never run, because the library has not supported it since version 4.
 """
 
 import re
@@ -34,7 +34,7 @@ def load(name: str, split: str | None) -> Any:
 
     Args:
         name: Directory written by `save_to_disk`, or name of a data set on the Hub.
-        split: Split to read, such as "train[:1%]" on the Hub. None for "train", or for the only split in a directory.
+        split: Split to read, such as "train[:1%]" for the Hub; None for "train", or for the only split in a directory.
 
     Raises:
         UserError: The library is missing, or the data set or its split cannot be loaded.
@@ -66,12 +66,12 @@ def load(name: str, split: str | None) -> Any:
 def read_rows(
     name: str, dataset: Any, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None], num_bytes: int
 ) -> Iterator[Block]:
-    """Yield the rows of a data set in blocks. Columns with images, sound or other media are left out.
+    """Yield the rows of a data set in blocks. Columns with images, sound or other media are omitted.
 
-    `num_bytes` is the size of the data set's files. `on_bytes_read` receives a share of this size in proportion to the
-    rows read. For `num_repeats`, see `DataSource.read`. Raises a `UserError` if the rows cannot be read.
+    `num_bytes` is the size of the data set's files. `on_bytes_read` receives a share of this size proportional to the
+    number of rows read. For `num_repeats`, see `DataSource.read`. Raises a `UserError` if rows cannot be read.
     """
-    # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, and is to be decoded.
+    # Features of media have the attribute `decode`, and would be decoded. `Json` has it, too, but should be decoded.
     columns = [
         column
         for column, feature in dataset.features.items()
@@ -81,7 +81,7 @@ def read_rows(
     for begin in range(0, len(dataset), _BATCH_ROWS):
         try:
             batch = dataset[begin : begin + _BATCH_ROWS]
-        except Exception as error:  # damaged files, libraries for nested media
+        except Exception as error:  # damaged files, missing libraries for nested media
             raise UserError(f"{name}, row {begin + 1}: cannot be read ({one_line_message(error)})") from error
         rows = [without_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         indices = [index for index in range(len(rows)) for _ in range(num_repeats())]

@@ -1,4 +1,4 @@
-"""Checks of the messages and tools of conversations, and their conversion to the form that chat templates expect.
+"""Checking the messages and tools of conversations, and converting them to the form that chat templates expect.
 
 All errors are of the type `InvalidRecordError`, and their messages begin with the location of the record.
 """
@@ -11,12 +11,12 @@ from odc_mpi.data.readers.records import MAX_CHARS, InvalidRecordError, field_na
 from odc_mpi.errors import one_line_message
 from odc_mpi.formatting import truncate_text
 
-#: Roles of other data sets, with the corresponding role of chat templates. Templates receive all other roles unchanged.
+#: Roles in published data sets, with the corresponding roles of chat templates. Other roles are not changed.
 _ROLES = dict.fromkeys(("human",), "user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 _ROLES |= dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool")
 _ROLES |= {"developer": "system", "function_call": "assistant"}
 _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
-#: Fields of a message that decide whether it contributes to the loss, and their values. Templates do not receive them.
+#: Fields of a message that determine whether it has loss, with their allowed values. Templates do not receive them.
 LOSS_FLAGS: Mapping[str, tuple[Any, ...]] = {"weight": (0, 1), "train": (False, True)}
 
 
@@ -40,8 +40,8 @@ def parse_tools(tools: Any, location: str) -> list[Any] | None:
 def parse_messages(messages: Any, name: str, location: str) -> list[dict[str, Any]]:
     """Check the messages in the field `name`, and return them in the form that chat templates expect.
 
-    The content becomes one string, and roles become those of templates. Null fields are removed, `from` and `value` are
-    renamed, and "function_call" messages become tool calls. Raises an `InvalidRecordError` for invalid messages.
+    The content of each message becomes one string. Roles are translated, null fields are removed, `from` and `value`
+    are renamed, and "function_call" messages become tool calls. Raises an `InvalidRecordError` for invalid messages.
     """
     if not isinstance(messages, list):
         kind = json_kind(messages) + (" that is not the JSON text of messages" if isinstance(messages, str) else "")
@@ -87,7 +87,7 @@ def _from_json(text: str, expected: str) -> Any:
 
 
 def _content(message: dict[str, Any], location: str) -> str:
-    """Return the text of a message. Its content is a string, a list of parts of the type "text", or null."""
+    """Return the text of a message, whose content is a string, a list of parts of the type "text", or null."""
     content = message.get("content")
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""

@@ -11,15 +11,15 @@ from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
-#: Number of bytes of a column to read at a time. Complete row groups may be as large as the file.
+#: Number of bytes of a column to read at a time. A complete row group may be as large as the file.
 _BUFFER_BYTES = 1 << 20
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-    """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are left out.
+    """Yield the rows of a file in blocks, in the order of the file. Columns with dates or times are omitted.
 
-    The number of bytes that `on_bytes_read` receives is approximate. For the arguments, see also `DataSource.read`.
-    Raises a `UserError` if the file or a value cannot be read, or if pyarrow is missing.
+    The number of bytes passed to `on_bytes_read` is approximate. For the arguments, see also `DataSource.read`. Raises
+    a `UserError` if the file or a value cannot be read, or if pyarrow is missing.
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
@@ -28,13 +28,13 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
             indices = [i for i in range(batch.num_rows) for _ in range(num_repeats())]
             if indices:
-                # Without columns of times: they contain no text, and Python cannot represent nanoseconds.
+                # Omit columns of times: they contain no text, and Python cannot represent nanoseconds.
                 no_times = [i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)]
                 numbers = [done + i + 1 for i in indices]
                 chosen = pyarrow.Table.from_batches([batch.slice(i, 1) for i in indices])  # `take` lacks some types
                 try:
                     rows = [without_nulls(row) for row in chosen.select(no_times).to_pylist()]
-                except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
+                except (ValueError, OverflowError) as error:  # a nested time that Python cannot represent
                     place = f"{path}, rows {numbers[0]} to {numbers[-1]}"
                     raise UserError(f"{place}: cannot be read ({one_line_message(error)}): change SOURCE") from error
                 yield Block(str(path), "row", numbers, rows)
@@ -50,7 +50,7 @@ def count_rows(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file. Read errors in the `with` body are converted to a `UserError` that contains the path."""
+    """Open a file, and convert read errors in the `with` body to a `UserError` that contains the path."""
     pyarrow = _library(str(path))
     try:
         # ParquetFile itself opens only files whose names are UTF-8.

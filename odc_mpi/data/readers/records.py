@@ -1,4 +1,4 @@
-"""Blocks of records (lines, elements or rows) of a source, checks of their fields, and errors that name the file."""
+"""Blocks of records (lines, elements or rows) from a source, checks of their fields, and errors that name the file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ from odc_mpi.formatting import truncate_text
 
 MAX_CHARS = 200  # of a text from a file, in a message
 _MAX_EXAMPLES = 3
-#: Characters of text in a block: enough to keep a process busy, and few enough to keep the tokens' offsets in memory.
+#: Characters of text in a block: enough to keep a process busy, but few enough to keep the tokens' offsets in memory.
 _BLOCK_CHARS = 1 << 19
 _BLOCK_RECORDS = 1024
 
-#: Function that returns how often to use a record. It is called once for each record, in the order of the file.
+#: Function that returns how many times to use a record. It is called once for each record, in the order of the file.
 RepeatFn = Callable[[], int]
 T = TypeVar("T")
 
@@ -101,13 +101,13 @@ def json_kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Some records of one file or data set, in order. Blocks can be pickled, for worker processes.
+    """Records of one file or data set, in order. Blocks can be pickled, so they can be sent to worker processes.
 
     Attributes:
         name: Path of the file, or name of the data set.
-        unit: Unit that `numbers` count, such as "row".
-        numbers: Number of each record in the file or data set, from 1. Copies of a record have the same number.
-        values: For each record, the record itself, a line of JSON that is not parsed yet, or an error if it is invalid.
+        unit: Unit of `numbers`, such as "row".
+        numbers: Number of each record in the file or data set, counted from 1. Copies of a record have the same number.
+        values: For each record, the record itself, an unparsed line of JSON, or an error if the record is invalid.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Block:
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield the location of each record, for error messages, and a function that returns the record.
 
-        The function raises an `InvalidRecordError` if the record cannot be parsed, or is not an object.
+        The function raises an `InvalidRecordError` if the record cannot be parsed or is not an object.
         """
         for number, value in zip(self.numbers, self.values, strict=True):
             location = f"{self.name}, {self.unit} {number}"
@@ -140,7 +140,7 @@ def split_into_blocks(
 
     Args:
         items: Number, value and number of characters of each item.
-        num_repeats: Function that is called once for each item, and returns how often to use it.
+        num_repeats: Function that is called once for each item, and returns how many times to use it.
     """
     numbers: list[int] = []
     values: list[T] = []
@@ -158,9 +158,9 @@ def split_into_blocks(
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value from a table without fields that are null, at any depth.
+    """Return a value from a table without its null fields, at any depth.
 
-    If only some records have a field, the field is null in the other records of a table.
+    In a table, a field that only some records have is null in all other records.
     """
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}

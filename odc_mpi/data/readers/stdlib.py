@@ -1,7 +1,7 @@
 """Functions of the Python standard library, as prompts and completions.
 
-This text is available on every machine without a download. The distribution of its sequence lengths has a heavy tail,
-so it shows the effect of load balancing.
+This text is available on every machine without a download. Its sequence lengths have a heavy-tailed distribution, so it
+shows the effect of load balancing.
 """
 
 import ast
@@ -33,10 +33,10 @@ class StdlibFunction:
 
 
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
-    """Yield the functions and methods with a docstring in the Python files of a folder, ordered by path and line.
+    """Yield the functions and methods with docstrings in the Python files of a folder, ordered by path and line.
 
-    Duplicates, as in backports and generated code, are left out. So are files that cannot be parsed, functions longer
-    than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters.
+    Duplicates, which occur in backports and generated code, are omitted, and so are files that cannot be parsed,
+    functions longer than `MAX_CHARS` characters, and completions shorter than `MIN_COMPLETION_CHARS` characters.
 
     Args:
         root: Folder to search recursively, except for tests and installed packages; None for the standard library of
@@ -80,7 +80,7 @@ def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
 
 
 def _split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> StdlibFunction | None:
-    """Split a function after its docstring. Returns None if it has no docstring, or no code on the lines after it."""
+    """Split a function after its docstring. Returns None if it has no docstring, or no code on later lines."""
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

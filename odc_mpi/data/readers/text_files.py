@@ -15,16 +15,16 @@ from odc_mpi.data.readers.compressed import bare_suffix, decompressed, decompres
 from odc_mpi.data.readers.records import Block, InvalidRecordError, RepeatFn, split_into_blocks
 from odc_mpi.errors import UserError
 
-#: Suffixes of JSON lines. Other files that are neither arrays nor tables are read as JSON lines, too.
+#: Suffixes of JSON lines. Any other file that is neither an array nor a table is also read as JSON lines.
 LINES_SUFFIXES = (".jsonl", ".ndjson")
-#: Delimiters of tables by suffix.
+#: Delimiter of tables for each suffix.
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLE_SUFFIXES = tuple(_DELIMITERS)
 ARRAY_SUFFIX = ".json"
 
 _REPORTED_RECORDS = 1024  # between two calls of `on_bytes_read`
 _READ_CHARS = 1 << 20  # of an array at a time
-#: If decoding fails within this number of characters of the end of the buffer, a value may be incomplete: `-Infinit`.
+#: If decoding fails within this number of characters of the end of the buffer, the value may be incomplete: `-Infinit`.
 _INCOMPLETE_CHARS = 12
 _SPACE = re.compile(r"[ \t\n\r]*")
 #: Beginning of an object, with its first key.
@@ -45,7 +45,7 @@ def read_records(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int
     """Yield the records of a file in blocks, in the order of the file.
 
     A file is a table if its name ends in .csv or .tsv, a JSON array if its content begins with ``[``, and JSON lines
-    otherwise. If the name ends in .gz or .zst in addition, the file is decompressed. For the other arguments, see
+    otherwise. If the name also ends in .gz or .zst, the file is decompressed. For the other arguments, see
     `DataSource.read`. Raises a `UserError` if the file cannot be read or decompressed.
     """
     format_, items = _open(path, on_bytes_read)
@@ -165,7 +165,7 @@ class _JsonArray:
     def next_element(self) -> tuple[Any, int]:
         """Return the next element and its number of characters.
 
-        Raises StopIteration at the end of the array or the file, and ValueError for invalid text.
+        Raises `StopIteration` at the end of the array or the file, and `ValueError` for invalid text.
         """
         following = self._peek()
         if following == "]":
@@ -213,7 +213,7 @@ class _JsonArray:
         return bool(more)
 
     def _peek(self) -> str:
-        """Return the next character that is not white space, or "" at the end."""
+        """Return the next character that is not whitespace, or "" at the end."""
         while True:
             match = _SPACE.match(self._text, self._position)
             assert match is not None
@@ -224,7 +224,7 @@ class _JsonArray:
                 return ""
 
     def _take(self, character: str) -> None:
-        """Skip a character; "" is the end of the file. Raises a ValueError if another character follows."""
+        """Skip a character ("" is the end of the file). Raises a `ValueError` if another character follows."""
         found = self._peek()
         if found != character:
             expected, got = (repr(each) if each else "the end of the file" for each in (character, found))
@@ -232,7 +232,7 @@ class _JsonArray:
         self._position += len(character)
 
     def _decode(self) -> tuple[Any, int]:
-        """Return the value at the position, and the position of its end. Raises a ValueError if it is invalid."""
+        """Return the value at the position, and the position of its end. Raises a `ValueError` if it is invalid."""
         while True:
             try:
                 value, end = self._raw_decode(self._text, self._position)

@@ -1,1 +1,1 @@
-"""Heads of models: prediction tasks, and the scores of a reward model."""
+"""Model heads: prediction tasks, and the scores of reward models."""

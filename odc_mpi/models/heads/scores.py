@@ -1,4 +1,4 @@
-"""Scores of tokens by a reward model."""
+"""Scores that a reward model assigns to tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from odc_mpi.models.logps.logit_transform import replaced_forwards
 
 
 class RewardScores:
-    """Callable that computes scores with a reward model. `module` is the model, or the `module` of a sharded model."""
+    """Callable that scores tokens with a reward model. `module` is the model, or the `module` of a sharded model."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -19,7 +19,7 @@ class RewardScores:
     def __call__(self, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
         """Run the model and return the scores, `[K]`, in the dtype of the model. One-sided if the model is sharded.
 
-        `inputs` are keyword arguments of the model. `positions`, int64 `[K]`, select tokens in the flattened batch.
+        `inputs` are the model's keyword arguments. `positions`, int64 `[K]`, selects tokens in the flattened batch.
         """
         score, scores = self._head.forward, []
 

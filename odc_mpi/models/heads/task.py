@@ -1,7 +1,7 @@
-"""Tasks of models: prediction of the next token or of a reward. Transformers has a class per task and model family.
+"""Prediction tasks for models: the next token or a reward. Transformers has one class per task and model family.
 
-A reward model is a transformers sequence classifier: a causal model with a linear layer `score` in place of the
-language model head. The output of a sequence classifier is the score of the last token that is not padding.
+A reward model is a transformers sequence classifier, which is a causal model with a linear layer `score` in place of
+the language model head. Its output for a sequence is the score of the last token that is not padding.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import nn
 
 from odc_mpi.errors import UserError
 
-#: Entry of config.json that odc_mpi sets for a reward model. It is True if the chats in training ended with the
-#: end-of-turn token, without the white space that templates append.
+#: Entry that odc_mpi sets to True in config.json of a reward model. It means that chats end with the end-of-turn token
+#: in training, without the whitespace that templates append.
 ENDS_WITH_TURN = "reward_at_end_of_turn"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prediction task of a model, and its classes in transformers and peft.
+    """Prediction task of a model, and the classes and names for it in transformers and peft.
 
     Attributes:
         description: Kind of model, for error messages.
-        suffix: Suffix of the model's class name by which `task_of` recognizes the task; empty for the default task.
+        suffix: Suffix of class names by which `task_of` recognizes the task; empty for the default task.
         auto_class: Transformers class that builds a model for this task from a configuration.
         peft_type: Name of the task in peft.
-        new_head: Name of the head that only models for this task have, or None. With adapters, it is trained in full.
+        new_head: Name of the head that only models for this task have, or None. It is trained in full, even with LoRA.
     """
 
     description: str
@@ -36,7 +36,7 @@ class Task:
     new_head: str | None = None
 
     def configure(self, config: Any, setting: str) -> None:
-        """Set the number of outputs in the configuration of a reward model to 1. For other tasks, do nothing.
+        """Set the number of outputs to 1 in the configuration of a reward model. Do nothing for other tasks.
 
         Raises `UserError` if transformers has no sequence classifier for the model. The message names `setting`.
         """
@@ -49,7 +49,7 @@ class Task:
             config.num_labels = 1
 
     def check(self, module: nn.Module, setting: str) -> None:
-        """Check that the head `new_head`, if any, is a linear layer with one output. Otherwise, raise `UserError`."""
+        """Raise `UserError` unless the head `new_head`, if any, is a linear layer with one output."""
         head = self.new_head and getattr(module, self.new_head, None)
         if self.new_head and not (isinstance(head, nn.Linear) and head.out_features == 1):
             raise UserError(
@@ -69,7 +69,7 @@ REWARD = Task(
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of a transformers model from its class name. Unknown classes are causal language models."""
+    """Return the task of a transformers model, given its class name. Unknown classes are causal language models."""
     return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
 
 
@@ -77,7 +77,7 @@ def set_padding(config: Any, padding: int) -> None:
     """Set the padding token and the entry `ENDS_WITH_TURN` in the configuration of a reward model.
 
     A transformers sequence classifier scores the last token that is not padding. `ENDS_WITH_TURN` records that the
-    model is trained on answers that end with the end-of-turn token, without the white space that templates append.
+    model is trained on answers that end with the end-of-turn token, without the whitespace that templates append.
     """
     config.get_text_config().pad_token_id = padding
     setattr(config, ENDS_WITH_TURN, True)

@@ -1,1 +1,1 @@
-"""Log-probabilities of tokens. The logits are computed in blocks of positions."""
+"""Log-probabilities of tokens. Logits are computed in blocks of positions."""

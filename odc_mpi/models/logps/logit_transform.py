@@ -1,4 +1,4 @@
-"""Functions that models apply to the output of their head to compute logits: a factor, or a soft cap."""
+"""Functions that models apply to the output of their head to obtain logits: a factor or a soft cap."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-#: Head outputs for which the logits of a model are computed in order to identify its transform.
+#: Head outputs for which a model computes logits so that its transform can be identified.
 _PROBES = (0.0, 1e-2, 1.0, -1.0, 7.5, -64.0, 1e6)
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function from head output to logits: multiply by `scale`, soft-cap with tanh, and divide by `temperature`."""
+    """Function that multiplies head outputs by `scale`, soft-caps them with tanh, and divides them by `temperature`."""
 
     scale: float = 1.0
     soft_cap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Transform the output of a head to logits, in float64 if `logits` are float64, and in float32 otherwise."""
+        """Convert the head outputs `logits` to logits, in float64 if the outputs are float64, otherwise in float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.soft_cap is None:
             factor = self.scale / self.temperature
@@ -31,9 +31,9 @@ class LogitTransform:
         return torch.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
 
     def backward_(self, gradient: torch.Tensor, transformed: torch.Tensor | None) -> torch.Tensor:
-        """Convert a gradient of the transform's output to the gradient of its input, in place, and return it.
+        """Convert the gradient of the transform's output to the gradient of its input in place, and return it.
 
-        `transformed` is the output of the transform. It may be None if there is no soft cap.
+        `transformed` is the output of the transform, which may be None if there is no soft cap.
         """
         if self.soft_cap is not None:
             assert transformed is not None
@@ -45,7 +45,7 @@ class LogitTransform:
     def of(cls, module: Any) -> "LogitTransform | None":
         """Return the transform of a transformers model, or None if the model computes its logits in another way.
 
-        The transform is found by a forward pass with stubs for decoder and head, which reads no parameters.
+        The transform is identified by a forward pass with stubs for decoder and head, which reads no parameters.
         """
         head = module.get_output_embeddings()
         probes = torch.tensor(_PROBES)[None, None]
@@ -72,7 +72,7 @@ class LogitTransform:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces the `forward` methods of modules. `forwards` maps each module to a function."""
+    """Context manager that replaces the `forward` methods of modules with those in `forwards`, keyed by module."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward

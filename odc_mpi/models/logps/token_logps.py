@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, computed without storing the logits of all positions.
 
-Logits are computed only at the given positions, in blocks of at most 2**24 logits. Only one block is in memory at a
+Logits are computed only at the given positions, in blocks of at most 2**24 logits, and only one block is in memory at a
 time. `TokenLogps` describes the exceptions.
 """
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_mpi.models.logps.logit_transform import LogitTransform, replaced_forwards
 
-#: Maximum number of logits in a block, 64 MiB in float32.
+#: Maximum number of logits per block: 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -24,8 +24,8 @@ class TokenScores(NamedTuple):
     Attributes:
         logps: Log-probability of each token, float32 or float64 `[K]`, with gradients.
         entropy: Entropy of each predicted distribution in nats, float32 or float64 `[K]`, without gradients.
-        is_top: True for each token that is the most likely one in its distribution, bool `[K]`.
-        router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients. None
+        is_top: True for each token that is the most likely in its distribution, bool `[K]`.
+        router_loss: Auxiliary router loss of a mixture of experts times its coefficient, a scalar with gradients; None
             if the model has no routers or `output_router_logits` is not set.
     """
 
@@ -36,7 +36,7 @@ class TokenScores(NamedTuple):
 
 
 class TokenLogps:
-    """Callable that computes log-probabilities of given tokens under a model.
+    """Callable that computes the log-probabilities of given tokens under a model.
 
     Usually, logits are computed only where they predict a given token. The logits of all positions are computed if the
     head is not a plain linear layer (for example, if it has adapters), or if the function that the model applies to the
@@ -87,7 +87,7 @@ class TokenLogps:
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """Autograd function for log-probabilities of tokens from hidden states and a linear head, in blocks of tokens."""
+    """Autograd function that computes log-probabilities from hidden states and a linear head, in blocks of tokens."""
 
     @staticmethod
     def forward(
@@ -100,8 +100,8 @@ class ChunkedLogps(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `logps`, `entropy` and `is_top` as in `TokenScores`, each `[K]`.
 
-        `hidden` is `[K, hidden_size]`. `weight` and `bias` are the parameters of the head, `[vocab_size, hidden_size]`
-        and `[vocab_size]`; `bias` may be None. `targets` are token ids, int64 `[K]`. `transform` follows the head.
+        `hidden` is `[K, hidden_size]`. The head has the parameters `weight`, `[vocab_size, hidden_size]`, and `bias`,
+        `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to head outputs.
         """
         blocks = list(_blocks(len(targets), len(weight)))
         parts = []
@@ -120,7 +120,7 @@ class ChunkedLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        """Return the gradients of `hidden`, `weight` and `bias`. Those of `weight` and `bias` are at least float32."""
+        """Return the gradients of `hidden`, `weight` and `bias`. The latter two are at least float32."""
         hidden, weight, bias, targets, saved = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         hidden_grad = torch.empty_like(hidden)
@@ -157,7 +157,7 @@ def _score(
 
 
 def _router_coefficient(module: Any) -> float:
-    """Return the coefficient of the auxiliary router loss. The name `aux_loss_coef` is used by JetMoE."""
+    """Return the coefficient of the auxiliary router loss, which JetMoE names `aux_loss_coef`."""
     return float(next(getattr(module, name) for name in _ROUTER_COEFFICIENTS if hasattr(module, name)))
 
 

@@ -1,8 +1,8 @@
-"""Verification of the base model of adapters by SHA-256 digests.
+"""Verification of the base model of adapters with SHA-256 digests.
 
-An adapter checkpoint does not contain the base model. It contains the origin of the base model (a directory, or a
-configuration and a seed) and a SHA-256 digest of each part of the base model. A part is a block of 256 MiB of a
-safetensors file, or a randomly initialized parameter. Each rank verifies a share of the parts.
+Instead of the base model, an adapter checkpoint contains the origin of this model (a directory, or a configuration and
+a seed) and a SHA-256 digest of each of its parts. A part is a 256 MiB block of a safetensors file, or a randomly
+initialized parameter. Each rank verifies a share of the parts.
 """
 
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from odc_mpi.shard.local_shards import WeightSource
 
 
 class HashedWeights(WeightSource, Protocol):
-    """Interface to a source of weights that is divided into named parts with digests."""
+    """Interface for weight sources that are divided into named parts, each of which has a digest."""
 
     def parts(self) -> list[str]:
         """Return the names of the parts."""
 
     def digest(self, part: str) -> str:
-        """Read a part, and return the SHA-256 digest of its content in hexadecimal."""
+        """Read a part and return the SHA-256 digest of its content as a hexadecimal string."""
 
 
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Read this rank's share of the parts, and return their digests, keyed by part. `size` is the number of ranks."""
+    """Read this rank's share of the parts and return their digests, keyed by part. `size` is the number of ranks."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
     """Verify this rank's share of the base model of adapters. `size` is the number of ranks.
 
-    `record` describes the base model in the checkpoint: `path` (None if it is initialized randomly), `config`, `seed`,
-    and `sha256`, the digest of each part. Raises `UserError` if the part names or digests differ from the record.
+    `record` describes the base model in the checkpoint: `path` (None if the weights are random), `config`, `seed`, and
+    `sha256`, the digest of each part. Raises `UserError` if the names or digests of the parts differ from the record.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [

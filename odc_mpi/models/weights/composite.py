@@ -9,8 +9,8 @@ import transformers
 
 from odc_mpi.errors import UserError
 
-#: Language models with the same output for text as the text part of a multimodal model, keyed by the type of the text
-#: part, for which transformers has no class. For text, the rotary positions of the three dimensions are equal.
+#: Language models that give the same output for text, whose rotary positions are equal in all three dimensions. The
+#: keys are types of text parts of multimodal models for which transformers has no language model class.
 _EQUIVALENT: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
@@ -24,8 +24,8 @@ class Composite:
     """Multimodal model on the meta device, and the configuration of its text model.
 
     Attributes:
-        module: Multimodal model. Its parameters have the same names as in the files.
-        text_config: Configuration of a causal language model with the same text parameters.
+        module: Multimodal model, whose parameters are in the files.
+        text_config: Configuration of a causal language model with the same parameters as the text part.
     """
 
     module: transformers.PreTrainedModel

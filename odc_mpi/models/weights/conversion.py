@@ -1,7 +1,7 @@
-"""Names and layouts of published weights, from the conversion mapping that transformers uses to load and save models.
+"""Names and layouts of published weights, from the conversion mapping with which transformers loads and saves models.
 
-Published files may store the experts of a layer separately, use other parameter names than the module, or omit the
-prefix of the base model. This module converts only names and shapes, and reads no weights.
+Published files may store the experts of a layer separately, use parameter names that differ from those in the module,
+or omit the prefix of the base model. The functions here convert only names and shapes, without reading weights.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -25,12 +25,12 @@ from odc_mpi.models.weights.placed_tensor import PlacedTensor
 def loaded_tensors(
     module: transformers.PreTrainedModel, stored: Mapping[str, Callable[[], PlacedTensor]], wanted: Container[str]
 ) -> dict[str, PlacedTensor]:
-    """Return a `PlacedTensor` for each wanted tensor of a module. It locates the elements in stored tensors.
+    """Return, for each wanted tensor of a module, a `PlacedTensor` that locates its elements in the stored tensors.
 
-    The result is keyed by the names in the module. Tensors that the files do not contain are omitted.
+    The result is keyed by the names in the module. Wanted tensors that are not in the model's files are omitted.
 
     Args:
-        stored: Functions, keyed by the names of the tensors in the files. Each returns the placed tensor for its stored
+        stored: Functions, keyed by the names of the tensors in the files. Each returns the `PlacedTensor` of its stored
             tensor, and is called only if this tensor is used.
         wanted: Names of parameters and buffers in the module.
     """
@@ -61,7 +61,7 @@ def published_tensors(
 ) -> dict[str, PlacedTensor]:
     """Return the tensors that `save_pretrained` writes, keyed by name, as `PlacedTensor` views of a module's tensors.
 
-    `shapes` contains the shapes of the module's parameters and persistent buffers. Tied parameters occur once.
+    `shapes` contains the shapes of the module's parameters and persistent buffers. Tied parameters occur only once.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
     state: dict[str, Any] = {

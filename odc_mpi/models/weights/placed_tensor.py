@@ -1,7 +1,7 @@
-"""Tensors without memory that record the locations of their elements in stored tensors, to read ranges of elements.
+"""Tensors without memory that record where their elements are in stored tensors, so that ranges can be read.
 
-The weight conversions of transformers run on these tensors unchanged: stacking, concatenation, splits and transposition
-rearrange the locations. An operation that computes new values raises `NotImplementedError`.
+The weight conversions of transformers run on these tensors unchanged: stacking, concatenating, splitting and
+transposing rearrange the locations. An operation that computes new values raises `NotImplementedError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class Dimension(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Box of elements of a placed tensor, and their location in a stored tensor.
+    """Box of elements in a placed tensor, and the location of these elements in a stored tensor.
 
     Attributes:
         source: Name of the stored tensor.
@@ -48,7 +48,7 @@ class Region(NamedTuple):
         return Region(self.source, offset, tuple(dims))
 
     def move(self, dim: int, distance: int) -> "Region":
-        """Return this region moved by `distance` in a dimension."""
+        """Return this region moved by `distance` along the dimension `dim`."""
         dims = list(self.dims)
         dims[dim] = dims[dim]._replace(position=dims[dim].position + distance)
         return self._replace(dims=tuple(dims))
@@ -62,13 +62,13 @@ class Region(NamedTuple):
         return self._replace(dims=(*self.dims[:dim], *self.dims[dim + 1 :]))
 
     def swap(self, dim0: int, dim1: int) -> "Region":
-        """Return this region with two dimensions exchanged."""
+        """Return this region with the dimensions `dim0` and `dim1` exchanged."""
         dims = list(self.dims)
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return self._replace(dims=tuple(dims))
 
     def read(self, source: WeightSource) -> torch.Tensor:
-        """Return the elements of this region. Reads the smallest range of the stored tensor that contains them."""
+        """Return the elements of this region, reading the smallest range of the stored tensor that contains them."""
         last = self.offset + sum(dim.stride * (dim.size - 1) for dim in self.dims)
         stored = source.read(self.source, self.offset, last + 1)
         return stored.as_strided([dim.size for dim in self.dims], [dim.stride for dim in self.dims])
@@ -102,7 +102,7 @@ class PlacedTensor(torch.Tensor):
         return result
 
     def read_range(self, source: WeightSource, start: int, stop: int) -> torch.Tensor:
-        """Read elements `[start, stop)` of this tensor, flattened. `source` reads the stored tensors."""
+        """Read the elements `[start, stop)` of this flattened tensor from `source`, which reads the stored tensors."""
         if start >= stop:
             return torch.empty(0)
         region = self.regions[0]
@@ -163,7 +163,7 @@ def _same(_: Any, tensor: PlacedTensor) -> Iterator[list[Region]]:
     yield tensor.regions
 
 
-#: Functions that return the regions of each result, by the name of the torch function.
+#: Functions that return the regions of each result of a torch function, keyed by the name of the torch function.
 _REARRANGE: dict[str, Callable[..., Iterator[list[Region]]]] = {
     "stack": _stack,
     "cat": _cat,

@@ -13,12 +13,12 @@ from odc_mpi.models.weights.base_check import HashedWeights
 
 
 class RandomInitWeights(HashedWeights):
-    """Source of randomly initialized parameters. It calls `_init_weights` of the model for each module separately.
+    """Source of randomly initialized parameters. The model's `_init_weights` is called for each module separately.
 
-    Changes that `_init_weights` makes to submodules of its argument are lost, for example the depth-dependent scaling
-    of residual projections in GPT-2. The values of a module depend only on `seed` and the name of the module, not on
-    the number of ranks or the order of reading. The last initialized module is cached, since its parameters are read
-    consecutively. `module` must be on the meta device.
+    Changes that `_init_weights` makes to submodules of its argument are lost, such as the depth-dependent scaling of
+    residual projections in GPT-2. The values of a module depend only on `seed` and the name of the module, not on the
+    number of ranks or the order in which parameters are read. The most recently initialized module is cached, because
+    its parameters are read consecutively. `module` must be on the meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -50,7 +50,7 @@ class RandomInitWeights(HashedWeights):
         return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
 
     def init_buffers(self) -> None:
-        """Allocate and initialize the model's buffers in host memory, for example rotary frequencies."""
+        """Allocate and initialize the model's buffers, such as rotary frequencies, in host memory."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
                 initialized = self._init_module(name)

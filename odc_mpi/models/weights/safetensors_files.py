@@ -1,4 +1,4 @@
-"""Source of parameters in the safetensors files of a Hugging Face directory. Only requested slices are read."""
+"""Source of parameters in the safetensors files of a Hugging Face directory. It reads only the requested slices."""
 
 import hashlib
 import itertools
@@ -24,23 +24,23 @@ from odc_mpi.shard.local_shards import WeightSource
 
 #: File names that transformers uses.
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Supported types of stored parameters, by their names in safetensors.
+#: Supported dtypes of stored parameters, as named in safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-#: Number of bytes in a part, which has a digest, and in one read.
+#: Sizes in bytes of a part, which has a digest, and of one read.
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 _MAX_NAMES = 3
 
 
 class SafetensorsWeights(HashedWeights):
-    """Source of the parameters of a module in safetensors files, under the module's names or under published names.
+    """Source of a module's parameters in safetensors files that use the module's names or published names.
 
     Args:
         composite: Multimodal model in the directory if `module` is its text model, otherwise None.
-        new: Sources of parameters that may be missing in the files, keyed by prefixes of parameter names.
+        new: Sources of parameters that may be missing from the files, keyed by prefixes of parameter names.
 
     Raises:
-        UserError: A file or parameter is missing or damaged, a parameter is quantized or has another shape than in the
-            module, or stored copies of tied parameters differ.
+        UserError: A file or parameter is missing or damaged, a parameter is quantized or its shape differs from that in
+            the module, or stored copies of tied parameters differ.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SafetensorsWeights(HashedWeights):
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Load the buffers of a module that the files contain. Other buffers keep their values."""
+        """Load those buffers of a module that are in the files. Other buffers keep their values."""
         for name, buffer in module.named_buffers():
             if name in self._placed:
                 buffer.copy_(self.read(name, 0, buffer.numel()).reshape(buffer.shape))
@@ -135,7 +135,7 @@ class SafetensorsWeights(HashedWeights):
 
 
 class _StoredTensors(WeightSource):
-    """Source of the tensors in a directory, by their stored names. A file is opened when its first tensor is used."""
+    """Source of the tensors in a directory, by their stored names. A file is opened when one of its tensors is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,7 +157,7 @@ class _StoredTensors(WeightSource):
         return PlacedTensor.of(name, self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the name of a stored tensor's dtype in safetensors."""
+        """Return the safetensors name of a stored tensor's dtype."""
         return str(self._slice(name).get_dtype())
 
     def _index(self) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Start of the processes of a job: launchers, time limits, and child processes."""
+"""Startup of a job's processes: launchers, time limits, and child processes."""

@@ -1,14 +1,14 @@
-"""Child processes that take the place of a rank in the job, and parent processes that survive a crash of the child.
+"""Child processes that act as ranks of the job in place of their parents, which survive if a child crashes.
 
     parent   `run_in_child` starts the child and receives its messages. The parent never starts MPI
-    child    `child_main` runs the main function of the child. On rank 0, it sends messages to the parent through a
-             pipe: one JSON object per line. The key `doing` describes the next operation; it is null at the end
+    child    `child_main` runs the main function of the child. On rank 0, the child sends messages to its parent through
+             a pipe, as one JSON object per line. The key `doing` names the next operation, and is null at the end
 
-Launchers end all ranks when one of their processes dies; MPICH sends SIGKILL. Therefore, a parent
+Launchers end all ranks when one of their processes dies; MPICH's launcher sends SIGKILL. Therefore, a parent
 
-- keeps running after a crash of its child until rank 0 has printed the result,
-- does not forward the child's requests to abort the job to the launcher (only possible with PMI, not with PMIx),
-- reports the crash to the parent of rank 0 through a socket, if both are on the same node.
+- keeps running after its child has crashed until rank 0 has printed the result,
+- does not forward the child's requests to abort the job to the launcher (possible only under PMI, not under PMIx),
+- reports the crash to the parent of rank 0 through a socket if both are on the same node.
 """
 
 import ctypes
@@ -31,23 +31,23 @@ from typing import Any
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.start.pmi import PmiRelay
 
-#: Variables with the rank of a process: PMI (MPICH, Slurm), PMIx (Open MPI).
+#: Environment variables that contain the rank of a process under PMI (MPICH, Slurm) and PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: Variable with the index of a Slurm task. Slurm sets it with and without MPI.
+#: Environment variable that contains the index of a Slurm task. Slurm sets it with and without MPI.
 _TASK_VARIABLE = "SLURM_PROCID"
-#: Seconds between checks of the child. The launcher of Open MPI sends SIGKILL 0.25 s after SIGTERM.
+#: Seconds between checks of the child. Open MPI's launcher sends SIGKILL 0.25 s after SIGTERM.
 _POLL_S = 0.03
-#: Seconds to wait for messages about the failed operation after the report of a crash.
+#: Seconds to wait, after a crash is reported, for messages about the failed operation.
 _LAST_MESSAGES_S = 0.1
-#: Seconds that a parent stays after the crash of its child if it cannot see whether rank 0 still needs it.
+#: Seconds for which a parent keeps running after its child has crashed if it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
-#: Seconds for a child to end after the child of rank 0 has ended.
+#: Seconds that the other children have to end after the child of rank 0 has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
-#: Failure of a child if the launcher sends SIGTERM.
+#: Value of `ChildResult.failure` if the launcher sends SIGTERM.
 ENDED_BY_LAUNCHER = "ended by the launcher"
-#: Message of a child to its parent.
+#: Message from a child to its parent.
 ChildMessage = Mapping[str, Any]
 
 
@@ -68,10 +68,10 @@ class ChildResult:
     """Result of a child process.
 
     Attributes:
-        messages: Last message of the child, a dictionary. Empty if the child sent no message.
-        failure: Reason of a failure, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
+        messages: Last message from the child, or an empty dictionary if it sent none.
+        failure: Description of the failure, such as "crashed (SIGSEGV on rank 1)", "no answer within 12 s" or
             `ENDED_BY_LAUNCHER`, or None if the child did not fail.
-        output_tail: Last lines of the standard output and error of a failed child.
+        output_tail: Last lines that a failed child wrote to standard output and standard error.
     """
 
     messages: ChildMessage
@@ -82,12 +82,12 @@ class ChildResult:
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
     """Run the main function of a child process that `run_in_child` started.
 
-    An exception ends only this process. MPI_Abort is not called, since it would also end the parents, which print the
-    result.
+    An exception ends only this process. MPI_Abort is not called, because under some launchers it would also end the
+    parents, and the parent of rank 0 still has to print the result.
 
     Args:
-        main: Function with two arguments: the command line arguments, and a function that sends a message to the parent
-            on rank 0, and does nothing on other ranks.
+        main: Function with two arguments: the command-line arguments, and a function that sends a message to the parent
+            if called on rank 0, and does nothing on other ranks.
     """
     *arguments, descriptor = sys.argv[1:]
     try:
@@ -107,16 +107,16 @@ def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], N
 
 @contextmanager
 def run_in_child(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[ChildResult]:
-    """Context manager that runs a child in place of this process in the job. Main thread only.
+    """Context manager that runs a child process as a rank of the job in place of this process. Main thread only.
 
-    Yields the result of the child on rank 0, as soon as it is known. On other ranks, yields an empty result when rank 0
-    no longer needs this process. At the end of the block, the child is killed, which may end the job.
+    On rank 0, yields the child's result as soon as it is known. On other ranks, yields an empty result once rank 0 no
+    longer needs this process. At the end of the block, the child is killed, which may end the job.
 
     Args:
-        command: Command of the child. The file descriptor for messages is appended as its last argument.
-        deadline_s: Time limit of the child, in seconds. A child that takes longer has failed.
-        quiet_s: Maximum time between two messages of the child on rank 0, in seconds. If exceeded, the child has
-            failed.
+        command: Command that starts the child. The file descriptor for messages is appended as its last argument.
+        deadline_s: Time limit for the child, in seconds. A child that takes longer is considered to have failed.
+        quiet_s: Maximum time between two messages from the child of rank 0, in seconds. If it is exceeded, the child is
+            considered to have failed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -176,7 +176,7 @@ def _wait_until_not_needed(
 
 
 class _Child:
-    """The child process, with the environment and the launcher connection of this process."""
+    """Child process that inherits the environment and the launcher connection of this process."""
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
@@ -242,7 +242,7 @@ class _Child:
 
 
 class _CrashReports:
-    """Socket through which the parents on a node report crashes to the parent of rank 0."""
+    """Socket through which the parents on the node of rank 0 report crashes to the parent of rank 0."""
 
     def __init__(self, rank: int) -> None:
         # The process id of the launcher identifies the job. The zero byte makes it an abstract name, without a file.

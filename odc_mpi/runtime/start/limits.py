@@ -1,8 +1,8 @@
 """Time limits for MPI_Init and MPI_Finalize, which the watchdog cannot check. Does not use MPI.
 
-MPI_Init runs during an import and holds the GIL. MPI_Finalize runs after the interpreter has ended. If one of them
-hangs, for example because another rank is stopped, the kernel ends this process with SIGALRM. The launcher then ends
-all ranks.
+MPI_Init runs during an import and holds the GIL, and MPI_Finalize runs after the interpreter has ended. If either
+hangs, for example because another rank is stopped, the kernel ends this process with SIGALRM, and the launcher then
+ends all ranks.
 """
 
 import os
@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Default of ODC_MPI_START_TIMEOUT_S, the time limit of MPI_Init in seconds. Thousands of ranks may take minutes.
+#: Default of ODC_MPI_START_TIMEOUT_S, the time limit for MPI_Init in seconds. Thousands of ranks may take minutes.
 START_S = 300.0
-#: Minimum time limit of MPI_Finalize, in seconds. It takes seconds on a machine with more processes than cores.
+#: Minimum time limit for MPI_Finalize, in seconds. With more processes than cores, MPI_Finalize takes seconds.
 END_S = 10.0
 
 
@@ -29,13 +29,13 @@ def start_limit() -> Iterator[None]:
 
 
 def limit_finalize(seconds: float) -> None:
-    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S` (10 seconds)."""
+    """In the main thread, set a timer that ends this process after the larger of `seconds` and `END_S`."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 
 
 def exit_as_interrupted() -> None:
-    """End this process with SIGINT, as an uncaught `KeyboardInterrupt` does. The launcher then ends the other ranks."""
+    """End this process with SIGINT, like an uncaught `KeyboardInterrupt`. The launcher then ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,11 +1,11 @@
-"""Compatibility of the launcher and the MPI library, and a relay of PMI messages.
+"""Compatibility checks for the launcher and the MPI library, and a relay for PMI messages.
 
-Processes find each other through their launcher, with the protocol PMI (mpiexec of MPICH, srun --mpi=pmi2) or PMIx
-(mpiexec of Open MPI, srun --mpi=pmix). With the wrong protocol, or none, every process is rank 0 of 1, and the
-processes overwrite each other's files. MPICH without PMIx support ends its processes without an explanation under a
-PMIx launcher, so the launcher is checked before MPI starts.
+Processes find each other through their launcher, using the PMI protocol (MPICH's mpiexec, srun --mpi=pmi2) or the PMIx
+protocol (Open MPI's mpiexec, srun --mpi=pmix). With the wrong protocol or none, every process becomes rank 0 of 1, and
+the processes overwrite each other's files. Under a PMIx launcher, an MPICH without PMIx support ends its processes
+without an explanation, so the launcher is checked before MPI starts.
 
-`PmiRelay` connects a launcher and a child process that takes the place of a rank (`runtime.start.launch`).
+`PmiRelay` connects the launcher to a child process that takes the place of a rank (`runtime.start.launch`).
 """
 
 import os
@@ -16,21 +16,21 @@ from contextlib import suppress
 
 from odc_mpi.errors import UserError
 
-#: Value of the srun option --mpi for each MPI library, by the prefix of its name.
+#: Value of srun's --mpi option for each MPI library, keyed by the prefix of the library's name.
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
-#: Variables with the number of processes; the variable of Slurm is used without them.
+#: Environment variables that contain the number of processes. Slurm's variable is used only if neither of these is set.
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _PMI = ("PMI_FD", "PMI_RANK", "PMI_PORT")
-#: Seconds for the launcher to forward printed lines before the request to end the job.
+#: Seconds that the launcher has to forward printed lines before it is asked to end the job.
 _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
     """Raise `UserError` if the launcher uses PMIx and the MPI library is an MPICH without PMIx support.
 
-    Such an MPICH would end this process without an explanation. Under a PMIx launcher, this function initializes MPI if
-    the library is compatible. Under other launchers, it does nothing, and importing mpi4py initializes MPI.
+    Such a library would end this process without an explanation. Under a PMIx launcher, this function initializes MPI
+    if the library is compatible. Under other launchers, it does nothing, and importing mpi4py initializes MPI.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -51,7 +51,7 @@ def check_before_start() -> None:
 def check_launcher(library: str, size: int) -> None:
     """Raise `UserError` if the launcher started several processes, but the MPI library sees only this one.
 
-    `library` is the name and version of the MPI library, and `size` the number of ranks in MPI_COMM_WORLD.
+    `library` is the name and version of the MPI library, and `size` is the number of ranks in MPI_COMM_WORLD.
     """
     variable, started = _started()
     if started > 1 and size == 1:
@@ -61,13 +61,13 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def srun_advice() -> str | None:
-    """Return advice on the srun option --mpi, for the message of a failed start of MPI. None outside of a Slurm job."""
+    """Return advice on srun's --mpi option for the error message if MPI fails to start, or None outside Slurm jobs."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"srun --mpi must be {kinds}: srun --mpi=list shows the available types." if _is_slurm() else None
 
 
 def srun_mpi() -> str:
-    """Return the value for srun --mpi with this MPI library, or "pmix" if it is unknown. Does not initialize MPI."""
+    """Return the value of srun --mpi for this MPI library, or "pmix" if it is unknown. Does not initialize MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -79,7 +79,7 @@ def srun_mpi() -> str:
 
 
 def _started() -> tuple[str, int]:
-    """Return the name and value of the environment variable with the number of started processes; 0 if not set."""
+    """Return the name and value (0 if unset) of the environment variable with the number of started processes."""
     # mpiexec in a Slurm job starts its helper processes with srun, and the Slurm variable counts those.
     names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     size, name = max((int(os.environ.get(name) or 0), name) for name in names)
@@ -97,13 +97,13 @@ def _is_slurm() -> bool:
 
 
 class PmiRelay:
-    """Relay of messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
+    """Relay for messages between a child process and a launcher that uses PMI. Does nothing under other launchers.
 
-    Requests of the child to abort the job are not forwarded. In PMI 1 and PMI 2, each message arrives in one read and
-    is answered before the next message is sent.
+    The child's requests to abort the job are not forwarded. In PMI 1 and PMI 2, each message arrives in one read and is
+    answered before the next message is sent.
 
     Attributes:
-        abort_requested: True if the child has requested to abort the job.
+        abort_requested: True if the child has asked to abort the job.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Start to forward messages. Call it after the child process has been started."""
+        """Start forwarding messages. Call this after the child process has been started."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -127,7 +127,7 @@ class PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """Close the PMI connection if the child has left it open. Otherwise, the launcher would report a failure.
+        """Close the PMI connection if the child left it open, because the launcher would otherwise report a failure.
 
         `rank` is the rank of this process. In a job on several nodes, rank 0 asks the launcher to end the job instead.
         """

@@ -1,22 +1,22 @@
-"""Durations of the phases of a start, from the start of the process to the end of the first step. Does not use MPI."""
+"""Durations of the startup phases, from the start of the process to the end of the first step. Does not use MPI."""
 
 import os
 import time
 from pathlib import Path
 
-#: Phases in order. `other` is the setup without `windows` and `weights`, which are parts of it. `evaluation` is all
-#: that callbacks do before the first step, such as computing reference log-probabilities.
+#: Phases, in order. `other` is the setup without its parts `windows` and `weights`. `evaluation` is everything that
+#: callbacks do before the first step, such as computing reference log-probabilities.
 PHASES = ("imports", "mpi", "inputs", "probe", "windows", "weights", "other", "evaluation", "first_step")
 
 
 class StartTimes:
-    """Stopwatch for the phases of a start.
+    """Stopwatch for the startup phases.
 
     Args:
-        began: Start of the first phase, as a value of `time.perf_counter`.
+        began: Time at which the first phase began, as returned by `time.perf_counter`.
 
     Attributes:
-        seconds: Duration of each phase so far, in seconds, by its name in `PHASES`.
+        seconds: Duration of each phase so far, in seconds, keyed by the names in `PHASES`.
     """
 
     def __init__(self, began: float) -> None:
@@ -24,7 +24,7 @@ class StartTimes:
         self._last = began
 
     def end(self, phase: str, **parts: float) -> None:
-        """Add the time since the last call to `phase`. The seconds in `parts` are added to other phases instead."""
+        """End `phase`, which began when the previous one ended. The seconds in `parts` are added to those instead."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last - sum(parts.values())
         for part, seconds in parts.items():
@@ -33,7 +33,7 @@ class StartTimes:
 
 
 def process_start() -> float:
-    """Return the start time of this process by the clock of `time.perf_counter`, accurate to 10 ms on Linux."""
+    """Return the start time of this process on the clock of `time.perf_counter`, accurate to 10 ms on Linux."""
     now = time.perf_counter()
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

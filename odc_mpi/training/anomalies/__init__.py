@@ -1,1 +1,1 @@
-"""Search for the origin of values that are not finite."""
+"""Search for the origin of non-finite values."""

@@ -1,8 +1,8 @@
-"""Report about a skipped step: rank, sequence and unit of the first value that is not finite.
+"""Report on a skipped step: the rank, sequence and unit of the first non-finite value.
 
-A skipped step does not change the parameters. After the step, a rank whose loss was not finite can therefore repeat the
-forward pass of the microbatch, and check the output of each unit. The other ranks wait for the report. If all losses
-were finite, the unit is found from the gradients that each rank pushed.
+Because a skipped step does not change the parameters, a rank whose loss was not finite can repeat the forward pass of
+the microbatch after the step and check the output of each unit. The other ranks wait for the report. If all losses were
+finite, the unit is found from the gradients that each rank pushed.
 """
 
 import json
@@ -47,7 +47,7 @@ class NonFiniteReport(Callback):
         self._results.append(result)
 
     def on_step_end(self, step: Step) -> None:
-        """For a skipped step, print a warning or, with `detect_anomaly`, set `step.failure`. Collective if skipped."""
+        """If the step was skipped, warn or, with `detect_anomaly`, set `step.failure`. Collective in this case."""
         if not step.metrics["skipped"]:
             return
         gathered = self._world.gather_objects(self._locate(step))
@@ -62,7 +62,7 @@ class NonFiniteReport(Callback):
             step.failure = TrainingError(f"{text} (run.detect_anomaly; see {self._run_dir / ANOMALY})")
 
     def _locate(self, step: Step) -> dict[str, Any] | None:
-        """Return the origin of the first non-finite value on this rank, with its inputs, or None. One-sided."""
+        """Return the origin of the first non-finite value on this rank, with its inputs, if any. One-sided."""
         for result in self._results:
             if not math.isfinite(result.loss):
                 return self._describe(step, result.microbatch)
@@ -100,7 +100,7 @@ class NonFiniteReport(Callback):
 
 
 def _name(found: dict[str, Any]) -> str:
-    """Return a text that names the sequences by their indices in the data set."""
+    """Return text that identifies the sequences by their indices in the data set."""
     numbers = ", ".join(map(str, found["sequences"]))
     return f"{'sequence' if len(found['sequences']) == 1 else 'sequences'} {numbers} of data.path, counted from 0"
 
@@ -109,9 +109,9 @@ def _name(found: dict[str, Any]) -> str:
 def first_nonfinite(model: ShardedModel) -> Iterator[dict[str, Any]]:
     """Context manager that finds the first unit whose output is not finite in a forward pass. Yields a dictionary.
 
-    If all values are finite, the dictionary stays empty. Otherwise, its entry `unit` is the name of the unit, or ""
-    (the root unit, which has the embeddings) if the input of a unit was already not finite. `token` is the index of the
-    first non-finite token in the first row of the output, or None if the output does not have three dimensions.
+    The dictionary stays empty if all values are finite. Otherwise, its entry `unit` is the name of the unit, or "" (the
+    root unit, which has the embeddings) if the input to a unit was already non-finite. `token` is the index of the
+    first non-finite token in the first row of that output or input, or None if it does not have three dimensions.
     """
     found: dict[str, Any] = {}
 

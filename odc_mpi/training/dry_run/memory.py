@@ -1,8 +1,8 @@
-"""Estimate of the memory of one rank by purpose. Nothing is allocated, so the model may be larger than this machine.
+"""Estimate of the memory that a rank needs, by purpose. Nothing is allocated, so the model need not fit in memory.
 
-The shards are those of a real run. The bytes of activations are measured: the model runs the forward pass of a few
-tokens on the meta device, and the sizes of the tensors that autograd saves are summed. If the model cannot run on the
-meta device, a formula is used. Attention scores are counted only for eager attention and soft caps.
+The shards are those of a real run. Activations are measured: the model runs the forward pass of a few tokens on the
+meta device, and the sizes of the tensors that autograd saves are added up. If the model cannot run on the meta device,
+a formula is used instead. Attention scores are counted only for eager attention and soft caps.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from odc_mpi.shard.partition import make_units, partition
 from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS
 from odc_mpi.training.settings import Config
 
-#: Tokens of the forward on the meta device. Few, since attention saves scores there, whose size grows quadratically.
+#: Tokens in the forward pass on the meta device. Few, because attention saves scores there, which grow quadratically.
 _NUM_TOKENS = 16
-#: Bytes of activations per token, layer and hidden size with 16-bit activations (Korthikanti et al., arXiv 2205.05198).
+#: Bytes of 16-bit activations per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198).
 _FORMULA_BYTES = 34
-#: Freed blocks that malloc keeps between those in use, as a part of activations and logits. Fitted to the peaks of
-#: models of 1.3 and 135 million parameters on 1 and 2 ranks, for which 0.4 to 0.6 would be exact.
+#: Size of the freed blocks that malloc keeps between blocks in use, as a fraction of activations and logits. Fitted to
+#: the peaks of models with 1.3 and 135 million parameters on 1 and 2 ranks, for which 0.4 to 0.6 would be exact.
 _MALLOC_SHARE = 0.5
-#: Arrays of the size of a block of logits, in fp32: the logits, and their probabilities or gradients.
+#: Number of fp32 arrays as large as a block of logits: the logits, and their probabilities or gradients.
 _LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory of a rank for one purpose: its name, its size in bytes, and True if it is on the GPU."""
+    """Memory that a rank needs for one purpose: its name, its size in bytes, and True if it is on the GPU."""
 
     name: str
     num_bytes: int
@@ -55,7 +55,7 @@ def estimate_memory(
 
     Args:
         config: Configuration in which the device and the dtype are resolved (not auto).
-        lengths: Number of tokens of each sequence in the largest microbatch.
+        lengths: Number of tokens in each sequence of the largest microbatch.
         accumulates: True if a rank may have several microbatches per step, and so caches the sum of their gradients.
     """
     gpu = config.run.device == "cuda"
@@ -74,7 +74,7 @@ def estimate_memory(
     caches = _caches(config, needs, ranks_per_node, sizes.states + shared_bytes)
     all_cached = caches.parameters >= needs.parameters
     held_bytes = sizes.units[0] + (0 if all_cached else sum(sorted(sizes.units[1:])[-MAX_UNSHARDED_UNITS:]))
-    # Buffers of pushes, unless gradients are in the cache.
+    # Push buffers, unless all gradients fit in the cache.
     all_accumulated = 0 < needs.gradients <= caches.gradients
     num_buffers = 0 if all_accumulated else num_push_buffers(config.comm.prefetch)
     transit_bytes = sizes.largest_autograd + num_buffers * max(sizes.gradients, default=0)
@@ -148,7 +148,7 @@ def _node_cache_bytes(config: Config, sizes: _Sizes, ranks_per_node: int) -> int
 
 
 def _caches(config: Config, needs: CacheBytes, ranks_per_node: int, state_bytes: int) -> CacheBytes:
-    """Return the sizes of the caches. A GPU's memory size is unknown here, so its caches are 0 if they are auto."""
+    """Return the sizes of the caches. A GPU's memory size is unknown here, so its auto caches have size 0."""
     available = 0 if config.run.device == "cuda" else available_bytes() - ranks_per_node * state_bytes
     parameters, gradients = config.comm.parameter_cache_bytes, config.comm.gradient_cache_bytes
     return auto_cache_bytes(

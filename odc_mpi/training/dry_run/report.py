@@ -29,7 +29,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
     is not written, but a model from the Hugging Face Hub is downloaded to the cache.
 
     The report is for `num_ranks` ranks on one node or, by default, for the ranks and nodes of this job. Raises
-    `AllRanksUserError` as `train` does.
+    `AllRanksUserError` for the same reasons as `train`.
     """
     config = resolve_settings(config, world)[0]
     size, local_size = (num_ranks, num_ranks) if num_ranks else (world.size, world.local_size)
@@ -54,7 +54,7 @@ def dry_run(config: Config, world: World, num_ranks: int | None = None) -> None:
 
 
 def _inspect_plans(inputs: Inputs, config: Config) -> tuple[list[int], list[int], bool]:
-    """Return lengths in the largest microbatch, indices in the first, and True if a rank may have several per step."""
+    """Return the largest microbatch's lengths, the first one's indices, and True if a rank may run several per step."""
     limit = config.data.max_tokens_per_microbatch
     if not (isinstance(inputs.loader, Loader) and isinstance(inputs.dataset, Dataset)):
         return [limit], [], True  # completions are assumed to have the maximum length

@@ -14,8 +14,8 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 class ExponentCallback(Callback):
     """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
-    Before `Update` divides the gradients by `loss_normalizer`, they are larger than those of a mean loss by up to this
-    factor. Construction therefore lowers the exponents by the base-2 logarithm of `loss_normalizer`, rounded up.
+    Until `Update` divides the gradients by `loss_normalizer`, they are larger than those of a mean loss by up to this
+    factor. The constructor therefore lowers the exponents by the base-2 logarithm of `loss_normalizer`, rounded up.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}

@@ -1,7 +1,7 @@
 """Numerics fingerprint: processor, torch, threads and environment variables that affect the last bits of results.
 
 An exact run stores its fingerprint in summary.json and in checkpoints, under the key `arithmetic`. If ranks have
-different fingerprints, the last bits depend on the rank that runs a microbatch. If a run resumes with a different
+different fingerprints, the last bits depend on which rank runs a microbatch. If a run resumes with a different
 fingerprint, the last bits may differ from that step on.
 """
 
@@ -15,7 +15,7 @@ from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.runtime.world import World
 from odc_mpi.training.rundir.resume import ResumePoint
 
-#: Environment variables by which the libraries that torch calls select their instructions.
+#: Environment variables that determine which instructions the libraries called by torch use.
 NUMERICS_ENV_VARS = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
@@ -26,9 +26,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
     """Compare the numerics fingerprints of all ranks, and return the fingerprint of this rank. Collective.
 
-    Different processors only cause a warning. Any other difference between ranks raises `AllRanksUserError`. If
-    `resume_point` continues this run, the fingerprint is also compared with that in the checkpoint: a different
-    `run.threads` raises `AllRanksUserError`, and any other difference only causes a warning.
+    Different processors cause only a warning; any other difference between ranks raises `AllRanksUserError`. If the run
+    resumes from its own checkpoint, the fingerprint is also compared with the one stored there, if any: a different
+    `run.threads` raises `AllRanksUserError`, and any other difference causes only a warning.
     """
     current = numerics_fingerprint(device)
     fingerprints = world.gather_objects(current)
@@ -52,7 +52,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return the numerics fingerprint for a device (cpu or cuda) as a dictionary of names and values."""
+    """Return the numerics fingerprint for a device (cpu or cuda), as a dictionary that maps names to values."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -14,7 +14,7 @@ from odc_mpi.training.settings import Config
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """If `run.exact` is set, add the settings that it requires. Raises `UserError` for unsupported settings."""
+    """If `run.exact` is set, apply the settings that it requires. Raises `UserError` for unsupported settings."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (

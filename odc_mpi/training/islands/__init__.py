@@ -1,1 +1,1 @@
-"""Training on islands of ranks: settings."""
+"""Settings for training on islands of ranks."""

@@ -1,4 +1,4 @@
-"""Section `islands` of the settings."""
+"""The `islands` section of the settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.training.setting_types import ONE_OR_MORE, Check
 
 _BY = Check("1 or more", lambda value: isinstance(value, str) or ONE_OR_MORE.is_valid(value))
-#: Settings with the values that islands do not support, the remedy, and the reason.
+#: Settings, each with the value that islands do not support, the values to use instead, and the reason.
 _UNSUPPORTED = {
     "run.objective": ("grpo", "sft, dpo or reward", "completions are exchanged between all ranks"),
     "data.context_parallel": ("auto", "off", "the ranks of a split sequence may be in several islands"),
@@ -18,7 +18,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    """Settings of islands: groups of ranks, each of which holds all parameters (docs/islands.md)."""
+    """Settings for islands, which are groups of ranks that each hold all parameters (docs/islands.md)."""
 
     by: Annotated[
         Literal["off", "node"] | int, "one island per node, or ranks per island; off: shard over all ranks", _BY
@@ -26,7 +26,7 @@ class IslandsConfig:
 
 
 def check_islands(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the user's settings `values`, given in `source`, do not support islands."""
+    """Raise `UserError` if `values` enable islands with settings that do not support them. The error names `source`."""
     if values.get("islands.by", "off") == "off":
         return
     for setting, (unsupported, expected, reason) in _UNSUPPORTED.items():

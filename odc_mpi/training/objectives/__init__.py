@@ -1,1 +1,1 @@
-"""Training objectives, one per module."""
+"""Training objectives: supervised fine-tuning, DPO, reward models and GRPO."""

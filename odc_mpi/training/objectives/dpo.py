@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses on pairs of answers."""
+"""Direct preference optimization (DPO, arXiv 2305.18290) and related losses for pairs of answers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, cast
@@ -16,15 +16,15 @@ from odc_mpi.training.pairs.settings import DPOConfig
 
 
 class AnswerScores(NamedTuple):
-    """Log-probabilities of the answers of pairs under a model, and further results of its forward pass.
+    """Log-probabilities of the answers in pairs under a model, and other results of the same forward pass.
 
     Column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
         logps: Sum of the log-probabilities of each answer's tokens, float64 `[pairs, 2]`, with gradients.
-        lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
-        entropy: Sum of the entropies at all loss tokens in nats, a scalar without gradients.
-        router_loss: Auxiliary loss of routers, or None, as in `TokenScores`.
+        lengths: Number of loss tokens in each answer, int64 `[pairs, 2]`.
+        entropy: Sum of the entropies at all loss tokens, in nats; a scalar without gradients.
+        router_loss: Auxiliary router loss, or None, as in `TokenScores`.
     """
 
     logps: torch.Tensor
@@ -34,17 +34,17 @@ class AnswerScores(NamedTuple):
 
 
 class AnswerLogps:
-    """Computes the log-probabilities of both answers of each pair under a model.
+    """Computes the log-probabilities of both answers in each pair under a model.
 
-    `packs` is True if the model supports packed sequences. If it is False, a microbatch has one pair, and its answers
-    are computed in separate rows (see `data.pairs.microbatch.as_padded_rows`).
+    `packs` is True if the model supports packed sequences. Otherwise, each microbatch has one pair, whose answers are
+    computed in separate rows (see `data.pairs.microbatch.as_padded_rows`).
     """
 
     def __init__(self, module: torch.nn.Module, packs: bool) -> None:
         self._token_logps, self._packs = TokenLogps(module), packs
 
     def __call__(self, microbatch: Microbatch) -> AnswerScores:
-        """Run the model on a microbatch of pairs, whose tensors are on the model's device. One-sided."""
+        """Run the model on a microbatch of pairs whose tensors are on the model's device. One-sided."""
         pairs = cast(PairMicrobatch, microbatch)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         scores = self._token_logps(pairs.inputs, pairs.logit_positions, pairs.targets)
@@ -59,8 +59,8 @@ class AnswerLogps:
 class PreferenceScorer(PairScorer):
     """Computes the DPO loss of each pair and the rewards of its answers.
 
-    `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs of the data set under the reference
-    model. The values may be filled in after construction, but before the first call.
+    `reference`, float64 `[pairs, 2]`, contains the log-probabilities of all pairs in the data set under the reference
+    model. The values may be filled in after construction, but must be complete before the first call.
     """
 
     statistics = STATISTICS
@@ -86,4 +86,4 @@ class PreferenceScorer(PairScorer):
 
 
 class DPOObjective(PairObjective, margin="rewards/margins", accuracy="rewards/accuracies"):
-    """Mean of `pair_losses.pair_loss` over all pairs of a minibatch, plus the auxiliary loss of routers, if any."""
+    """Mean of `pair_losses.pair_loss` over all pairs in a minibatch, plus the auxiliary router loss, if any."""

@@ -1,15 +1,15 @@
 """Strictly on-policy GRPO (arXiv 2402.03300): advantages compare the completions of a prompt with each other.
 
-The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout. The probability ratio is then 1 and
+The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, so the probability ratio is 1 and
 clipping has no effect. The gradient is that of -advantage * log-probability, plus beta times the KL divergence from a
-reference policy. Losses are summed over the minibatch. The normalizer is known only when all groups are generated, so
+reference policy. Losses are summed over the minibatch. The normalizer is not known until all groups are generated, so
 each rank divides the gradients of its shards after they are summed. The normalizer depends on `rl.loss_type`:
 
     dapo       number of loss tokens                                        arXiv 2503.14476
     grpo       number of completions; the loss of a completion is the mean over its tokens
     dr_grpo    number of completions times rl.max_completion_length         arXiv 2503.20783
 
-If beta is 0, a group whose rewards are all equal has no gradient. It is not trained, but counts in the normalizer.
+If beta is 0, a group whose rewards are all equal has no gradient. It is not trained on, but counts in the normalizer.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.metrics import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
-#: Function that returns the log-probabilities of a microbatch's target tokens under the reference policy, float32 [K].
+#: Function that returns log-probabilities of a microbatch's target tokens under the reference policy, float32 `[K]`.
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Loss of GRPO. The normalizer depends on the numbers of tokens and completions that `RolloutSource` gathers.
+    """GRPO loss, with a normalizer computed from the token and completion counts that `RolloutSource` gathers.
 
     `module` is the module of the sharded model. `num_groups` is the maximum number of prompt groups in a minibatch.
     `reference_logps` is required unless `rl.beta` is 0.
@@ -51,7 +51,7 @@ class GRPOObjective(Objective):
         )
 
     def on_step_begin(self, step: Step) -> None:
-        """Set all sums to 0 for this step."""
+        """Reset all sums for this step."""
         self._sums.reset()
         self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
         self._largest_difference, self._num_tokens = 0.0, 0
@@ -63,7 +63,7 @@ class GRPOObjective(Objective):
         logps = self._token_logps(
             microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
         ).logps
-        # The log-probabilities of sampling are of the same policy.
+        # The log-probabilities from sampling are those of the same policy.
         differences = (logps.detach().cpu() - microbatch.logps).abs()
         self._num_tokens += len(differences)
         self._add("logp_difference", microbatch, float(differences.sum()))
@@ -83,11 +83,11 @@ class GRPOObjective(Objective):
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return the sums of this rank in the order of `gathered_names`."""
+        """Return this rank's values, in the order of `gathered_names`."""
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Compute `loss_normalizer` from the counts of all ranks, and add the loss and further metrics to the step."""
+        """Compute `loss_normalizer` from the counts of all ranks, and add the loss and other metrics to the step."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
@@ -100,22 +100,22 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a value of a microbatch to the sum of its first prompt. In an exact run, it has only one prompt."""
+        """Add a microbatch's value to the sum for its first prompt. In an exact run, it has only one prompt."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token, `[K]`: -exp(logp - detached logp) * advantage. `advantages` is `[K]`."""
+    """Return the loss of each token: -exp(logp - detached logp) * advantage. All tensors have shape `[K]`."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the estimate k3 (http://joschu.net/blog/kl-approx.html) of the KL divergence at each token, `[K]`."""
+    """Return the k3 estimate (http://joschu.net/blog/kl-approx.html) of the KL divergence at each token, `[K]`."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the number, at least 1, by which the summed loss of a minibatch is divided under `rl.loss_type`."""
+    """Return the divisor of a minibatch's summed loss for `rl.loss_type`, which is at least 1."""
     normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

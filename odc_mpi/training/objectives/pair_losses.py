@@ -1,4 +1,4 @@
-"""Losses of a pair of answers, as functions of their log-probabilities under the model and the reference model.
+"""Losses for a pair of answers, as functions of their log-probabilities under the model and the reference model.
 
 r is the log-ratio of an answer: its log-probability under the model minus that under the reference model. m is the mean
 of r over the loss tokens of the answer, s the logistic function, and e the label smoothing.
@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from odc_mpi.training.pairs.settings import DPOConfig
 
-#: Names of the columns of `pair_statistics`. They are those of the metrics of TRL.
+#: Names of the columns of `pair_statistics`, the same as those of the metrics in TRL.
 STATISTICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected")
 
 
@@ -34,8 +34,8 @@ class PairLogps:
     Attributes:
         policy: Sum of the log-probabilities of each answer's tokens under the model, float64 `[pairs, 2]`.
         reference: The same sums under the reference model, float64 `[pairs, 2]`.
-        lengths: Number of loss tokens of each answer, int64 `[pairs, 2]`.
-        mean_chosen_length: Mean number of loss tokens of the minibatch's chosen answers, by which `sft` is divided.
+        lengths: Number of loss tokens in each answer, int64 `[pairs, 2]`.
+        mean_chosen_length: Mean number of loss tokens in the minibatch's chosen answers, by which `sft` is divided.
     """
 
     policy: torch.Tensor
@@ -50,12 +50,12 @@ class PairLogps:
 
     @property
     def margins(self) -> torch.Tensor:
-        """Margin: log-ratio of the chosen answer minus that of the rejected answer, float64 `[pairs]`."""
+        """Margin of each pair: log-ratio of the chosen answer minus that of the rejected one, float64 `[pairs]`."""
         return self.ratios[:, 0] - self.ratios[:, 1]
 
     @property
     def mean_margins(self) -> torch.Tensor:
-        """Margin of the mean log-ratios per loss token, float64 `[pairs]`."""
+        """Margin of each pair, computed from mean log-ratios per loss token, float64 `[pairs]`."""
         means = self.ratios / self.lengths
         return means[:, 0] - means[:, 1]
 
@@ -70,7 +70,7 @@ def pair_statistics(dpo: DPOConfig, pairs: PairLogps) -> torch.Tensor:
     """Return the statistics of each pair, float64 `[pairs, 5]`, without gradients. `STATISTICS` names the columns.
 
     The reward of an answer is beta times its log-ratio. The accuracy is 1 if the chosen answer has the higher reward,
-    0.5 if the rewards are equal (0 in TRL), and otherwise 0.
+    0.5 if the rewards are equal (0 in TRL), and 0 otherwise.
     """
     rewards, policy = dpo.beta * pairs.ratios.detach(), pairs.policy.detach()
     accurate = (1 + (rewards[:, :1] - rewards[:, 1:]).sign()) / 2

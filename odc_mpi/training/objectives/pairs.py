@@ -1,4 +1,4 @@
-"""Base classes of objectives that average a loss over pairs of answers, and of the scorers that compute the losses."""
+"""Base classes for objectives that average a loss over pairs of answers, and for scorers that compute the losses."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,21 +14,21 @@ from odc_mpi.observe.metrics import ProgressColumn
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 
-#: Bound for `round_for_exact_sum`: sums are exact while they are below 2**8 times this number.
+#: Bound for `round_for_exact_sum`: sums are exact as long as they are below 2**8 times this number.
 _MAX_SUMMAND = 2.0**16
-#: Statistics that are reduced to a minimum or maximum over all pairs: function of numbers, value without pairs, and
-#: function of a tensor. Other statistics are averaged.
+#: Statistics reduced to their minimum or maximum over all pairs, each with the function for numbers, the initial value
+#: and the function for tensors. Other statistics are averaged.
 EXTREMES = {"min_reward": (min, math.inf, torch.amin), "max_reward": (max, -math.inf, torch.amax)}
 
 
 class PairScores(NamedTuple):
-    """Scores of the pairs of a microbatch.
+    """Scores of the pairs in a microbatch.
 
     Attributes:
         losses: Loss of each pair, float64 `[pairs]`, with gradients.
         statistics: Statistics of each pair, float64 `[pairs, len(PairScorer.statistics)]`, without gradients.
-        token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`; None if the scorer has none.
-        router_loss: Auxiliary loss of routers, or None, as in `TokenScores`.
+        token_sums: Sums over all loss tokens, float64 `[len(PairScorer.token_sums)]`, or None if the scorer has none.
+        router_loss: Auxiliary router loss, or None, as in `TokenScores`.
     """
 
     losses: torch.Tensor
@@ -38,11 +38,11 @@ class PairScores(NamedTuple):
 
 
 class PairScorer(ABC):
-    """Base class of callables that compute the losses of pairs under a model.
+    """Base class for callables that compute the losses of pairs under a model.
 
     Attributes:
         statistics: Names of the statistics of each pair.
-        token_sums: Names of sums over loss tokens. Training reports them divided by the number of loss tokens.
+        token_sums: Names of the sums over loss tokens. Training reports them divided by the number of loss tokens.
     """
 
     statistics: tuple[str, ...]
@@ -50,21 +50,21 @@ class PairScorer(ABC):
 
     @abstractmethod
     def __call__(self, minibatch: Minibatch, microbatch: Microbatch) -> PairScores:
-        """Score the pairs of one microbatch of `minibatch`. Tensors are on the device of the model. One-sided."""
+        """Score the pairs in one microbatch of `minibatch`. All tensors are on the model's device. One-sided."""
 
     def derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return further metrics, computed from `metrics`, the mean or extreme of each statistic by name."""
+        """Return additional metrics, derived from `metrics`, which maps each statistic to its mean or extreme."""
         return {}
 
 
 class PairObjective(Objective):
-    """Mean of the losses of a scorer over all pairs of a minibatch, plus the auxiliary loss of routers, if any.
+    """Mean of a scorer's losses over all pairs in a minibatch, plus the auxiliary router loss, if any.
 
-    The metrics do not depend on the order of the microbatches, or on their distribution over ranks.
+    The metrics do not depend on the order of the microbatches or on their assignment to ranks.
     """
 
     def __init_subclass__(cls, margin: str, accuracy: str) -> None:
-        """Show the metrics named `margin` and `accuracy` in the progress line."""
+        """Show the metrics that `margin` and `accuracy` name in the progress line."""
         cls.columns = (
             *Objective.columns,
             ProgressColumn("margin", 8, f"{{{margin}:.4f}}"),
@@ -86,7 +86,7 @@ class PairObjective(Objective):
         if scores.router_loss is not None:
             loss = loss + scores.router_loss * (microbatch.num_tokens / minibatch.num_tokens)
         columns = zip(self._scorer.statistics, scores.statistics.unbind(1), strict=True)
-        # Read after the backward, since a GPU has not computed them yet.
+        # Read after the backward pass, since a GPU has not computed them yet.
         self._last_values = torch.stack(
             [EXTREMES[name][2](x, 0) if name in EXTREMES else x.sum() / num_pairs for name, x in columns]
         )
@@ -107,7 +107,7 @@ class PairObjective(Objective):
         return tuple(self._values.values())
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add metrics over the pairs of all ranks to those of the step. The names are those of TRL."""
+        """Add metrics over the pairs of all ranks to the step, named as in TRL."""
         metrics = {
             name: EXTREMES[name][0](gathered.per_rank(name).tolist()) if name in EXTREMES else gathered.sum(name)
             for name in self.gathered_names

@@ -13,15 +13,15 @@ from odc_mpi.models.heads.scores import RewardScores
 from odc_mpi.training.objectives.pairs import PairObjective, PairScorer, PairScores
 from odc_mpi.training.pairs.settings import RewardConfig
 
-#: Names of the columns of `reward_statistics`. They are those of the metrics of TRL.
+#: Names of the columns of `reward_statistics`, the same as those of the metrics in TRL.
 STATISTICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
 
 class AnswerRewards:
-    """Computes the reward of each answer of a pair: the model's score at the answer's last token that is not padding.
+    """Computes the reward of each answer in a pair: the model's score at the answer's last non-padding token.
 
     Args:
-        module: Reward model, or the `module` of a sharded one.
+        module: Reward model, or the `module` of a sharded reward model.
         packs: False if each answer must be in a separate row (see `data.pairs.microbatch.as_padded_rows`).
     """
 
@@ -30,7 +30,7 @@ class AnswerRewards:
         self._padding: int = module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
 
     def __call__(self, microbatch: Microbatch) -> torch.Tensor:
-        """Return the rewards of the chosen and the rejected answer of each pair, float64 `[pairs, 2]`. One-sided."""
+        """Return the rewards of the chosen and the rejected answer in each pair, float64 `[pairs, 2]`. One-sided."""
         pairs = select_last_tokens(cast(PairMicrobatch, microbatch), self._padding)
         pairs = pairs if self._packs else as_padded_rows(pairs)
         return self._scores(pairs.inputs, pairs.logit_positions).double().reshape(-1, 2)
@@ -51,21 +51,21 @@ class RewardScorer(PairScorer):
 
 
 class RewardObjective(PairObjective, margin="margin", accuracy="accuracy"):
-    """Mean of `reward_loss` over all pairs of a minibatch."""
+    """Mean of `reward_loss` over all pairs in a minibatch."""
 
 
 def reward_loss(reward: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
     """Return the loss of each pair, float64 `[pairs]`, given the rewards of both answers, `[pairs, 2]`.
 
-    The loss is -log s(r_chosen - r_rejected) with the logistic function s, plus `center_rewards_coefficient` times the
-    square of the sum of both rewards (arXiv 2312.09244).
+    The loss is -log s(r_chosen - r_rejected), where s is the logistic function, plus `center_rewards_coefficient` times
+    the square of the sum of both rewards (arXiv 2312.09244).
     """
     loss = -logsigmoid(rewards[:, 0] - rewards[:, 1])
     return loss + (reward.center_rewards_coefficient or 0.0) * rewards.sum(1) ** 2
 
 
 def reward_statistics(rewards: torch.Tensor) -> torch.Tensor:
-    """Return accuracy (1 or 0), margin, and mean, minimum and maximum reward of each pair, float64 `[pairs, 5]`."""
+    """Return the accuracy (1 or 0), margin, and mean, minimum and maximum reward of each pair, float64 `[pairs, 5]`."""
     rewards = rewards.detach()
     margins = rewards[:, 0] - rewards[:, 1]
     return torch.stack([(margins > 0).double(), margins, rewards.mean(1), rewards.amin(1), rewards.amax(1)], 1)

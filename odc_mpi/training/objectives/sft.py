@@ -1,4 +1,4 @@
-"""Supervised fine-tuning objective: mean next-token cross entropy over all loss tokens of a minibatch."""
+"""Supervised fine-tuning objective: mean next-token cross entropy over all loss tokens in a minibatch."""
 
 import torch
 
@@ -14,7 +14,7 @@ MAX_EXACT_LOSS = 256.0
 
 
 class SFTObjective(Objective):
-    """Mean cross entropy over all loss tokens of a minibatch, plus the auxiliary loss of routers, if any."""
+    """Mean cross entropy over all loss tokens in a minibatch, plus the auxiliary router loss, if any."""
 
     gathered_names = ("loss", "correct_tokens", "entropy")
 
@@ -22,13 +22,13 @@ class SFTObjective(Objective):
         self._token_logps = TokenLogps(module)
 
     def on_step_begin(self, step: Step) -> None:
-        """Set all sums to 0 for this step."""
+        """Reset all sums for this step."""
         self._loss, self._num_correct, self._entropy = 0.0, 0, 0.0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
         """Return the contribution of a microbatch to the mean loss of the minibatch. One-sided."""
         scores = self._token_logps(microbatch.inputs, microbatch.logit_positions, microbatch.targets)
-        # Read after the backward, since a GPU has not computed them yet.
+        # Read after the backward pass, since a GPU has not computed them yet.
         self._last_scores = scores.is_top.sum(), scores.entropy.sum() / minibatch.num_tokens
         loss = -scores.logps.sum() / minibatch.num_tokens
         if scores.router_loss is not None:
@@ -36,14 +36,14 @@ class SFTObjective(Objective):
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss, the number of correct predictions and the entropy of a microbatch to the sums."""
+        """Add a microbatch's loss, entropy and number of correct predictions to the sums."""
         num_correct, entropy = (value.item() for value in self._last_scores)
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
         self._num_correct += int(num_correct)
         self._entropy += round_for_exact_sum(entropy, MAX_EXACT_LOSS)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return the sums of this rank's microbatches in the order of `gathered_names`."""
+        """Return the sums over this rank's microbatches, in the order of `gathered_names`."""
         return self._loss, self._num_correct, self._entropy
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:

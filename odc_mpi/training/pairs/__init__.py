@@ -1,1 +1,1 @@
-"""Runs on pairs of a chosen and a rejected answer: DPO and reward models."""
+"""Training on pairs of a chosen and a rejected answer: DPO and reward models."""

@@ -1,4 +1,4 @@
-"""Functions that build the objective and the evaluation of a run on pairs of answers."""
+"""Functions that build the objective and the evaluation for a run on pairs of answers."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from odc_mpi.training.settings import Config
 
 
 class PreferenceEvaluator(PairEvaluator, accuracy="eval_rewards/accuracies"):
-    """Computes the DPO loss, the rewards and the accuracy of held-out pairs."""
+    """Computes the DPO loss, the rewards and the accuracy on held-out pairs."""
 
 
 class RewardModelEvaluator(PairEvaluator, accuracy="eval_accuracy"):
@@ -88,7 +88,7 @@ def _always(indices: npt.NDArray[np.int64]) -> NeededPairs:
 def build_reward(
     config: Config, world: World, model: ShardedModel, inputs: Inputs
 ) -> tuple[RewardObjective, list[Callback]]:
-    """Build the objective of a reward model run and, if there is held-out data, the evaluator. Collective.
+    """Build the objective of a run that trains a reward model, and an evaluator for held-out data, if any. Collective.
 
     The model is set to evaluation mode, which disables dropout, as in TRL.
     """

@@ -1,9 +1,9 @@
 """Log-probabilities of the answers under the reference model, computed once before the first step.
 
-The reference model is the model before the first step; new adapters have no effect yet. The log-probabilities of all
-pairs that the run needs are computed before the first update, so no second model is in memory. Ranks claim microbatches
-one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in the run directory, with
-digests of the data and of the model. If the run is started again, on any number of ranks, it computes only the rest.
+The reference model is the model before the first step, when new adapters have no effect yet. Because the
+log-probabilities of all pairs that the run needs are computed before the first update, no second model is in memory.
+Ranks claim microbatches one at a time. After every `BLOCK` pairs, the results are written to `reference_logps.npz` in
+the run directory, with digests of the data and the model. A restarted run, on any number of ranks, computes the rest.
 """
 
 import time
@@ -25,29 +25,28 @@ from odc_mpi.training.evaluation import ForwardPass
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
 FILE = "reference_logps.npz"
-#: Number of pairs after which the results are written. Like packing with `run.exact`, it does not depend on the number
-#: of ranks.
+#: Number of pairs between writes of the results, independent of the number of ranks (as is packing with `run.exact`).
 BLOCK = 4096
 #: Function that returns the log-probabilities of the answers in a microbatch, float64 `[pairs, 2]`.
 ComputeLogps = Callable[[Microbatch], torch.Tensor]
-#: Function that returns the indices of the pairs that a run needs after a number of completed steps, int64 `[n]`.
+#: Function that returns the indices, int64 `[n]`, of the pairs that a run still needs, given the completed steps.
 NeededPairs = Callable[[int], npt.NDArray[np.int64]]
 
 
 class ReferenceLogps(Callback):
     """Computes the log-probabilities of answers under the reference model, or loads them from a file.
 
-    This callback must precede the evaluators in the callbacks of a run.
+    Among the callbacks of a run, this one must precede the evaluators.
 
     Args:
         compute: Function that computes log-probabilities under the current model.
-        passes: Forward pass over the training data and, if any, over the held-out data, each with its `NeededPairs`.
-        directories: Run directory, to which the file is written, then other directories to read the file from.
+        passes: Forward passes over the training data and over the held-out data, if any, each with its `NeededPairs`.
+        directories: Run directory, to which the file is written, followed by other directories from which to read it.
         compute_digest: Collective function that returns a digest of the current model.
         check_stop: Collective function that raises an error on all ranks if a stop was requested.
 
     Attributes:
-        model_digest: Digest of the reference model. If none was restored, it is None until `on_train_begin`.
+        model_digest: Digest of the reference model. Unless it was restored, it is None until `on_train_begin`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class ReferenceLogps(Callback):
 
     @property
     def training(self) -> torch.Tensor:
-        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`. NaN where not computed."""
+        """Log-probabilities of all pairs in the training data, float64 `[pairs, 2]`; NaN where not computed."""
         return self._values[0]
 
     @property
@@ -109,7 +108,7 @@ class ReferenceLogps(Callback):
         return {"reference": self.model_digest}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the digest of the reference model, by which `on_train_begin` finds the stored log-probabilities."""
+        """Restore the digest of the reference model, which `on_train_begin` uses to find stored log-probabilities."""
         self.model_digest = state_dict["reference"]
 
     def _compute_missing(self, forward_pass: ForwardPass, values: torch.Tensor, missing: npt.NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""Sections `dpo` and `reward` of the settings, with the names and defaults of `DPOConfig` and `RewardConfig` of TRL."""
+"""Settings sections `dpo` and `reward`, with the names and defaults of TRL's `DPOConfig` and `RewardConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 from odc_mpi.training.setting_types import NON_EMPTY_NAMES, NOT_NEGATIVE, POSITIVE, Check, is_objective
 
-#: Losses of a pair; see `training.objectives.pair_losses`.
+#: Losses for a pair; see `training.objectives.pair_losses`.
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "sft"]
-#: Settings with the only value that objectives on pairs support, and the reason.
+#: Settings, each with the only value that objectives on pairs support and the reason.
 PAIR_REQUIREMENTS = {
     "data.context_parallel": ("off", "a pair cannot be split over ranks"),
     "lora.dropout": (0, "dropout would change what is compared"),
@@ -20,7 +20,7 @@ _BELOW_HALF = Check("0 or more and below 0.5", lambda value: 0 <= value < 0.5)
 
 @dataclass(frozen=True)
 class DPOConfig:
-    """Settings of direct preference optimization."""
+    """Settings for direct preference optimization."""
 
     beta: Annotated[float, "scale of the log-ratios to the reference model", POSITIVE] = 0.1
     loss_type: Annotated[LossType | list[str], "loss, or several; docs/preferences.md", NON_EMPTY_NAMES] = "sigmoid"
@@ -36,7 +36,7 @@ class DPOConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Settings of reward models."""
+    """Settings for reward models."""
 
     center_rewards_coefficient: Annotated[
         float | None, "factor of a loss that centers rewards, such as 0.01; null: none", NOT_NEGATIVE
@@ -44,7 +44,7 @@ class RewardConfig:
 
 
 def check_dpo(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of DPO in `values` contradict each other. The message names `source`."""
+    """Raise `UserError` if the DPO settings in `values` contradict each other. The message names `source`."""
     if not is_objective("dpo", "dpo", DPOConfig, PAIR_REQUIREMENTS, values, source):
         return
     types, weights = values.get("dpo.loss_type", "sigmoid"), values.get("dpo.loss_weights")
@@ -67,5 +67,5 @@ def check_dpo(values: Mapping[str, Any], source: str) -> None:
 
 
 def check_reward(values: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` if the settings of reward models in `values` contradict others. The message names `source`."""
+    """Raise `UserError` if the reward settings in `values` contradict other settings. The message names `source`."""
     is_objective("reward", "reward", RewardConfig, PAIR_REQUIREMENTS, values, source)

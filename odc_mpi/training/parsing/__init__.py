@@ -1,1 +1,1 @@
-"""Parsing of settings in YAML files and on command lines, which can also use the names of other libraries."""
+"""Parsing of settings from YAML files and the command line, where names from other libraries are also accepted."""

@@ -1,4 +1,4 @@
-"""Names of settings in other libraries: the names that odc_mpi accepts, and advice for other names.
+"""Names of settings in other libraries: those that odc_mpi accepts, and advice for the rest.
 
 The names are those of transformers (`TrainingArguments`), TRL (`SFTConfig`, `DPOConfig`, `RewardConfig`, `GRPOConfig`
 and `ModelConfig`), peft (`LoraConfig`), axolotl and torchtitan, without their sections.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-#: Settings of odc_mpi by their names in other libraries.
+#: Settings of odc_mpi, keyed by their names in other libraries.
 ALIASES = {
     **dict.fromkeys(("model_name_or_path", "base_model", "base_model_name_or_path", "hf_assets_path"), "model.path"),
     **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "model.param_dtype"),
@@ -33,7 +33,7 @@ ALIASES = {
     "resume_from_checkpoint": "run.resume",
     "use_cpu": "run.device",
 }
-#: Values in other libraries that differ from the value here with the same meaning, by name in the other library.
+#: Values in other libraries that differ from the equivalent value here, keyed by the name of the setting there.
 VALUES: Mapping[str, Mapping[Hashable, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},
     "max_steps": {-1: 0},
@@ -45,7 +45,7 @@ VALUES: Mapping[str, Mapping[Hashable, Any]] = {
     "scale_rewards": {True: "group", False: "none"},
     "log_completions": {True: 1, False: 0},
 }
-#: Advice on other names. Each line of advice is followed by indented patterns of the names.
+#: Advice on other names. Each line of advice is followed by indented patterns for the names.
 _TEXT = r"""
 optim is a section here: set optim.optimizer to adamw or sgd
     optim|optim_args|optim_target_modules
@@ -141,7 +141,7 @@ set lora.modules_to_save
 set rl.reward_funcs to the directory of the reward model
     reward_model_path\w*
 """
-#: `_TEXT` as pairs of pattern and advice. The first pattern that matches a full name applies.
+#: `_TEXT` as pairs of a pattern and its advice. The first pattern that matches the full name applies.
 _ANSWERS = [
     ("|".join(patterns.split()), text)
     for text, patterns in re.findall(r"^(\S.*)\n((?: {4}.*\n)+)", _TEXT, re.MULTILINE)
@@ -149,16 +149,16 @@ _ANSWERS = [
 
 
 def answer(name: str) -> str | None:
-    """Return advice on which setting to use instead of a name from another library, or None for an unknown name."""
+    """Return advice on which setting to use instead of a name from another library, or None if the name is unknown."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert a value of the setting `name` of another library to the value in odc_mpi. Most are unchanged."""
+    """Convert a value of `name`, a setting of another library, to the value used here. Most values are unchanged."""
     values = VALUES.get(name, {})
     return values[value] if isinstance(value, Hashable) and value in values else value
 
 
 def is_flag(name: str) -> bool:
-    """Return True if ``--name`` without a value means True, although the setting of odc_mpi is not a boolean."""
+    """Return True if ``--name`` is a flag in another library although the matching setting here is not a boolean."""
     return True in VALUES.get(name, {})

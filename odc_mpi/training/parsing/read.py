@@ -1,7 +1,7 @@
-"""Reader for the values of settings in a YAML file and on a command line.
+"""Reader for the values of settings in a YAML file and on the command line.
 
-Names may be those of other libraries (`aliases`), may omit their section, and may contain hyphens. One error reports
-all wrong names.
+Names may be those of other libraries (`aliases`), may omit their section, and may contain hyphens. A single error
+reports all wrong names.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from odc_mpi.training.setting_types import Setting, format_value, is_verbatim, t
 COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 #: Similarity, from 0 to 1, above which a name is suggested for an unknown one.
 _SIMILAR = 0.75
-#: Pairs of settings that exclude each other. The one that is given later replaces the other.
+#: Pairs of mutually exclusive settings. The one given later replaces the other.
 _EXCLUSIVE = {
     "run.steps": "run.num_train_epochs",
     "run.num_train_epochs": "run.steps",
@@ -25,7 +25,7 @@ _EXCLUSIVE = {
 }
 
 _OBJECTIVE = "run.objective"
-#: Section with the settings of an objective.
+#: Sections with the settings of an objective, keyed by objective.
 _SECTIONS = {"dpo": "dpo", "grpo": "rl"}
 
 
@@ -39,10 +39,10 @@ class _Given(NamedTuple):
 
 
 class Reader:
-    """Reads values of settings from a parsed YAML file and a command line.
+    """Reads the values of settings from a parsed YAML file and the command line.
 
-    `settings` contains all settings by name. `reasons` maps the name of a setting to a function. If a value has the
-    wrong type, the explanation that the function returns for the value is appended to the error.
+    `settings` contains all settings, keyed by name. `reasons` maps the name of a setting to a function that explains
+    why a value is invalid. If the type of a value is wrong, the explanation is appended to the error.
     """
 
     def __init__(self, settings: Mapping[str, Setting], reasons: Mapping[str, Callable[[Any], str]]) -> None:
@@ -51,15 +51,15 @@ class Reader:
         leaves = [name.partition(".")[2] for name in settings]
         own = {leaf: name for leaf, name in zip(leaves, settings, strict=True) if leaves.count(leaf) == 1}
         del own["config"]  # `--config` is the file
-        #: Settings by name without section.
+        #: Settings, keyed by their names without the section.
         self._by_leaf = own | aliases.ALIASES
-        #: Settings of several sections by name without section.
+        #: Settings that have the same name in several sections, keyed by this name.
         self._shared = {leaf: [name for name in settings if name.endswith(f".{leaf}")] for leaf in {*leaves} - {*own}}
 
     def read(self, document: Any, source: str, arguments: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the given settings as two dictionaries, both keyed by setting: the values, and their sources.
+        """Return the given values and their sources, as two dictionaries keyed by setting.
 
-        `document` is the content of the YAML file named `source`. `arguments`, the command line, override the file.
+        `document` is the parsed YAML file, and `source` is its name. The command-line `arguments` override the file.
         Raises `UserError` if the file or the command line is invalid.
         """
         given = [*self._flatten(document, source), *split_arguments(arguments)]
@@ -102,9 +102,9 @@ class Reader:
         return names
 
     def _resolve(self, given: str, own_section: str) -> str:
-        """Return the name of the setting that the user means by `given`. Raises `UserError` with a suggestion.
+        """Return the full name of the setting that the user means by `given`. Raises `UserError` with a suggestion.
 
-        A name without a section refers to the setting in `own_section` if several sections have a setting of this name.
+        If several sections have a setting of this name, a name without a section refers to the one in `own_section`.
         """
         name = given.replace("-", "_")
         mapping = self._mapping_of(name)
@@ -140,7 +140,7 @@ class Reader:
         return candidates[near[0]] if near else None
 
     def _mapping_of(self, name: str) -> str | None:
-        """Return the setting whose dictionary has this key, such as model.config for model.config.hidden_size."""
+        """Return the dictionary setting with this key (`model.config` for `model.config.hidden_size`), or None."""
         mappings = (key for key, setting in self._settings.items() if dict[str, Any] in union_members(setting.type))
         return next((key for key in mappings if name.startswith(f"{key}.")), None)
 

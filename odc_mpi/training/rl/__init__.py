@@ -1,1 +1,1 @@
-"""Training with GRPO: settings, source of microbatches, evaluation and metrics."""
+"""Training with GRPO: settings, microbatch source, evaluation and metrics."""

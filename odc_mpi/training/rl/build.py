@@ -29,7 +29,7 @@ def build_grpo(
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
     """Build the minibatch source, the objective and the other callbacks of a GRPO run. Collective.
 
-    The model is set to evaluation mode: with dropout, the trained policy would differ from the policy that generates.
+    The model is set to evaluation mode, because with dropout, the trained policy would differ from the generating one.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
@@ -54,7 +54,7 @@ def build_grpo(
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
     """Return a function that computes log-probabilities under the reference policy. Collective.
 
-    The returned function is one-sided. If the model has adapters, the reference policy is the model without adapters.
+    The returned function is one-sided. If the model has adapters, the reference policy is the model without them.
     Otherwise, it is a frozen copy of the initial model, which takes as much memory as the parameters of the model.
     """
     has_adapters = config.lora.r is not None
@@ -83,14 +83,13 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
         decision=decision,
         parameter_cache_bytes=config.comm.parameter_cache_bytes,
         gradient_cache_bytes=0,
-        node_cache=config.comm.node_cache,
         device=config.run.device,
     ).eval()
 
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Context manager that disables the adapters of a model. Unlike peft, it does not change `requires_grad`."""
+    """Context manager that disables the adapters of a model without changing `requires_grad`, unlike peft's."""
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     try:

@@ -1,4 +1,4 @@
-"""Evaluation of a GRPO run: rewards of greedily decoded completions of held-out prompts."""
+"""Evaluation of a GRPO run: rewards for greedily decoded completions of held-out prompts."""
 
 import itertools
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.rl.prompts import PromptCodec, longest_first_batches
 from odc_mpi.training.settings import Config
 
-#: Number of ranks that an exact run assumes in the choice of batch sizes, so that they do not depend on the real one.
+#: Number of ranks that an exact run assumes for its batch sizes, so that they do not depend on the actual number.
 _EXACT_SHARES = 16
 
 
 class RewardEvaluator(PeriodicEvaluator):
-    """Computes rewards on held-out prompts. Ranks claim batches of prompts to decode. Construction is collective."""
+    """Computes rewards on held-out prompts, which ranks claim in batches to decode. Construction is collective."""
 
     columns: ClassVar = (ProgressColumn("eval", 8, "{eval_reward:.4f}"),)
     summary: ClassVar = {
@@ -54,7 +54,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the means of reward, exact match and completion length. Collective, but ranks wait only at the end.
+        """Return the mean reward, exact match and completion length. Collective, but ranks wait only at the end.
 
         A mean is None if there are no values, for example if no prompt has an answer to match.
         """
@@ -69,7 +69,7 @@ class RewardEvaluator(PeriodicEvaluator):
                     results.append(self._evaluate_completion(indices[i], completions))
 
                 sample(cast(Any, self._model.module), prompts, sampling, on_prompt_done, self._report_token)
-        # In the order of prompts, so that sums do not depend on the ranks that generated.
+        # In the order of the prompts, so that sums do not depend on which rank generated what.
         all_results = sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))
         self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
         rewards, matches, lengths = (
@@ -81,7 +81,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
 
     def _evaluate_completion(self, index: int, completions: PromptCompletions) -> tuple[int, float, float, int]:
-        """Return prompt index, reward, exact match (NaN if the prompt has no answer) and length of the completion."""
+        """Return the prompt index, reward, exact match (NaN if the prompt has no answer) and length of a completion."""
         record = self._prompts[index]
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
         self._note(f"computing rewards of prompt {index}")

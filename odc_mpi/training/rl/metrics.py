@@ -11,13 +11,13 @@ from odc_mpi.rollout.rewards import GroupRewards
 from odc_mpi.rollout.sample import PromptCompletions
 from odc_mpi.shard import model as sharded
 
-#: Names of counts over all ranks. They are integers, so their sums are exact.
+#: Names of integer counts, whose sums over all ranks are exact.
 _COUNTS = (
     *("completions", "completion_tokens", "loss_tokens", "prompt_tokens", "truncated"),
     *("rewarded", "groups", "equal_groups", "failed_rewards"),
 )
-#: Names of values of a rank: time of generation including rewards, and of waiting for groups of other ranks, both in
-#: seconds; numbers of groups that it generated, trained, trained after another rank generated them, and could not
+#: Names of per-rank values: seconds spent on generation, including rewards, and on waiting for groups from other ranks;
+#: numbers of groups that the rank generated, trained on, trained on after another rank generated them, and could not
 #: publish because the memory for published groups was full.
 _PER_RANK = (
     *("generate_s", "rollout_wait_s", "groups_generated", "groups_trained"),
@@ -28,8 +28,8 @@ _PER_RANK = (
 class GroupSums:
     """Named sums over at most `num_groups` prompt groups. The ranks gather the summand of each group separately.
 
-    A floating-point sum depends on the order of its terms. Therefore all ranks add the summands in the order of the
-    prompts, no matter which rank generated or trained a group. A group's summand is 0 on all ranks but one.
+    A floating-point sum depends on the order of its terms, so all ranks add the summands in the order of the prompts,
+    no matter which rank generated a group or trained on it. A group's summand is 0 on all ranks but one.
     """
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
@@ -42,7 +42,7 @@ class GroupSums:
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add `value` to the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Add `value` to a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
@@ -50,7 +50,7 @@ class GroupSums:
         return list(self._values.values())
 
     def value_of(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the summand of a group in the sum `name`. `position` is the group's index in the minibatch."""
+        """Return a group's summand in the sum `name`. `position` is the index of the group in the minibatch."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
@@ -63,7 +63,7 @@ def _name(name: str, position: int) -> str:
 
 
 class RolloutMetrics:
-    """Metrics of the rollouts of a step, with at most `num_groups` prompt groups."""
+    """Metrics of the rollouts of a step that has at most `num_groups` prompt groups."""
 
     def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
         self._reward_names = reward_names
@@ -80,7 +80,7 @@ class RolloutMetrics:
         self._sums.reset()
 
     def add(self, name: str, value: float = 1.0) -> None:
-        """Add `value` to the count (or number of seconds) `name` of this rank."""
+        """Add `value` to this rank's count or duration `name`."""
         self._values[name] += value
 
     def add_group(
@@ -126,15 +126,15 @@ class RolloutMetrics:
         self._values["longest"] = max(self._values["longest"], float(lengths.max()))
 
     def local_values(self) -> list[float]:
-        """Return the counts and sums of this rank in the order of `gathered_names`."""
+        """Return this rank's values, in the order of `gathered_names`."""
         return [*self._values.values(), *self._sums.local_values()]
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean completion length, in tokens, of the prompt with index `position` in the minibatch."""
+        """Return the mean completion length, in tokens, for the prompt at index `position` in the minibatch."""
         return self._sums.value_of(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
-        """Return the metrics over the groups of all ranks. Metrics that TRL also reports have the names of TRL."""
+        """Return the metrics over the groups of all ranks. Metrics that TRL also reports are named as in TRL."""
         sums = {name: gathered.sum(name) for name in (*_COUNTS, *_PER_RANK)}
         sums |= {name: self._sums.total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
@@ -168,7 +168,7 @@ class RolloutMetrics:
 
 
 def _standard_deviation(count: float, total: float, squares: float) -> float | None:
-    """Return the standard deviation of rewards with Bessel's correction, or None for fewer than two rewards."""
+    """Return the standard deviation of rewards with Bessel's correction, or None if there are fewer than two."""
     if count < 2:
         return None
     return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

@@ -24,7 +24,7 @@ class PromptLoader(ShuffledSampler):
         self._rank = rank
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch, whose plan is empty, because ranks claim prompts at run time."""
+        """Return the next minibatch. Its plan is empty, because ranks claim prompts at run time."""
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
@@ -42,10 +42,9 @@ def predict_lengths(
 ) -> list[float]:
     """Predict the mean completion length, in tokens, of each prompt in `indices`.
 
-    `observed` maps the index of a prompt to the mean completion length observed for it, which is then the prediction.
-    Other lengths are predicted by linear regression of observed lengths on prompt lengths. If all observed prompts have
-    the same length, the prompt length is predicted. The regression uses exact sums, so all ranks predict the same
-    lengths.
+    `observed` maps prompt indices to observed mean completion lengths, which are the predictions for these prompts.
+    Other lengths are predicted by linear regression of observed lengths on prompt lengths, or as the prompt length if
+    all observed prompts have the same length. The regression uses exact sums, so all ranks predict the same lengths.
     """
     x = [int(prompt_lengths[index]) for index in observed]
     slope, intercept = 1.0, 0.0  # no line: all observed prompts have one length. Longer prompts first.
@@ -55,10 +54,10 @@ def predict_lengths(
 
 
 def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts: int) -> list[list[int]]:
-    """Return batches of indices of prompts to decode together, in order of decreasing length.
+    """Return batches of prompt indices to decode together, in order of decreasing length.
 
-    `lengths` are the lengths of the prompts, or predicted lengths of their completions, in tokens. A batch has at most
-    `max_prompts` prompts, and at most the number of prompts divided by `num_shares`, rounded up.
+    `lengths` are the lengths of the prompts, or the predicted lengths of their completions, in tokens. The size of a
+    batch is at most `max_prompts`, and at most the number of prompts divided by `num_shares`, rounded up.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     together = max(1, min(max_prompts, -(-len(lengths) // num_shares)))
@@ -66,7 +65,7 @@ def longest_first_batches(lengths: Sequence[float], num_shares: int, max_prompts
 
 
 class PromptCodec:
-    """Prepares prompts for sampling, and converts completions to text and to arguments of reward functions.
+    """Prepares prompts for sampling, and converts completions to text and to arguments for reward functions.
 
     Construction raises `UserError` if the tokenizer has neither an end-of-sequence token nor an end-of-turn token.
     """
@@ -83,7 +82,7 @@ class PromptCodec:
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return the tokens of the prompt with this index, together with the tokens that stop its completions."""
+        """Return a prompt with its index, its tokens, and the tokens that stop its completions."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:
@@ -92,7 +91,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the keyword arguments of reward functions: lists with one entry for each completion of a prompt.
+        """Return the keyword arguments for reward functions: lists with one entry for each completion of a prompt.
 
         Token lists are copied, so reward functions cannot change the tokens that are used in training.
         """

@@ -1,4 +1,4 @@
-"""Section `rl` of the settings. Settings that also exist in `GRPOConfig` of TRL have its names and defaults."""
+"""The `rl` section of the settings. Settings that also exist in TRL's `GRPOConfig` have the same names and defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _STORE_BYTES = Size(16 << 20)
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """Settings of GRPO: rewards, sampling and loss."""
+    """Settings for GRPO: rewards, sampling and loss."""
 
     reward_funcs: Annotated[
         list[str] | None, "module:name, file.py:name, a built-in, or a reward model; docs/rewards.md", NON_EMPTY_NAMES
@@ -49,7 +49,7 @@ class GRPOConfig:
 
 
 _UNKNOWN_LENGTHS = "ranks claim prompts and rollouts, whose lengths are not known in advance"
-#: Settings with the only value that GRPO supports, and the reason.
+#: Settings, each with the only value that GRPO supports and the reason.
 _REQUIRED = {
     "rl.num_iterations": (1, "training is strictly on-policy; after an update the rollouts are from an older policy"),
     "lora.dropout": (0, "with dropout the trained policy is not the one that generated"),

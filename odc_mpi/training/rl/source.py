@@ -1,6 +1,6 @@
 """Source of microbatches for GRPO. Each rank generates completions, and then trains on groups from any rank.
 
-A group is a prompt with its completions. A minibatch has these phases:
+A group consists of a prompt and its completions. A minibatch has these phases:
 
     claim prompts        claim the next batch of prompts, longest expected completions first          one-sided
     generate             after the last completion of a prompt, compute rewards and advantages and
@@ -9,8 +9,8 @@ A group is a prompt with its completions. A minibatch has these phases:
     no groups published  sleep until a group is published or all groups are done                      one-sided
     gradients complete   gather the counts and sums of all groups                                     collective
 
-In an exact run (`training.exact`), each group is decoded separately and shares no microbatch with other groups. Shared
-batches would depend on the speeds of the ranks, and change the last bits of logits and gradients.
+In an exact run (`training.exact`), each group is decoded separately and shares no microbatch with other groups, because
+shared batches would depend on the speed of each rank and change the last bits of logits and gradients.
 """
 
 import itertools
@@ -45,17 +45,17 @@ from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader, longest_first
 from odc_mpi.training.rundir.records import COMPLETIONS
 from odc_mpi.training.settings import Config
 
-#: Fraction of truncated completions above which a run warns.
+#: Fraction of truncated completions above which a warning is printed.
 _MANY_CLIPPED = 0.9
-#: First and longest sleep between two polls of the queue.
+#: Initial and maximum sleep between two polls of the queue, in seconds.
 _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
 
 class RolloutSource(MinibatchSource):
     """Source of microbatches of completions that are generated in the same step. Construction is collective.
 
-    Every `rl.log_completions` steps, some completions are printed and, with their rewards, appended to
-    completions.jsonl. `engine` samples completions. If `packs` is False, each microbatch has one completion.
+    Every `rl.log_completions` steps, some completions are printed, and appended to completions.jsonl with their
+    rewards. `engine` is a function that samples completions. If `packs` is False, each microbatch has one completion.
     """
 
     columns: ClassVar = (
@@ -96,11 +96,11 @@ class RolloutSource(MinibatchSource):
         self._queue = WorkQueue(world, num_groups, config.rl.store_bytes)
         self._metrics = RolloutMetrics([reward.name for reward in reward_functions], num_groups)
         self.gathered_names = self._metrics.gathered_names
-        #: Mean length of the completions that were last generated for a prompt, in tokens, by index of the prompt.
+        #: Mean length in tokens of the completions last generated for each prompt, keyed by the prompt's index.
         self._observed_lengths: dict[int, float] = {}
         self._step = 0  # number of the current step
         self._note: Callable[[str], None] = world.set_status
-        #: Completions that this rank generated in the last step, if they are to be logged.
+        #: Completions to log that this rank generated in the current step.
         self._logged_completions: list[dict[str, Any]] = []
         self._log_path = Path(config.run.dir) / COMPLETIONS
         self._warned: set[str] = set()
@@ -116,7 +116,7 @@ class RolloutSource(MinibatchSource):
         self._logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Generate completions, and yield microbatches of groups from any rank (see the module). One-sided."""
+        """Generate completions and yield microbatches of groups from any rank (see the module docstring). One-sided."""
         count = len(minibatch.indices)
         expected = predict_lengths(minibatch.indices.tolist(), self._prompts.lengths, self._observed_lengths)
         max_prompts = 1 if self._exact else self._rl.max_concurrent_sequences // self._rl.num_generations
@@ -130,11 +130,11 @@ class RolloutSource(MinibatchSource):
                 self._wait(state)
 
     def local_values(self) -> list[float]:
-        """Return the counts and sums of this rank in the order of `gathered_names`."""
+        """Return this rank's values, in the order of `gathered_names`."""
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Add metrics, record completion lengths, and reset the tickets and the work queue. One-sided."""
+        """Add metrics to the step, record completion lengths, and reset the tickets and the work queue. One-sided."""
         step.metrics |= self._metrics.compute(gathered)
         self._warn_once(step)
         for position, index in enumerate(step.minibatch.indices.tolist()):
@@ -143,7 +143,7 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def _warn_once(self, step: Step) -> None:
-        """Warn once, on rank 0, if all rewards are equal within each group, and if most completions are truncated."""
+        """On rank 0, warn once if rewards are equal within every group, and once if most completions are truncated."""
         warnings = {}
         if step.metrics["frac_reward_zero_std"] == 1:
             warnings["equal"] = (
@@ -180,7 +180,7 @@ class RolloutSource(MinibatchSource):
         self._observed_lengths = {int(index): length for index, length in lengths.items()}
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[PromptGroup]:
-        """Generate completions and publish finished groups. Return the groups that do not fit into the store."""
+        """Generate completions and publish finished groups. Return the groups that do not fit in the store."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         records = [self._prompts[index] for index in indices]
@@ -241,7 +241,7 @@ class RolloutSource(MinibatchSource):
         group_rewards: GroupRewards,
         advantages: np.ndarray,
     ) -> None:
-        """Keep up to 4 completions of the first prompt for the log if completions are logged in this step."""
+        """If completions are logged in this step, keep up to 4 completions of the first prompt for the log."""
         if position or not self._is_logged_step():
             return
         for i, tokens in enumerate(completions.tokens[:4]):
@@ -283,7 +283,7 @@ class RolloutSource(MinibatchSource):
             )
 
     def _claim(self, state: QueueState) -> list[PromptGroup]:
-        """Claim groups until a microbatch is full, but at most an even share of the published groups."""
+        """Claim groups until a microbatch is full, but no more than an even share of the published groups."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[PromptGroup] = []
         num_tokens = 0
@@ -296,7 +296,7 @@ class RolloutSource(MinibatchSource):
         return groups
 
     def _wait(self, previous: QueueState) -> None:
-        """Sleep until the state of the queue changes. The time-out message lists the ranks that are generating."""
+        """Sleep until the state of the queue changes. The timeout message lists the ranks that are generating."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_not_started
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")

@@ -1,1 +1,1 @@
-"""Run directory: its files, its lock, checkpoints and resuming."""
+"""The run directory: its files, its lock, checkpoints and resuming."""

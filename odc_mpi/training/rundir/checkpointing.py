@@ -1,11 +1,11 @@
-"""Checkpoints of a run: when they are saved, and how ranks agree that a checkpoint is complete.
+"""Checkpoints of a run: when they are saved, and how the ranks agree that a checkpoint is complete.
 
 local_values   report which checkpoint file a background thread of this rank has written. The report is part of the
-               all-gather that completes the gradients, so no collective is added
-on_gathered    if all ranks have written their files, rank 0 publishes the checkpoint
+               all-gather that completes the gradients, so it adds no collective
+on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
 on_step_end    if a checkpoint is due, copy this rank's shards and start a thread that writes them. If ranks may still
-               be writing the previous checkpoint, first wait for it, which is collective
-on_train_end   wait for the last checkpoint, for at most comm.timeout_s, which is collective
+               be writing the previous checkpoint, wait for it first (collective)
+on_train_end   wait for the last checkpoint, for at most `comm.timeout_s` (collective)
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints when they are due and before the run stops on request. Construction is collective.
 
     Each checkpoint stores `metadata` and the state of the trainer. `stop` must precede this callback in
-    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes the lock, saving stops.
+    `trainer.callbacks`. `directory_lock` is None except on rank 0. If another run takes over the lock, saving stops.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -80,21 +80,21 @@ class CheckpointCallback(Callback):
             warn=warn,
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
-        #: Step of the last checkpoint, or the number of steps before this start.
+        #: Last step for which saving was started. Initially, the number of steps completed before this start.
         self._last = trainer.completed_steps
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
+        """Return the step, size in bytes and checksum of the file that this rank has written (see `Saver.report`)."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Pass the reports of all ranks to the saver, which publishes the checkpoint if all files are written."""
+        """Pass the reports of all ranks to the saver, which publishes the checkpoint once all files are written."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Start saving a checkpoint if one is due or a stop was requested. Collective while the previous is pending."""
+        """Start saving a checkpoint if one is due or a stop was requested. Collective if the previous is pending."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -102,20 +102,20 @@ class CheckpointCallback(Callback):
             self._save(number)
 
     def save_last_step(self, step: int) -> None:
-        """Start saving a checkpoint of the last complete step, `step`, unless there already is one. Collective."""
+        """Start saving a checkpoint of the last complete step, `step`, unless this was already started. Collective."""
         if step != self._last:
             self._save(step)
 
     def parameters_digest(self) -> str:
-        """Return the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective."""
+        """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective."""
         return state_digest(self._world, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry `best`: step and evaluation loss of the best checkpoint so far, or None if there is none."""
+        """Return the step and the evaluation loss of the best checkpoint so far, or None, as the entry `best`."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Wait for the last checkpoint and return the summary entries about checkpoints. Collective."""
+        """Wait for the last checkpoint, and return the summary entries about checkpoints. Collective."""
         self._wait_for_pending()
         saver = self._saver
         gathered = self._world.gather_objects(
@@ -135,7 +135,7 @@ class CheckpointCallback(Callback):
     def raise_outcome(self, step: int) -> None:
         """Raise `TrainingError` if the last checkpoint failed, or `StoppedError` if the run was stopped after `step`.
 
-        Call this after `on_train_end`.
+        Must be called after `on_train_end`.
         """
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
@@ -157,7 +157,7 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Record the step as the best if its evaluation loss is below that of the best checkpoint so far."""
+        """Record a step as the best if its evaluation loss is below that of the best checkpoint so far."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}
@@ -181,7 +181,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the JSON-serializable metadata that every checkpoint of the run stores. Collective."""
+    """Return the JSON-serializable metadata to store in every checkpoint of the run. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {
@@ -202,7 +202,7 @@ def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: Res
 def _adapter_metadata(
     config: Config, world: World, model: MetaModel, resume_point: ResumePoint | None
 ) -> dict[str, Any]:
-    """Return the metadata of the adapters, with digests of their base. Each rank hashes a part of it. Collective."""
+    """Return the metadata of the adapters, with digests of their base, of which each rank hashes a part. Collective."""
     base = model.base
     if base is None:
         return {}
@@ -218,7 +218,7 @@ def _adapter_metadata(
 
 
 def state_digest(world: World, state: TrainingState) -> str:
-    """Return the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective.
+    """Return the digest that `odc-mpi checkpoint digest` would print for a checkpoint of this state. Collective.
 
     Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
     """

@@ -1,4 +1,4 @@
-"""Files of a run directory, such as metrics and checkpoints. Only rank 0 may call the functions that change them."""
+"""Files in a run directory, such as metrics and checkpoints. Only rank 0 may call the functions that change them."""
 
 import json
 import math
@@ -11,17 +11,17 @@ from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.trackers import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
-#: File with completions of GRPO runs. Each line has the key `step`, as in metrics.jsonl.
+#: File for the completions of a GRPO run. Each line has the key `step`, as in metrics.jsonl.
 COMPLETIONS = "completions.jsonl"
-#: File with the data of a gradient that is not finite, if `run.detect_anomaly` is set.
+#: File that describes a non-finite gradient, if `run.detect_anomaly` is set.
 ANOMALY = "anomaly.json"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
-#: Names of files and subdirectories of a run. A new run in the same directory moves them to `earlier-N`.
+#: Names of a run's files and subdirectories, which a new run in the same directory moves to `earlier-N`.
 RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS, ANOMALY)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Prepare the directory of a new run. Move the files of an earlier run to `earlier-N` and write config.yaml."""
+    """Prepare the directory of a new run: move the files of an earlier run to `earlier-N`, and write config.yaml."""
     with convert_write_errors(path):
         make_directory(path)
         remove_incomplete(path / CHECKPOINTS)
@@ -34,8 +34,8 @@ def open_run_directory(path: Path, config_text: str) -> None:
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes from the checkpoint of `step`, and write config.yaml.
 
-    The trace, the summary, anomaly.json, and the metrics and completions of later steps are deleted. Checkpoints of
-    later steps, which are damaged or were rejected by the user in favor of an older one, are moved to `earlier-N`.
+    Deletes the trace, the summary, anomaly.json, and the metrics and completions of later steps. Moves the checkpoints
+    of later steps, which are damaged or which the user rejected in favor of an older one, to `earlier-N`.
     """
     with convert_write_errors(path):
         remove_incomplete(path / CHECKPOINTS)
@@ -51,7 +51,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 
 
 def has_records(path: Path) -> bool:
-    """Return True if a directory contains files of a run."""
+    """Return True if a directory contains files from a run."""
     return any((path / name).exists() for name in RECORDS)
 
 
@@ -64,7 +64,7 @@ def _parse_step(line: str) -> float:
 
 
 def next_earlier(path: Path) -> Path:
-    """Return the first directory `earlier-N` that does not exist, to which files of an earlier run can be moved."""
+    """Return the first `earlier-N` directory that does not exist, to which files of an earlier run can be moved."""
     return next(earlier for n in range(1, 1 << 30) if not (earlier := path / f"earlier-{n}").exists())
 
 

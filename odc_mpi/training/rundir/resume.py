@@ -23,22 +23,22 @@ from odc_mpi.training.rundir.records import has_records, next_earlier, open_run_
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors
 from odc_mpi.training.settings import CommConfig, Config, defaults, dump
 
-#: Names of the optimizer classes in torch.optim by value of `optim.optimizer`.
+#: Names of the optimizer classes in `torch.optim`, keyed by the value of `optim.optimizer`.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings whose changes are not reported when a run resumes.
 _UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
     "comm.timeout_s",
 }
-#: Settings that may differ when a complete run is started again: its length, intervals, and those of the machine. The
-#: data are compared by their digest.
+#: Settings that may differ when a complete run is started again: its length, its intervals, and those of the machine.
+#: `data.path` may differ because the data are compared by their digest.
 _WITHOUT_EFFECT = {
     *("run.steps", "run.num_train_epochs", "run.eval_every", "run.trace_steps", "rl.log_completions", "data.path"),
     *("run.device", "run.threads", "model.param_dtype", "model.gradient_checkpointing"),
     *(f"comm.{item.name}" for item in fields(CommConfig)),
     "islands.by",
 }
-#: Metadata that every checkpoint of a training run has.
+#: Metadata entries that every checkpoint of a training run has.
 _METADATA = {"config", "data_digest", "origin", "transformers_config", "architectures", "versions"}
 _START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
 
@@ -48,8 +48,8 @@ class ResumePoint:
     """Checkpoint from which a run starts.
 
     Attributes:
-        continues_this_run: True if the checkpoint is in `run.dir` and its run continues, False if a new run begins.
-        path: Path in `run.resume` from which the run first started, made absolute; None if it started from scratch.
+        continues_this_run: True if the checkpoint is in `run.dir`, so its run continues; False if a new run begins.
+        path: Absolute path given by `run.resume` when the run first started, or None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -68,7 +68,7 @@ class ResumePoint:
 
     def changed_settings(self, config: Config, ignored: Collection[str] = ()) -> list[str]:
         """Return "NAME BEFORE -> NOW" for each changed setting, except `ignored` and minor ones such as `run.dir`."""
-        # An earlier version may lack a setting; it behaved as the default does now.
+        # An earlier version may lack a setting; it behaved as the current default does.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         return [
             f"{key} {before.get(key)} -> {now.get(key)}"
@@ -77,7 +77,7 @@ class ResumePoint:
         ]
 
     def one_line(self, config: Config) -> str:
-        """Return step, directory and ranks of the checkpoint and the changed settings, to print after "resuming"."""
+        """Return a description of the checkpoint and of the changed settings, to print after "resuming"."""
         changed = self.changed_settings(config)
         size = self.checkpoint.manifest.size
         ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -86,7 +86,7 @@ class ResumePoint:
 
 
 class DeferredErrorWeights(CheckpointWeights):
-    """Reads weights of a checkpoint, and stores errors so that all ranks can raise them together after reading."""
+    """Reads the weights of a checkpoint, and stores errors so that all ranks can raise them together afterwards."""
 
     _error: UserError | None = None
 
@@ -107,8 +107,8 @@ class DeferredErrorWeights(CheckpointWeights):
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
     """Open the checkpoint from which the run starts, or return None if it starts from scratch. Collective.
 
-    The checkpoint is compared with the inputs, and the buffers of the model are restored. Raises `AllRanksUserError` if
-    the checkpoint does not match, or if checkpoints exist but none is complete.
+    Also restores the buffers of the model. Raises `AllRanksUserError` if the checkpoint does not match the inputs, or
+    if checkpoints exist but none is complete.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -135,7 +135,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 def start_line(config: Config, resume_point: ResumePoint | None) -> str:
     """Return the start-up line about the checkpoint, if any, and about files that are moved to `earlier-N`.
 
-    Without either, the line is empty, unless `run.resume` is auto and `run.checkpoint_every` is not 0.
+    If there is neither, the line is empty unless `run.resume` is auto and `run.checkpoint_every` is not 0.
     """
     run_dir = Path(config.run.dir)
     moved = "files of the earlier run" if has_records(run_dir) else ""
@@ -153,9 +153,9 @@ def start_line(config: Config, resume_point: ResumePoint | None) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Close the checkpoint and return the summary of a complete run: only `steps`. Rank 0 prints a notice.
+    """Close the checkpoint of a complete run, and return its summary, which has only `steps`. Rank 0 prints a notice.
 
-    Raises `AllRanksUserError` if a setting was changed that can no longer have an effect, such as the learning rate.
+    Raises `AllRanksUserError` if a setting that can no longer have an effect, such as the learning rate, was changed.
     """
     resume_point.checkpoint.close()
     if changed := resume_point.changed_settings(config, _WITHOUT_EFFECT):
@@ -190,7 +190,7 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
 
 
 def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Open the requested checkpoint, or the newest in `run.dir` if its run started from that one. Collective."""
+    """Open the requested checkpoint, or the newest one of a run in `run.dir` that started from it. Collective."""
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:
@@ -259,7 +259,7 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
 
 
 def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
-    """Check that checkpoint and run have adapters of equal rank and alpha, or that neither has adapters."""
+    """Check that the checkpoint and the run have adapters with the same rank and alpha, or that neither has any."""
     theirs, ours = resume_point.metadata.get("adapter"), model.adapter
     if (theirs is None) != (ours is None):
         kind, got = ("a full model", "lora.r") if theirs is None else ("adapters", "no lora.r")
@@ -277,7 +277,7 @@ def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
     """Open the newest complete checkpoint. Each rank checks some of its files. Collective."""
-    # The candidates of rank 0: a file system may show a new checkpoint to some ranks later than to others.
+    # Use rank 0's candidates, because a file system may show a new checkpoint to some ranks later than to others.
     candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
     problems: list[str] = []
     for path in reversed(candidates):

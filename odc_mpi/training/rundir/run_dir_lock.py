@@ -1,9 +1,9 @@
-"""Lock of a run directory, held by rank 0.
+"""Lock on a run directory, held by rank 0.
 
-Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start:
-a run binds an abstract socket named after the directory, which the kernel releases when the process ends in any way. No
-file is locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later run
-warns and writes its token to owner.json; the earlier run reads this token before each checkpoint, and stops saving.
+Two runs in one directory would replace and delete each other's checkpoints. On one host, the second run fails to start,
+because each run binds an abstract socket named after the directory, which the kernel releases however the process ends.
+No file is locked, since that can hang on network file systems. Runs on different hosts are not excluded: the later run
+warns and writes its token to owner.json, and the earlier run, which reads it before each checkpoint, stops saving.
 """
 
 import errno
@@ -21,16 +21,16 @@ from odc_mpi.files import make_directory, parse_json, write_text_atomic
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
-#: Longest wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
+#: Maximum time to wait for the lock, in seconds. A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """Lock of a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
+    """Lock on a run directory, for rank 0. The constructor acquires the lock, and leaving the context releases it.
 
-    The other ranks give up after `timeout_s`. Therefore, if another run on this host holds the lock, the constructor
-    waits for at most half of this time, and at most `LOCK_TIMEOUT_S`. Then it raises `UserError`, as it does if the
-    directory cannot be written.
+    The other ranks give up after `timeout_s`. If another run on this host holds the lock, the constructor therefore
+    waits for at most half of this time, but no longer than `LOCK_TIMEOUT_S`, and then raises `UserError`. It also
+    raises `UserError` if the directory cannot be written to.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
@@ -60,7 +60,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._path.unlink()
 
     def _acquire(self, timeout_s: float) -> socket.socket:
-        """Bind the abstract socket of the directory (unix(7)), which only one process on a host can do."""
+        """Bind the abstract socket of the directory (unix(7)), which only one process per host can do."""
         name, ends = f"\0{_socket_name(self._path.parent)}", time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
@@ -80,7 +80,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             )
 
     def _warn_about(self, other: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Warn if a run on another host may still be running, unless it is this job before it was requeued."""
+        """Warn that a run on another host may still be running, unless it is this job before it was requeued."""
         if other.get("host", record["host"]) == record["host"]:
             return
         if other.get("slurm_job_id", "") != record.get("slurm_job_id"):
@@ -91,7 +91,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a run holds the lock of a directory. A run on another host counts, even if it was killed."""
+    """Return True if a run holds the lock on a directory. A run on another host counts even if it was killed."""
     record = _read(run_dir / LOCK_FILE)
     if record.get("host") != socket.gethostname():
         return bool(record)
@@ -109,7 +109,7 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a lock file, or an empty dictionary if it is missing or invalid."""
+    """Return the contents of a lock file, or an empty dictionary if it is missing or invalid."""
     try:
         record = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from units import Block, random_pushes
 
+from odc_mpi import shard_model
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
@@ -31,7 +32,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="islands of {}".format)
+@pytest.fixture(params=[1, 2], ids="islands of {}".format)
 def islands(world, request):
     if world.size % request.param or world.size == request.param:
         pytest.skip("no islands of this size")
@@ -158,6 +159,12 @@ def test_a_backward_after_the_last_one_is_refused(world, islands):
     world.gather_objects(None)
     with pytest.raises(RuntimeError):
         model.publish()
+
+
+def test_islands_serve_one_model(world, islands):
+    shard_model(Block(), world, islands=islands).close()
+    with pytest.raises(ValueError, match="islands: expected new islands for each model"):
+        shard_model(Block(), world, islands=islands)
 
 
 @pytest.mark.sizes(3)
