@@ -64,7 +64,7 @@ class TrafficCounter:
 
     @functools.cached_property
     def _exchanged(self) -> list[Counter[str]]:
-        """Bytes received from and pushed to other islands in a minibatch, by place."""
+        """Bytes received from and pushed to other islands per minibatch, by place."""
         assert self._transport.exchange is not None
         result, group = [], self._transport.group
         for num_bytes in self._transport.exchange.bytes_per_minibatch():
