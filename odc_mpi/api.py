@@ -105,7 +105,10 @@ def shard_model(
     shares = False
     in_host_memory = decision.transport == "window" and not decision.windows_on_device
     if islands and not in_host_memory:
-        raise UserError("islands: expected one-sided windows in host memory: set comm.window_device to cpu")
+        raise UserError(
+            "islands: expected one-sided windows in host memory, got others: call decide_for with transport window and "
+            "window_device cpu"
+        )
     if islands and islands.is_closed:
         raise ValueError("islands: expected new islands for each model, got those that an earlier model has closed")
     if islands and islands.size == 1:

@@ -239,7 +239,7 @@ class GradientStore(ABC):
 
 
 class Exchange(ShardStorage, ABC):
-    """Exchange of gradients and parameters between islands, each of which stores a copy of all arrays.
+    """Exchange of gradients and parameters between islands, each of which stores a copy of all parameters.
 
     Each rank owns a part of its shard, which it updates on behalf of all islands.
     """
@@ -256,12 +256,15 @@ class Exchange(ShardStorage, ABC):
     def finish(self, indices: Iterable[int]) -> Work:
         """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
 
-        An array is pushed to its owners once all ranks in the island have finished it. `flush` finishes the others.
+        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
         """
 
     @abstractmethod
     def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes that this rank receives from and pushes to other islands per minibatch, each by rank."""
+        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands.
+
+        Both are totals of a minibatch.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -273,7 +276,7 @@ class Transport:
 
     Attributes:
         storages: Storages of the shards, in the order in which they are allocated. They are freed in reverse order.
-        exchange: Exchange between islands, which is also the last of the `storages`. None without islands.
+        exchange: Exchange between islands, which is also one of the `storages`. None without islands.
         device: Device of the model, the fetched arrays and the pushed gradients.
         thread_safe: True if several threads may call the stores concurrently, False if only the computing thread may.
         one_sided: True if a fetch or push completes without calls by other ranks. If False, fetches and pushes are

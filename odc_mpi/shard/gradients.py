@@ -116,6 +116,11 @@ class GradientPusher:
                 arrays.setdefault(array, []).append((range_.start, gradient))
         for array, segments in arrays.items():
             segments.sort(key=itemgetter(0))
+            if unit.indices[array] in self._finished:
+                raise RuntimeError(
+                    "expected no backward after the one announced by set_is_last_backward(), got gradients of unit "
+                    f"{unit.name or '(root)'}, which are too late for other islands: call it before the last backward"
+                )
             index, start, stop = unit.indices[array], segments[0][0], segments[-1][0] + segments[-1][1].numel()
             accumulated = self._accumulator_for(index, unit.layouts[array].numel)
             if accumulated is None:
@@ -172,11 +177,6 @@ class GradientPusher:
         return flat
 
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
-        if index in self._finished:
-            raise RuntimeError(
-                "expected no backward after that announced by set_is_last_backward(), got gradients of array "
-                f"{index} that are too late for other islands"
-            )
         push = self._store.push
         with self._spans.span("accumulate"):
             self._store.record_event(flat)

@@ -200,7 +200,8 @@ class ShardedModel:
         """Announce that the next backward pass is the last one in this minibatch. This call is optional.
 
         It makes the model push locally accumulated gradients as soon as they are complete, which overlaps the pushes
-        with computation. Otherwise, these gradients are pushed at the end of the minibatch.
+        with computation. Otherwise, these gradients are pushed at the end of the minibatch. With islands, a later
+        backward pass raises RuntimeError if its gradients would be too late for other islands.
         """
         self._pusher.is_last_backward = True
 
@@ -353,7 +354,7 @@ class ShardedModel:
 
     @property
     def bytes_between_islands(self) -> int:
-        """Bytes that this rank sends to and receives from other islands per minibatch, or 0 without islands."""
+        """Bytes of gradients pushed to, and of parameters received from, other islands per minibatch; 0 without any."""
         exchange = self._transport.exchange
         return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
 

@@ -104,7 +104,7 @@ class Scenario(ScenarioOptions):
         if self.ranks % self.num_islands:
             raise UserError(f"--islands: expected a divisor of {self.ranks} ranks, got {self.num_islands}")
         if self.link_gb_per_s and self.num_islands == 1:
-            raise UserError("--link-gb-per-s: expected --islands, too: set the number of islands")
+            raise UserError("--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too")
         if self.communication_s > MAX_S:
             raise UserError(
                 f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "

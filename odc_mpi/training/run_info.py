@@ -62,7 +62,7 @@ def startup_lines(
         **inputs.context_parallel.startup_lines(),
         "optim": f"{config.optim.optimizer}, learning rate {config.optim.learning_rate:g}{notes.get('optim.lr', '')}, "
         f"{config.optim.lr_scheduler_type}",
-        "comm": _describe_comm(config, world, decision),
+        "comm": _describe_comm(world, model, decision),
         "caches": _describe_caches(config, model),
         "output": f"{config.run.dir}, {saved}",
     }
@@ -85,7 +85,7 @@ def _islands_line(config: Config, world: World, model: ShardedModel) -> dict[str
     ranks = ", ".join(
         f"{first}-{first + num_ranks - 1}" if num_ranks > 1 else str(first) for first in range(0, world.size, num_ranks)
     )
-    return {"islands": f"{num_islands} (ranks {truncate_text(ranks, 60)}), each with all parameters"}
+    return {"islands": f"{num_islands}, each with all parameters: ranks {truncate_text(ranks, 60)}"}
 
 
 def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:
@@ -96,12 +96,13 @@ def _weights_without_adapters(config: Config, inputs: Inputs) -> list[str]:
     return left_out(inputs.model.module)
 
 
-def _describe_comm(config: Config, world: World, decision: Decision) -> str:
+def _describe_comm(world: World, model: ShardedModel, decision: Decision) -> str:
     if world.size == 1 and decision.window_device is None:
         return "single rank, no communication"
     text = decision.one_line()
     if decision.reduction.value == "mailbox":
-        text += f", at most {config.comm.mailbox_bytes >> 10:,} KiB of mailbox per rank"
+        num_mailboxes = 2 if model.num_islands > 1 else 1  # another one for the sums of other islands
+        text += f", at most {num_mailboxes * decision.settings.mailbox_bytes >> 10:,} KiB of mailbox per rank"
     return f"{text} (reasons: odc-mpi doctor)"
 
 

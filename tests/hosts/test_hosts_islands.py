@@ -35,7 +35,7 @@ with World(timeout_s=60) as world:
 def test_islands_exchange_half_the_bytes_and_give_the_same_bits(data, tmp_path):
     done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=180)
     assert done.code == 0, done.err
-    assert done.out.count("islands 2 (ranks 0-1, 2-3), each with all parameters") == 2, done.out
+    assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 2, done.out
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
     assert len({run["parameters_digest"] for run in runs.values()}) == 1
     crossing = {name: run["bytes_fetched_other_nodes"] + run["bytes_pushed_other_nodes"] for name, run in runs.items()}

@@ -179,7 +179,7 @@ def test_islands_fetch_at_the_speed_of_a_node_and_exchange_at_that_of_the_link()
     ("options", "message"),
     [
         ({"num_islands": 3}, "--islands: expected a divisor of 8 ranks, got 3"),
-        ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands, too: set the number of islands"),
+        ({"link_gb_per_s": 1.0}, "--link-gb-per-s: expected --islands of 2 or more, got 1: set --islands, too"),
     ],
 )
 def test_options_of_islands_that_do_not_fit_together(options, message):

@@ -2,13 +2,14 @@
 
     minibatch     ranks fetch from and push to ranks in their own island only
     finish        a rank announces that it will push no more gradients of an array. Once all ranks in the island have,
-                  each pushes its shard of the island's sum to the owners in its column. Other ranks may still compute
-    flush         finish the remaining arrays; wait until all arrays have been pushed to their owners
-    complete      each owner has the sum over all islands
-    publish       each owner Puts its new parameters into the shards of the other islands
+                  each pushes its shard of the island's sum to the owners in its column, in its next finish or flush
+    flush         finish the remaining arrays, wait for the other ranks in the island, and complete the pushes to owners
+    complete      make the sums over all islands available to the owners, and zero those of the island
+    publish       each owner Puts its new parameters, the first time also frozen ones, into the shards of other islands
 
-The result is the same as with sharding over all ranks. Whatever is cached within an island, each rank sends and
-receives its shards only once per minibatch between islands.
+The result is the same as with sharding over all ranks, up to the order of the sums. Whatever is cached within an
+island, a rank pushes the parts of its gradient shards that other islands own, and receives the parts of its parameter
+shards that they own, only once per minibatch.
 """
 
 from collections import Counter
@@ -102,9 +103,9 @@ class IslandExchange(Exchange):
 
     @override
     def flush(self) -> None:
-        """Wait until the island's gradients are complete, and complete the pushes to their owners."""
+        """Wait until all ranks in the island have pushed their gradients, and push the sums to their owners."""
         self._finish(self._unfinished)
-        island, what = self._islands.island, f"waiting for the gradients of island {self._islands.index}"
+        island, what = self._islands.island, f"waiting for the other ranks of island {self._islands.index}"
         island.set_status(what)
         with island.deadline(what):
             wait_until(self._push_complete_arrays, island.progress.poke)
@@ -123,7 +124,7 @@ class IslandExchange(Exchange):
         self._unfinished, self._unpushed = set(self.trainable_numels), set(self.trainable_numels)
 
     def _finish(self, indices: set[int]) -> None:
-        """Announce to the island that this rank will push no more of the given arrays in this minibatch. One-sided."""
+        """Complete the pushes of some arrays, announce this, and push the arrays that are now complete. One-sided."""
         if indices:
             first, last = min(indices), max(indices)
             increments = np.zeros(last + 1 - first, dtype=np.int64)
@@ -137,7 +138,7 @@ class IslandExchange(Exchange):
         self._push_complete_arrays()
 
     def _push_complete_arrays(self) -> bool:
-        """Push the arrays that all ranks in the island have finished, and return True if no arrays are left."""
+        """Push the arrays that all ranks in the island have finished. Return True if none are left. One-sided."""
         self._counters.sync()
         wanted = self._num_minibatches * self._islands.island.size
         complete = {index for index in self._unpushed if self._counts[index] == wanted}

@@ -23,13 +23,13 @@ class Islands:
 
     Args:
         world: World to divide. The worlds of the island and the column close when it closes.
-        by: Number of ranks per island, or "node" for one island per node.
+        by: Number of ranks per island, "node" for one island per node, or "off" for a single island.
 
     Raises:
         AllRanksUserError: The world cannot be divided into islands of equal size with consecutive ranks.
 
     Attributes:
-        size: Number of islands.
+        size: Number of islands, not of ranks in an island.
         index: Index of this rank's island.
         island: World of the ranks in this rank's island.
         column: World of the ranks that have the same rank in their islands as this rank, in the order of the islands.
@@ -63,13 +63,13 @@ def ranks_per_island(by: str | int, ranks_per_node: Mapping[str, int]) -> int:
         return num_ranks
     if by != "node":
         if not isinstance(by, int) or by < 1 or num_ranks % by:
-            raise UserError(f"islands.by: expected node or a divisor of the number of ranks, {num_ranks}, got {by}")
+            raise UserError(f"islands.by: expected node or a divisor of {num_ranks}, the number of ranks, got {by}")
         return by
     if len(set(ranks_per_node.values())) > 1:
         nodes = ", ".join(f"{node}: {count}" for node, count in ranks_per_node.items())
         raise UserError(
-            f"islands.by: node expects the same number of ranks on each node, got {truncate_text(nodes, 80)}: set a "
-            "number of ranks"
+            "islands.by: expected the same number of ranks on each node, as node requires, got "
+            f"{truncate_text(nodes, 80)}: set a number of ranks"
         )
     return next(iter(ranks_per_node.values()))
 
@@ -78,7 +78,7 @@ def _ranks_per_island(world: World, by: str | int) -> int:
     num_ranks = ranks_per_island(by, {f"{host} ({node})": count for node, (host, count) in enumerate(world.layout)})
     if by == "node" and world.node_ranks[-1] - world.node_ranks[0] >= num_ranks:
         raise UserError(
-            f"islands.by: node expects consecutive ranks on each node, got {world.node_ranks[:8]} on "
-            f"{world.hosts[world.rank]}: start the ranks node by node (srun --distribution=block)"
+            f"islands.by: expected consecutive ranks on each node, as node requires, got {world.node_ranks[:8]} on "
+            f"{world.hosts[world.rank]}: start the ranks node by node (srun --distribution=block, mpirun --map-by slot)"
         )
     return num_ranks

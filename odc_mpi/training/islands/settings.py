@@ -11,7 +11,7 @@ _BY = Check("1 or more", lambda value: isinstance(value, str) or ONE_OR_MORE.is_
 #: Settings, each with the value that islands do not support, the values to use instead, and the reason.
 _UNSUPPORTED = {
     "run.objective": ("grpo", "sft, dpo or reward", "completions are exchanged between all ranks"),
-    "data.context_parallel": ("auto", "off", "the ranks of a split sequence may be in several islands"),
+    "data.context_parallel": ("auto", "off", "a sequence may be split across islands: set one of the two to off"),
     "comm.window_device": ("cuda", "auto or cpu", "islands exchange parameters through host memory"),
 }
 
@@ -21,7 +21,7 @@ class IslandsConfig:
     """Settings for islands, which are groups of ranks that each hold all parameters (docs/islands.md)."""
 
     by: Annotated[
-        Literal["off", "node"] | int, "one island per node, or ranks per island; off: shard over all ranks", _BY
+        Literal["off", "node"] | int, "node: one island per node; N: islands of N ranks; off: shard over all ranks", _BY
     ] = "off"
 
 
