@@ -71,14 +71,14 @@ class StepTimeMetrics(Callback):
 
     def __init__(self, world: World, model: sharded.ShardedModel, clock: Callable[[], float]) -> None:
         self._world, self._model, self._clock = world, model, clock
-        self._num_collectives = model.num_collectives
+        self._num_collectives = model.usage.num_collectives
         self._num_steps = self._num_microbatches = 0
         self._began = self._fetch_s = self._accumulate_s = 0.0
 
     @override
     def on_step_begin(self, step: Step) -> None:
         self._num_microbatches = 0
-        self._fetch_s, self._accumulate_s = self._model.fetch_wait_s, self._model.accumulate_wait_s
+        self._fetch_s, self._accumulate_s = self._model.usage.fetch_wait_s, self._model.usage.accumulate_wait_s
         self._began = self._clock()
 
     @override
@@ -87,8 +87,8 @@ class StepTimeMetrics(Callback):
 
     @override
     def local_values(self) -> tuple[float, ...]:
-        fetch_s = self._model.fetch_wait_s - self._fetch_s
-        accumulate_s = self._model.accumulate_wait_s - self._accumulate_s
+        fetch_s = self._model.usage.fetch_wait_s - self._fetch_s
+        accumulate_s = self._model.usage.accumulate_wait_s - self._accumulate_s
         return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
 
     @override
@@ -116,10 +116,9 @@ class StepTimeMetrics(Callback):
         Wait times are means over the ranks, in seconds, and include waits for the gradient norm and for the publication
         of parameters. Peak memory is the maximum over the ranks, and cache sizes are minima, all in bytes.
         """
-        model = self._model
-        caches = model.cache_bytes
-        memory = (model.peak_parameter_bytes, model.peak_gradient_bytes, caches.parameters, caches.gradients)
-        local = (memory, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        usage, caches = self._model.usage, self._model.cache_bytes
+        memory = (usage.peak_parameter_bytes, usage.peak_gradient_bytes, caches.parameters, caches.gradients)
+        local = (memory, usage.fetch_wait_s, usage.accumulate_wait_s, usage.boundary_wait_s)
         bytes_held, *waits = zip(*self._world.gather_objects(local), strict=True)
         parameters, gradients, parameter_caches, gradient_caches = zip(*bytes_held, strict=True)
         fetch_s, accumulate_s, boundary_s = (sum(seconds) / len(seconds) for seconds in waits)
@@ -129,7 +128,7 @@ class StepTimeMetrics(Callback):
             # Minimum over the ranks.
             "parameter_cache_bytes": min(parameter_caches),
             "gradient_cache_bytes": min(gradient_caches),
-            "collectives_per_minibatch": (model.num_collectives - self._num_collectives) / max(1, self._num_steps),
+            "collectives_per_minibatch": (usage.num_collectives - self._num_collectives) / max(1, self._num_steps),
             "fetch_wait_s": fetch_s,
             "accumulate_wait_s": accumulate_s,
             "boundary_wait_s": boundary_s,
@@ -148,7 +147,7 @@ class TrafficReport(Callback):
     }
 
     def __init__(self, model: sharded.ShardedModel) -> None:
-        self._bytes_between_islands = model.bytes_between_islands
+        self._bytes_between_islands = model.usage.bytes_between_islands
         self.gathered_names = (BETWEEN_ISLANDS,) if model.num_islands > 1 else ()
 
     @override

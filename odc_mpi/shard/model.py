@@ -9,7 +9,6 @@
 Construction, forward and backward, `unsharded`, `state_dict`, `close` and setting `cache_bytes` also communicate.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -37,8 +36,9 @@ from odc_mpi.shard.modules import (
 )
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, describe_tensors, make_units, partition
-from odc_mpi.shard.step_phases import SYNC_POINTS, SpanRecorder, StepPhase, StepPhases
+from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases
 from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
+from odc_mpi.shard.usage import Usage
 
 
 class ShardedModel:
@@ -61,6 +61,7 @@ class ShardedModel:
         layouts: Layouts of the flat arrays of all units.
         device: Device of the model and its inputs.
         spans: Recorder for the time that this rank spends on communication and other activities.
+        usage: Time and memory that this rank has used so far.
         traffic: Counter for the bytes that this rank fetches and pushes.
     """
 
@@ -105,6 +106,7 @@ class ShardedModel:
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
+        self.usage = Usage(transport, self.spans, self._pusher)
         forwards = UnitForwards(self._unsharded, self._pusher.push)
         saved = SavedTensorHooks(self._unsharded)
         with self.spans.span("weights"):
@@ -317,51 +319,9 @@ class ShardedModel:
         return [unit.name for unit in reversed(self.units) if not_finite & set(unit.indices)]
 
     @property
-    def fetch_wait_s(self) -> float:
-        """Total time that the computing thread has waited for parameters, in seconds."""
-        return self.spans.seconds["fetch"]
-
-    @property
-    def accumulate_wait_s(self) -> float:
-        """Total time that the computing thread has spent starting pushes and waiting for them, in seconds."""
-        return self.spans.seconds["accumulate"]
-
-    @property
-    def boundary_wait_s(self) -> float:
-        """Total time that this rank has waited at synchronization points, in seconds."""
-        return sum(self.spans.seconds[point] for point in SYNC_POINTS)
-
-    @property
-    def peak_parameter_bytes(self) -> int:
-        """Peak memory that this rank has used for parameter shards and fetched units, in bytes."""
-        parameters = self._transport.parameters
-        return parameters.shard_bytes + self.node_cache_bytes + parameters.buffers.peak_bytes
-
-    @property
-    def node_cache_bytes(self) -> int:
-        """Size in bytes of this rank's share of the memory in which its node caches fetched units."""
-        return self._transport.parameters.node_cache_bytes
-
-    @property
-    def peak_gradient_bytes(self) -> int:
-        """Peak memory that this rank has used for gradient shards, local sums and pushes in flight, in bytes."""
-        return self._transport.gradient_shard_bytes + self._pusher.buffers.peak_bytes
-
-    @property
     def num_islands(self) -> int:
         """Number of islands, each of which holds all parameters, or 1 without islands."""
         return self._transport.group.num_islands
-
-    @property
-    def bytes_between_islands(self) -> int:
-        """Bytes of gradients pushed to, and of parameters received from, other islands per minibatch; 0 without any."""
-        exchange = self._transport.exchange
-        return sum(map(Counter.total, exchange.bytes_per_minibatch())) if exchange else 0
-
-    @property
-    def num_collectives(self) -> int:
-        """Number of collectives so far: synchronization points, plus fetches and pushes if they are collective."""
-        return self._transport.group.num_collectives
 
     def close(self) -> None:
         """Free the windows. Collective. Idempotent. The tensors from `shard_parameters()` keep their values."""

@@ -108,8 +108,8 @@ def _describe_comm(world: World, model: ShardedModel, decision: Decision) -> str
 
 def _describe_caches(config: Config, model: ShardedModel) -> str:
     parts, needs, capacity = [], model.cache_needs.maximum, model.cache_bytes
-    shared = f"once per node, {model.node_cache_bytes / 2**20:,.1f} MiB per rank"
-    in_place = shared if model.node_cache_bytes else "read in place"
+    shared = f"once per node, {model.usage.node_cache_bytes / 2**20:,.1f} MiB per rank"
+    in_place = shared if model.usage.node_cache_bytes else "read in place"
     for kind, setting, available, needed, not_needed in (
         ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, in_place),
         ("gradients", config.comm.gradient_cache_bytes, capacity.gradients, needs.gradients, "none needed"),

@@ -200,9 +200,9 @@ def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: in
             optimizer.step()
             model.publish()
             granted = min(budgets.parameters, needs.parameters)
-            assert model.peak_parameter_bytes <= shards + in_use + granted
+            assert model.usage.peak_parameter_bytes <= shards + in_use + granted
             granted = min(budgets.gradients, needs.gradients)
-            assert model.peak_gradient_bytes <= shards + max(2, 1 + prefetch) * ITEM_BYTES * numels[-1] + granted
+            assert model.usage.peak_gradient_bytes <= shards + max(2, 1 + prefetch) * ITEM_BYTES * numels[-1] + granted
 
     run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
 
@@ -324,7 +324,7 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
         assert transport.names("fetch") == []
     train.step(2)
     in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
-    assert train.model.peak_parameter_bytes <= train.shard_bytes + wanted + in_use
+    assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + wanted + in_use
 
 
 @pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])

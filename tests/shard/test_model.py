@@ -40,7 +40,7 @@ def module() -> nn.Module:
 @on_ranks(2)
 def test_calls_in_the_wrong_order(transport: RecordingTransport, module: nn.Module) -> None:
     model = shard(module, transport)
-    before = model.num_collectives
+    before = model.usage.num_collectives
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\): expected .*complete', got 'parameters pub"):
         model.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match=r"publish\(\): expected .*complete', got 'parameters published'"):
@@ -56,7 +56,7 @@ def test_calls_in_the_wrong_order(transport: RecordingTransport, module: nn.Modu
     complete = r"minibatch\(\): expected the phase 'parameters published', got 'gradients complete'"
     with pytest.raises(RuntimeError, match=complete), model.minibatch():
         raise AssertionError("entered")
-    assert model.num_collectives == before + 1
+    assert model.usage.num_collectives == before + 1
     model.clip_grad_norm_(1.0)
     model.clip_grad_norm_(1.0)
     model.publish()

@@ -49,17 +49,17 @@ def test_no_more_than_the_root_and_two_units(
     module: nn.Module,
 ) -> None:
     train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
-    assert train.model.peak_parameter_bytes == train.shard_bytes
+    assert train.model.usage.peak_parameter_bytes == train.shard_bytes
     for _ in range(3):
         train.step()
     assert bound(train, prefetch) < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
-    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
     train.model.state_dict()
     with torch.no_grad():
         train.model(INPUT)
     for _ in range(2):
         train.step(1)
-    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
 
 
 @PREFETCH
@@ -87,7 +87,7 @@ def test_the_bound_holds_wherever_the_root_is_touched(
         train = Train(transport, module, prefetch=prefetch)
         for _ in range(3):
             train.step()
-        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+        assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
 
     run_ranks(2, work, transport=kind)
 
@@ -100,10 +100,10 @@ def test_losses_that_a_user_keeps_keep_no_parameters(
     train = Train(transport, module, prefetch=prefetch)
     with train.model.minibatch():
         losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
-        assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+        assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
         for loss in losses:
             loss.backward()
-    assert train.model.peak_parameter_bytes <= bound(train, prefetch)
+    assert train.model.usage.peak_parameter_bytes <= bound(train, prefetch)
 
 
 @PREFETCH
@@ -206,6 +206,6 @@ def test_recurrent_modules_keep_none_of_their_weights() -> None:
             train.step()
         with torch.no_grad():
             train.model(INPUT)
-        assert train.model.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")
+        assert train.model.usage.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")
 
     run_ranks(2, work)

@@ -42,7 +42,7 @@ def test_waits_of_a_model_are_recorded_in_order_and_add_up(prefetch):
         model.publish()
         kept = model.spans.drain()
         waits = {kind: model.spans.seconds[kind] - before[kind] for kind in SPAN_KINDS}
-        output = (model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        output = (model.usage.fetch_wait_s, model.usage.accumulate_wait_s, model.usage.boundary_wait_s)
         totals = dict(model.spans.seconds)
         model.close()
         return kept, waits, output, totals

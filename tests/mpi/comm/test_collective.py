@@ -101,7 +101,7 @@ def test_two_gathers_and_a_reduction_for_each_unit_and_microbatch(recorded, worl
         model.clip_grad_norm_(1.0)
         model.publish()
     assert log == (FORWARD + BACKWARD) * 3 * 2
-    assert model.num_collectives == (len(FORWARD + BACKWARD) * 3 + 3) * 2
+    assert model.usage.num_collectives == (len(FORWARD + BACKWARD) * 3 + 3) * 2
 
 
 def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):

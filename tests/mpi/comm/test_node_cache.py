@@ -142,6 +142,6 @@ def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes)
     for module, setting in zip(modules, ("auto", "off" if nodes.rank == 0 else "auto"), strict=True):
         model = shard_model(module, nodes, units=[Block], decision=decide_for(nodes, node_cache=setting))
         has_cache = module is modules[0] and nodes.local_size == 2
-        assert (model.node_cache_bytes > 0) == has_cache
+        assert (model.usage.node_cache_bytes > 0) == has_cache
         assert (model.cache_needs.maximum.parameters == 0) == has_cache
         model.close()

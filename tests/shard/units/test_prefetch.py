@@ -343,9 +343,13 @@ def test_fetches_and_pushes_overlap_with_the_computation() -> None:
         def work(transport: LateTransport) -> tuple[float, float, float]:
             model = ShardedModel(copy.deepcopy(module), transport, units=[Sleepy], prefetch=prefetch)
             step(model, 1)
-            fetch_s, push_s, began = model.fetch_wait_s, model.accumulate_wait_s, time.perf_counter()
+            fetch_s, push_s, began = model.usage.fetch_wait_s, model.usage.accumulate_wait_s, time.perf_counter()
             step(model, 1)
-            result = time.perf_counter() - began, model.fetch_wait_s - fetch_s, model.accumulate_wait_s - push_s
+            result = (
+                time.perf_counter() - began,
+                model.usage.fetch_wait_s - fetch_s,
+                model.usage.accumulate_wait_s - push_s,
+            )
             model.close()
             return result
 
