@@ -149,15 +149,11 @@ class TrainingState:
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
         """Kind of each parameter, and rank, start and stop of its non-empty slices, keyed by parameter name."""
-        records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
-        for layout in self._model.layouts:
-            kind = "trainable" if layout.trainable else "frozen"
-            for rank in range(layout.num_owners):
-                for tensor_slice in layout.slices(rank):
-                    _, ranges = records.setdefault(tensor_slice.spec.name, (kind, []))
-                    if tensor_slice.numel:
-                        ranges.append((rank, tensor_slice.start, tensor_slice.stop))
-        return {name: (kind, tuple(ranges)) for name, (kind, ranges) in records.items()}
+        return {
+            whole.spec.name: ("trainable" if layout.trainable else "frozen", layout.owners(whole))
+            for layout in self._model.layouts
+            for whole in layout.ranges
+        }
 
     def _copy(self, original: _TensorRange) -> ShardEntry:
         path, tensor = original.path, original.tensor

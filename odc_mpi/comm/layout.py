@@ -120,6 +120,15 @@ class FlatLayout:
             slices.append(Slice(whole.spec, start - whole.start, stop - whole.start, max(start - first, 0)))
         return tuple(slices)
 
+    def owners(self, whole: ParameterRange) -> tuple[tuple[int, int, int], ...]:
+        """Return `(rank, start, stop)` of each non-empty slice of a parameter, in the order of the elements."""
+        ranks = range(whole.start // self.shard_numel, -(-whole.stop // self.shard_numel))
+        bounds = [(rank, *self.owned(rank)) for rank in ranks] if whole.spec.numel else []
+        return tuple(
+            (rank, max(first, whole.start) - whole.start, min(last, whole.stop) - whole.start)
+            for rank, first, last in bounds
+        )
+
 
 def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL

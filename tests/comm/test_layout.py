@@ -71,6 +71,10 @@ def test_slices_reassemble_every_parameter() -> None:
                 parts[interval.spec.name].append(part)
         for name, value in values.items():
             assert torch.equal(torch.cat(parts[name]), value)
+        of_all = [(rank, interval) for rank in range(layout.num_owners) for interval in layout.slices(rank)]
+        for slot in layout.ranges:
+            own = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is slot.spec and x.numel]
+            assert list(layout.owners(slot)) == own
 
 
 def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
