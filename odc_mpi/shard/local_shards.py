@@ -103,10 +103,12 @@ class LocalShards:
 
         Args:
             pushed: For each entry of `trainable`, True if any rank pushed a gradient of the parameter. If False,
-                `.grad` stays None.
+                `.grad` stays None, as it does for empty slices.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):
+            if shard.slice.numel == 0:
+                continue  # an optimizer would spend time and memory on its state
             if shard.index not in by_index:
                 # The window itself if its dtype and device are right; otherwise one transfer for all slices of the
                 # array. A transfer to a GPU is not waited for here: the copy in `write_back`, which follows it on the

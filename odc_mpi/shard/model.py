@@ -133,9 +133,10 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        A slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or the
-        dtype of the parameter if that is wider. All ranks have the same number of slices, in the same order. After a
-        minibatch, `.grad` of a slice is set on all ranks, or is None on all ranks if no rank used the parameter.
+        A slice, `[n]`, contains consecutive elements of the flattened parameter. Its dtype is fp32, or the dtype of the
+        parameter if that is wider. All ranks have the same number of slices, in the same order, so an optimizer of any
+        of them can be created on all ranks. Slices are empty where other ranks own the parameter. After a minibatch,
+        `.grad` is None if the slice is empty, for which optimizers keep no state, or if no rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -267,7 +268,7 @@ class ShardedModel:
             totals = self._transport.group.norm(squares)
         norm = self._gradient_format.norm(totals)
         coefficient = clip_coefficient(norm, max_norm)
-        if coefficient < 1.0:
+        if gradients and coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
 
