@@ -360,6 +360,6 @@ class ShardedModel:
         """Check an optimizer before its step if it has slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)
-        if {id(p) for p in parameters} & {id(p) for p in self.shard_parameters()}:
+        if not set(map(id, self.shard_parameters())).isdisjoint(map(id, parameters)):
             require_elementwise(optimizer)
             self._phases.require(StepPhase.COMPLETE, "an optimizer's step")
