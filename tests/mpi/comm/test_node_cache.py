@@ -14,6 +14,8 @@ from units import Block
 
 from odc_mpi import shard_model
 from odc_mpi.comm.factory import staged, window_transport
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -28,6 +30,11 @@ ROUNDS = 8
 @pytest.fixture(scope="module")
 def nodes(world):
     return on_pretended_nodes(world)
+
+
+def smallest_mailbox(world, dtype):
+    """With less room than the gradient of a unit needs."""
+    return MailboxGradientStore(world, dtype, 256 * (world.size - 1))
 
 
 def write_own_parameters(transport, number):
@@ -70,15 +77,33 @@ def test_a_slow_rank_reads_one_publication_until_gradients_are_complete(nodes, a
         transport.complete_gradients(np.zeros(1))
 
 
+def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
+    """Without a progress thread. The rank that fetches completes its fetch after a push, which needs the others."""
+    transport = allocate(window_transport(nodes, node_cache=True, reduction=smallest_mailbox), SIZES)
+    parameters, gradient = transport.parameters, torch.ones(1000)
+    if nodes.rank == 1:
+        fetch = parameters.fetch(3)
+    nodes.gather_objects(None)
+    if nodes.rank == 0:
+        assert not parameters.fetch(3).wait().any()
+        assert parameters.take_shared_fetches() == [3]
+    if nodes.rank == 1:
+        transport.gradients.push(3, gradient).wait()
+        assert not fetch.wait().any()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = parameters.layouts[3].owned(nodes.rank)
+    assert (transport.gradients.shard(3)[: stop - start] == 1).all()
+
+
 def test_there_is_no_cache_on_a_single_node(world, allocate):
     transport = allocate(window_transport(world, node_cache=True), SIZES)
     assert transport.parameters.access in (Access.VIEW, Access.KEEP)
     assert transport.parameters.node_cache_bytes == 0
 
 
-def train(nodes, module, node_cache, prefetch, device=None):
+def train(nodes, module, prefetch, device=None, **settings):
     """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes."""
-    transport = window_transport(nodes, reduce_dtype=torch.int64, node_cache=node_cache, progress=True)
+    transport = window_transport(nodes, reduce_dtype=torch.int64, **settings)
     transport = transport if device is None else staged(transport, device)
     model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
     model.cache_bytes = CacheBytes(1 << 30, 0)
@@ -117,13 +142,27 @@ def module():
 
 @pytest.fixture(scope="module")
 def without_cache(nodes, module):
-    return train(nodes, module, node_cache=False, prefetch=1)
+    return train(nodes, module, prefetch=1, progress=True)
 
 
-@pytest.mark.parametrize(("prefetch", "device"), [(0, None), (2, None), (2, LateDevice())], ids=["0", "2", "device"])
-def test_training_gives_the_same_bits_and_moves_half_the_bytes(nodes, module, without_cache, prefetch, device):
+@pytest.mark.parametrize("progress", [True, False], ids=["thread", "no thread"])
+@pytest.mark.parametrize(
+    ("prefetch", "device", "reduction"),
+    [
+        (0, None, AccumulateGradientStore),
+        (2, None, AccumulateGradientStore),
+        (2, LateDevice(), AccumulateGradientStore),
+        (0, None, smallest_mailbox),
+        (2, None, smallest_mailbox),
+    ],
+    ids=["0", "2", "device", "mailbox 0", "mailbox 2"],
+)
+def test_training_gives_the_same_bits_and_moves_half_the_bytes(
+    nodes, module, without_cache, prefetch, device, reduction, progress
+):
     """With ranks without a microbatch, and forwards between the minibatches."""
-    state, outputs, moved = train(nodes, module, node_cache=True, prefetch=prefetch, device=device)
+    settings = {"node_cache": True, "reduction": reduction, "progress": progress}
+    state, outputs, moved = train(nodes, module, prefetch, device, **settings)
     wanted, wanted_outputs, each = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))
