@@ -147,8 +147,9 @@ class ShardedModel:
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return all slices of this rank, including those of frozen parameters, with views of their values.
 
-        The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
-        dtype of `shard_parameters()`, and slices of frozen parameters have the dtype of the shards.
+        The values change only between the end of a minibatch and `publish()`, and those of frozen parameters never:
+        nodes cache them. Slices of trainable parameters have the dtype of `shard_parameters()`, and slices of frozen
+        parameters have the dtype of the shards.
         """
         return self._local_shards.all_slices()
 

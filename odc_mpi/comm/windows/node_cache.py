@@ -1,10 +1,13 @@
 """Cache of parameters in memory that the ranks of a node share. A node fetches each array once per publication.
 
+Frozen arrays do not change after their first publication, so a node fetches them once after it.
+
 Each array has a word in shared memory: the version of the parameters, the rank that fetches, and whether it has.
 
     claim    the first rank that needs an array sets its word by compare-and-swap, and fetches the array
     ready    after the transfer it sets the word again; the other ranks wait for this, and read the array in place
-    sync     each publication raises the version on every rank; a word of an earlier version counts as not claimed
+    sync     each publication raises the version on every rank; a word of an earlier version counts as not claimed. The
+             version of a frozen array is that of the first publication at most
 
 Ranks need no other coordination, since parameters do not change between two publications.
 
@@ -33,6 +36,9 @@ from odc_mpi.comm.windows.rma import align_up
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
+
+#: Version after the first publication: `Transport.allocate` and each publication call `sync` twice.
+_FIRST_PUBLICATION = 4
 
 
 class NodeCache(ShardStorage, ParameterStore):
@@ -107,8 +113,8 @@ class NodeCache(ShardStorage, ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self._world.progress.run_tasks()
-        word, claim = int(self._state[index]), self._word(self._world.local_rank)
-        if word < self._word(0) and self._words.compare_and_swap(0, index, word, claim) == word:
+        word, claim = int(self._state[index]), self._word(index, self._world.local_rank)
+        if word < self._word(index, 0) and self._words.compare_and_swap(0, index, word, claim) == word:
             return Work(partial(self._finish, index, claim, self._inner.start_fetch(index, buffer)))
         self._shared_fetches.append(index)
         return Work(partial(self._wait, index))
@@ -118,13 +124,14 @@ class NodeCache(ShardStorage, ParameterStore):
         taken, self._shared_fetches = self._shared_fetches, []
         return taken
 
-    def _word(self, local_rank: int) -> int:
+    def _word(self, index: int, local_rank: int) -> int:
         """Return the word of an array that a rank of the node has claimed. The word of a ready array is larger by 1."""
-        return 2 * (self._version * self._world.local_size + local_rank)
+        version = self._version if self.layouts[index].trainable else min(self._version, _FIRST_PUBLICATION)
+        return 2 * (version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:
         word = int(self._state[index])
-        return word >= self._word(0) and word % 2 == 1
+        return word >= self._word(index, 0) and word % 2 == 1
 
     def _finish(self, index: int, claim: int, fetch: Work) -> None:
         fetch.wait()

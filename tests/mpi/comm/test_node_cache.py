@@ -102,7 +102,10 @@ def test_there_is_no_cache_on_a_single_node(world, allocate):
 
 
 def train(nodes, module, prefetch, device=None, **settings):
-    """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes."""
+    """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes.
+
+    Beside these, the bytes of the frozen arrays that ranks of other nodes own.
+    """
     transport = window_transport(nodes, reduce_dtype=torch.int64, **settings)
     transport = transport if device is None else staged(transport, device)
     model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
@@ -126,8 +129,11 @@ def train(nodes, module, prefetch, device=None, **settings):
                 assert torch.equal(model(torch.ones(1, 16)), outputs[-1])
     state = model.state_dict()
     nodes.gather_objects(None)
+    far = [rank for rank in range(nodes.size) if rank not in nodes.node_ranks]
+    frozen = [layout for layout in model.layouts if not layout.trainable]
+    kept = sum(4 * (stop - start) for layout in frozen for start, stop in map(layout.owned, far))
     model.close()
-    return state, outputs, moved
+    return state, outputs, moved, kept
 
 
 @pytest.fixture(scope="module")
@@ -157,20 +163,25 @@ def without_cache(nodes, module):
     ],
     ids=["0", "2", "device", "mailbox 0", "mailbox 2"],
 )
-def test_training_gives_the_same_bits_and_moves_half_the_bytes(
+def test_training_gives_the_same_bits_and_moves_each_byte_once(
     nodes, module, without_cache, prefetch, device, reduction, progress
 ):
-    """With ranks without a microbatch, and forwards between the minibatches."""
+    """Frozen ones once in all. With ranks without a microbatch, and forwards between the minibatches."""
     settings = {"node_cache": True, "reduction": reduction, "progress": progress}
-    state, outputs, moved = train(nodes, module, prefetch, device, **settings)
-    wanted, wanted_outputs, each = without_cache
+    state, outputs, moved, kept = train(nodes, module, prefetch, device, **settings)
+    wanted, wanted_outputs, each, _ = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))
-    everyone = nodes.gather_objects((nodes.node, moved, each))
+    everyone = nodes.gather_objects((nodes.node, moved, each, kept))
     for node in range(2):
         moved, each = (np.array([found[i] for found in everyone if found[0] == node]) for i in (1, 2))
         # Without a cache every rank that works in a step, or before it, fetches each unit.
-        assert (moved.sum(axis=0) == each.max(axis=0)).all() and (each.max(axis=0) == each[0].max()).all()
+        assert (each.max(axis=0) == each[0].max()).all()
+        if len(moved) == 2:
+            kept = next(kept for on, *_, kept in everyone if on == node)
+            assert kept and (moved.sum(axis=0) == each.max(axis=0) - np.array([0, kept, kept])).all()
+        else:
+            assert (moved == each).all()
 
 
 def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes):
