@@ -112,7 +112,7 @@ class State:
         self._directory = directory
         self.model = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), prefetch=0)
         self.optimizer = torch.optim.AdamW(self.model.shard_parameters())
-        for parameter in self.model.shard_parameters():
+        for parameter in (each for each in self.model.shard_parameters() if each.numel()):
             moments = {key: torch.rand_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         self._state = TrainingState(self.model, self.optimizer, world.rank)
@@ -134,8 +134,9 @@ class State:
         self._round += 1
         saver = Saver(self._directory, world.rank, world.size, f"{self._round}", warn=_fail)
         began = perf_counter()
+        records = world.gather_objects(self._state.state_records())
         entries = self._state.snapshot()
-        saver.start(1, entries, self._state.make_manifest(1, {}) if world.rank == 0 else None)
+        saver.start(1, entries, self._state.make_manifest(1, {}, records) if world.rank == 0 else None)
         self.pauses_s.append(perf_counter() - began)
         saver.wait_until_written()
         saver.receive_reports(np.array(world.gather_objects(saver.report())))
@@ -189,7 +190,7 @@ class State:
         """Return this rank's tensors by names that no other rank has."""
         own = {f"{self._world.rank}/{piece.spec.name}": tensor for piece, tensor in self.model.slices()}
         for name, parameter in self.model.named_shard_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in ("exp_avg", "exp_avg_sq") if parameter.numel() else ():
                 own[f"{self._world.rank}/{key}/{name}"] = self.optimizer.state[parameter][key]
         return {name: tensor for name, tensor in own.items() if tensor.numel()}
 

@@ -159,8 +159,8 @@ def _two_steps(folder: Path, world: Any, trainer: Any) -> None:
     metrics = trainer.step()
     of_ranks = world.gather_objects({name: value.numpy() for name, value in kept.items()})
     if world.rank == 0:
-        for name in of_ranks[0]:
-            whole = torch.cat([torch.from_numpy(own[name]) for own in of_ranks])
+        for name in {name for own in of_ranks for name in own}:
+            whole = torch.cat([torch.from_numpy(own[name]) for own in of_ranks if name in own])
             state[f"gradient.{name}"] = whole.view(state[f"policy.{name}"].shape)
         save_file(state, folder.with_suffix(".safetensors"), {"loss": repr(metrics["loss"]), "ranks": str(world.size)})
 

@@ -8,10 +8,9 @@ all ranks, such as persistent buffers. Rank 0 stores the replicated tensors. Fro
 omitted; the checkpoint's `metadata["base"]` describes the base model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy.typing as npt
 import torch
@@ -26,6 +25,9 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import replicated_persistent_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
+#: Optimizer state of slices by parameter name, then by key: the dtype of a tensor with one number per element, or the
+#: value of a number.
+StateRecords: TypeAlias = dict[str, dict[str, str | float]]
 
 
 class _TensorRange(NamedTuple):
@@ -72,21 +74,36 @@ class TrainingState:
             if tensor_range.tensor.numel()
         }
 
-    def make_manifest(self, step: int, metadata: dict[str, object]) -> Manifest:
+    def state_records(self) -> StateRecords:
+        """Describe the optimizer state for this rank's slices. Other ranks own the state for other parameters."""
+        return {
+            name: {key: _name(value.dtype) if value.dim() else float(value) for key, value in state}
+            for name, parameter in self._model.named_shard_parameters()
+            if (state := list(self._optimizer_state(name, parameter)))
+        }
+
+    def make_manifest(self, step: int, metadata: dict[str, object], records: Iterable[StateRecords]) -> Manifest:
         """Return the manifest of the current state, without file records.
 
         The manifest is complete only on rank 0; other ranks omit the replicated tensors. `step` is the number of
-        completed training steps. `metadata` must be JSON-serializable.
+        completed training steps. `metadata` must be JSON-serializable. `records` are the `state_records` of all ranks.
         """
         tensors: dict[str, TensorRecord] = {}
-        for path, tensor, _, shape in self._tensor_ranges():
-            is_state = path.startswith(OPTIMIZER)
-            parameter = path.split("/", 2 if is_state else 1)[-1]
+        for path, tensor, _, shape in self._model_ranges():
             buffer = ("buffer", ((0, 0, tensor.numel()),) if tensor.numel() else ())
-            kind, ranges = self._kinds_and_ranges.get(parameter, buffer)
-            tensors[path] = TensorRecord("state" if is_state else kind, _name(tensor.dtype), shape, ranges)
+            kind, ranges = self._kinds_and_ranges.get(path.removeprefix(f"{MODEL}/"), buffer)
+            tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
+        scalars: dict[str, dict[str, float]] = {}
+        for name, state in (item for record in records for item in record.items()):
+            _, ranges = self._kinds_and_ranges[name]
+            for key, value in state.items():
+                if isinstance(value, str):
+                    shape = tensors[f"{MODEL}/{name}"].shape
+                    tensors[f"{OPTIMIZER}/{key}/{name}"] = TensorRecord("state", value, shape, ranges)
+                else:
+                    scalars.setdefault(key, {})[name] = value
         size = self._model.layouts[0].num_owners
-        return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
+        return Manifest(step, size, tensors, scalars, type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer state of this rank's slices from a checkpoint.
@@ -99,6 +116,8 @@ class TrainingState:
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
         slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
+            if not parameter.numel():
+                continue
             state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
             for key in sorted(keys):
                 path = f"{OPTIMIZER}/{key}/{name}"
@@ -112,16 +131,18 @@ class TrainingState:
                 del self._optimizer.state[parameter]
 
     def _tensor_ranges(self) -> Iterator[_TensorRange]:
-        slices = {}
-        for tensor_slice, tensor in self._model.slices():
-            spec = tensor_slice.spec
-            slices[spec.name] = tensor_slice
-            if spec.requires_grad or not self._omit_frozen_base:
-                yield _TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
+        yield from self._model_ranges()
+        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
             for key, value in self._optimizer_state(name, parameter):
                 if value.dim():
                     yield _TensorRange(f"{OPTIMIZER}/{key}/{name}", value, slices[name].start, slices[name].spec.shape)
+
+    def _model_ranges(self) -> Iterator[_TensorRange]:
+        for tensor_slice, tensor in self._model.slices():
+            spec = tensor_slice.spec
+            if spec.requires_grad or not self._omit_frozen_base:
+                yield _TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
         if self._rank == 0:
             for name, tensor in replicated_persistent_tensors(self._model.module):
                 yield _TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
@@ -139,28 +160,14 @@ class TrainingState:
                 )
             yield key, value
 
-    def _scalars(self) -> dict[str, dict[str, float]]:
-        scalars: dict[str, dict[str, float]] = {}
-        for name, parameter in self._model.named_shard_parameters():
-            for key, value in self._optimizer_state(name, parameter):
-                if not value.dim():
-                    scalars.setdefault(key, {})[name] = float(value)
-        return scalars
-
     @cached_property
     def _kinds_and_ranges(self) -> dict[str, tuple[str, tuple[tuple[int, int, int], ...]]]:
         """Kind of each parameter, and rank, start and stop of each of its non-empty slices, keyed by parameter name."""
-        records: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
-        for layout in self._model.layouts:
-            kind = "trainable" if layout.trainable else "frozen"
-            for rank in range(layout.num_owners):
-                for tensor_slice in layout.slices(rank):
-                    _, ranges = records.setdefault(tensor_slice.spec.name, (kind, []))
-                    if tensor_slice.numel:
-                        ranges.append((rank, tensor_slice.start, tensor_slice.stop))
-        # Not the order of the ranks if there are islands.
-        by_start = itemgetter(1)
-        return {name: (kind, tuple(sorted(ranges, key=by_start))) for name, (kind, ranges) in records.items()}
+        return {
+            whole.spec.name: ("trainable" if layout.trainable else "frozen", layout.owners(whole))
+            for layout in self._model.layouts
+            for whole in layout.ranges
+        }
 
     def _copy(self, original: _TensorRange) -> ShardEntry:
         path, tensor = original.path, original.tensor

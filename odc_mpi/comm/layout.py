@@ -137,6 +137,17 @@ class FlatLayout:
             slices.append(Slice(whole.spec, start - whole.start, stop - whole.start, max(start - first, 0)))
         return tuple(slices)
 
+    def owners(self, whole: ParameterRange) -> tuple[tuple[int, int, int], ...]:
+        """Return `(rank, start, stop)` of each non-empty slice of a parameter, in the order of the elements."""
+        shards = range(whole.start // self.shard_numel, -(-whole.stop // self.shard_numel)) if whole.spec.numel else ()
+        island_size = self.num_owners // self.num_islands
+        ranks = (shard % self.num_islands * island_size + shard // self.num_islands for shard in shards)
+        bounds = [(rank, *self.owned(rank)) for rank in ranks]
+        return tuple(
+            (rank, max(first, whole.start) - whole.start, min(last, whole.stop) - whole.start)
+            for rank, first, last in bounds
+        )
+
 
 def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL

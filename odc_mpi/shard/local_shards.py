@@ -103,10 +103,12 @@ class LocalShards:
 
         Args:
             pushed: For each entry in `trainable`, True if any rank pushed a gradient for the parameter. If False,
-                `.grad` stays None.
+                `.grad` stays None, as it does for empty slices.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):
+            if shard.slice.numel == 0:
+                continue  # an optimizer would spend time and memory on its state
             if shard.index not in by_index:
                 # The window itself if it has the right dtype and device; otherwise, a single transfer for all slices in
                 # the array. There is no wait for a transfer to a GPU, because the copy in `write_back`, which follows

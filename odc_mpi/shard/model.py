@@ -136,9 +136,10 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, for the optimizer.
 
-        Each slice, `[n]`, contains consecutive elements of the flattened parameter; n may be 0. Its dtype is fp32, or
-        that of the parameter if it is wider. All ranks have the same number of slices, in the same order. After a
-        minibatch, `.grad` of a slice is None unless any rank used the parameter.
+        Each slice, `[n]`, contains consecutive elements of the flattened parameter. Its dtype is fp32, or that of the
+        parameter if it is wider. All ranks have the same number of slices, in the same order, so that each rank can
+        create an optimizer. A slice is empty if other ranks own the parameter. After a minibatch, `.grad` of a slice is
+        None if the slice is empty, so that optimizers keep no state for it, or if no rank used the parameter.
         """
         return [shard.parameter for shard in self._local_shards.trainable]
 
@@ -149,8 +150,9 @@ class ShardedModel:
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, including frozen ones, each with a view of its values.
 
-        The values change only between the end of a minibatch and `publish()`. Slices of trainable parameters have the
-        same dtypes as in `shard_parameters()`, and those of frozen parameters have the dtype of their shards.
+        The values change only between the end of a minibatch and `publish()`, and those of frozen parameters never,
+        because nodes cache them. Slices of trainable parameters have the same dtypes as in `shard_parameters()`, and
+        those of frozen parameters have the dtype of their shards.
         """
         return self._local_shards.all_slices()
 
@@ -272,7 +274,7 @@ class ShardedModel:
             totals = self._transport.group.norm(squares)
         norm = self._gradient_format.norm(totals)
         coefficient = clip_coefficient(norm, max_norm)
-        if coefficient < 1.0:
+        if gradients and coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
 
@@ -332,6 +334,6 @@ class ShardedModel:
         """Check an optimizer before its step if it holds slices, placeholders, or parameters from before sharding."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(parameters)
-        if {id(p) for p in parameters} & {id(p) for p in self.shard_parameters()}:
+        if not set(map(id, self.shard_parameters())).isdisjoint(map(id, parameters)):
             require_elementwise(optimizer)
             self._phases.require(StepPhase.COMPLETE, "an optimizer's step")

@@ -92,8 +92,10 @@ class Placeholders:
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError if any of an optimizer's `parameters` is a placeholder or has been replaced by one."""
         for parameter in parameters:
-            name, reference = self._by_id.get(id(parameter), ("", None))
-            if reference is not None and reference() is parameter:  # an address can be reused
+            if id(parameter) not in self._by_id:
+                continue
+            name, reference = self._by_id[id(parameter)]
+            if reference() is parameter:  # an address can be reused
                 raise RuntimeError(
                     f"an optimizer was given {name} of the module, which training does not change: give the optimizer "
                     "model.shard_parameters()"

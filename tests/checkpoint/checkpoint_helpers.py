@@ -67,10 +67,11 @@ def full_buffers(model):
 
 
 def whole(parts):
-    """Concatenate the parts of all ranks."""
-    paths = parts[0].keys()
-    assert all(part.keys() == paths for part in parts)
-    ordered = {path: sorted((part[path] for part in parts), key=lambda interval: interval[0]) for path in paths}
+    """Concatenate the parts of all ranks. A rank has no optimizer state of parameters that others own."""
+    paths = dict.fromkeys(path for part in parts for path in part)
+    ordered = {
+        path: sorted((part[path] for part in parts if path in part), key=lambda interval: interval[0]) for path in paths
+    }
     return {
         path: torch.cat([values for _, values in intervals]) if intervals[0][1].dim() else intervals[0][1]
         for path, intervals in ordered.items()
@@ -80,7 +81,8 @@ def whole(parts):
 def write(directory, transport, size, model, optimizer, step, metadata, warn=pytest.fail):
     state = TrainingState(model, optimizer, transport.group.rank)
     saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
-    manifest = state.make_manifest(step, metadata) if transport.group.rank == 0 else None
+    records = transport.gather(state.state_records())
+    manifest = state.make_manifest(step, metadata, records) if transport.group.rank == 0 else None
     saver.start(step, state.snapshot(), manifest)
     saver.wait_until_written()
     saver.receive_reports(transport.complete_gradients(np.array(saver.report())))

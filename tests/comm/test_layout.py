@@ -91,6 +91,15 @@ def test_slices_reassemble_every_parameter() -> None:
             assert torch.equal(torch.cat(parts[name]), value)
 
 
+@pytest.mark.parametrize("num_islands", [1, 2, 5])
+def test_the_owners_of_a_parameter_are_those_that_have_a_slice_of_it(num_islands: int) -> None:
+    for layout in (with_islands(layout, num_islands) for layout in LAYOUTS):
+        of_all = [(rank, interval) for rank in range(layout.num_owners) for interval in layout.slices(rank)]
+        for slot in layout.ranges:
+            own = [(rank, x.start, x.stop) for rank, x in of_all if x.spec is slot.spec and x.numel]
+            assert list(layout.owners(slot)) == sorted(own, key=lambda part: part[1])
+
+
 def test_a_stretch_is_split_by_owner_beginning_after_this_rank() -> None:
     rng = random.Random(1)
     for layout in LAYOUTS:

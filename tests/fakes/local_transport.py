@@ -26,7 +26,7 @@ class LocalGroup:
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
-        self.board: list[np.ndarray | torch.Tensor | None] = [None] * self.size
+        self.board: list[Any] = [None] * self.size
         self.parameters = [[] for _ in range(self.size)]
         self.gradients = [[] for _ in range(self.size)]
 
@@ -122,14 +122,17 @@ class LocalTransport(Transport, Group):
         for host in reversed(storages):
             host.free()
 
-    def _exchange(self, values: np.ndarray) -> np.ndarray:
-        self.num_collectives += 1
-        self._group.board[self.rank] = values.copy()
+    def gather(self, value: Any) -> list[Any]:
+        self._group.board[self.rank] = value
         self._group.barrier.wait()
-        everyone = np.stack([np.asarray(values) for values in self._group.board])
+        everyone = list(self._group.board)
         # No rank may write the board again before all have read it.
         self._group.barrier.wait()
         return everyone
+
+    def _exchange(self, values: np.ndarray) -> np.ndarray:
+        self.num_collectives += 1
+        return np.stack(self.gather(values.copy()))
 
 
 class LocalShards(ShardStorage):

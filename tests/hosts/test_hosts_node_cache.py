@@ -1,4 +1,7 @@
-"""Two hosts with two ranks each: caches on the hosts halve what is fetched over the network, and change no bit."""
+"""Two hosts with two ranks each: caches on the hosts halve what is fetched over the network, and change no bit.
+
+Frozen parameters are fetched once in all.
+"""
 
 import json
 
@@ -16,18 +19,18 @@ from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=30)
 counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
-for node_cache in (False, True):
+for node_cache, trainable in (False, True), (True, True), (True, False):
     transport = window_transport(world, node_cache=node_cache, progress=True)
-    units = [FlatLayout.build(f"unit{i}", [ParameterSpec("p", (1 << 20,), True)], world.size) for i in range(4)]
+    units = [FlatLayout.build(f"unit{i}", [ParameterSpec("p", (1 << 20,), trainable)], world.size) for i in range(4)]
     transport.allocate(units)
     before = int(counter.read_text())
     for number in range(4):
         for index in range(4):
-            transport.parameters.shard(index).fill_(number)
+            transport.parameters.shard(index).fill_(number if trainable else 7)
         transport.publish_parameters()
         for index in range(4):
             fetched = transport.parameters.fetch((index + world.rank) % 4).wait()
-            assert (fetched == number).all(), fetched
+            assert (fetched == (number if trainable else 7)).all(), fetched
             transport.parameters.release(fetched)
         transport.complete_gradients(np.zeros(1))
     if world.rank == 0:
@@ -57,8 +60,9 @@ with World(timeout_s=60) as world:
 def test_a_host_receives_each_byte_once(tmp_path):
     done = launch(2, script(tmp_path, CROSSES), timeout_s=90)
     assert done.code == 0, done.err
-    each, shared = (int(line.split()[1]) for line in done.out.splitlines())
+    each, shared, frozen = (int(line.split()[1]) for line in done.out.splitlines())
     assert each >= 2 * 4 * 4 * (2 << 20) and shared <= 0.55 * each, done.out
+    assert frozen <= 0.3 * shared, done.out
 
 
 @pytest.mark.library

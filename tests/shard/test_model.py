@@ -328,9 +328,8 @@ def test_finite_gradients_whose_sum_is_not_are_known_to_all(size: int) -> None:
             with model.minibatch() as minibatch:
                 for _ in range(num_microbatches // size if num_microbatches > 1 else transport.group.rank == 0):
                     (model(batch).sum() * (1e38 / len(batch))).backward()
-            gradients = torch.cat([p.grad for p in model.shard_parameters()])
             assert minibatch.finite is finite
-            assert not finite or gradients.isfinite().all()
+            assert not finite or all(p.grad.isfinite().all() for p in model.shard_parameters() if p.numel())
             model.publish()
 
     run_ranks(size, work, torch.float32, torch.float32)
@@ -664,7 +663,7 @@ def test_closing_keeps_the_slices(transport: RecordingTransport, size: int, modu
     with model.minibatch():
         work_once(model)
     slices = model.shard_parameters()
-    assert all(p.grad is not None for p in slices)
+    assert all(p.grad is not None for p in slices if p.numel())
     before = [p.detach().clone() for p in slices]
     windows = [transport.parameters.shard(i) for i in range(len(model.layouts))]
     assert transport.group.rank or any(p.numel() for p in slices)

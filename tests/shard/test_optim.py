@@ -99,6 +99,26 @@ def test_a_step_on_other_parameters_is_ignored(transport: RecordingTransport, mo
         mixed.step()
 
 
+@on_ranks(4)
+def test_an_optimizer_keeps_state_only_of_what_the_rank_owns(transport: RecordingTransport, module: nn.Module) -> None:
+    """And it can be created of any parameters on all ranks, here one of each parameter."""
+    model, plain = sharded(transport, module), copy.deepcopy(module).double()
+    optimizers = [optim.AdamW([p]) for p in model.shard_parameters()]
+    inputs = torch.ones(3, WIDTH, dtype=torch.float64)
+    with model.minibatch():
+        if transport.group.rank == 0:
+            model(inputs).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [bool(o.state) for o in optimizers] == [p.numel() > 0 for p in model.shard_parameters()]
+    assert not all(o.state for o in optimizers)
+    model.publish()
+    plain(inputs).sum().backward()
+    optim.AdamW(plain.parameters()).step()
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(p, plain.state_dict()[name])
+
+
 @on_ranks(1)
 def test_a_closed_model_ignores_optimizers(transport: RecordingTransport) -> None:
     module = Stack(1)
@@ -129,13 +149,13 @@ def test_clipping_is_that_of_torch(size: int, max_norm: float) -> None:
             if transport.group.rank == size - 1:
                 (100 * model(*minibatches[0][0]).pow(2)).sum().backward()
         returned = model.clip_grad_norm_(max_norm)
-        return returned, {name: p.grad.clone() for name, p in model.named_shard_parameters()}
+        return returned, {name: p.grad.clone() for name, p in model.named_shard_parameters() if p.grad is not None}
 
     ranks = run_ranks(size, work)
     assert len({returned for returned, _ in ranks}) == 1
     assert ranks[0][0] == pytest.approx(norm, rel=1e-12)
     for name, gradient in expected.items():
-        torch.testing.assert_close(torch.cat([gradients[name] for _, gradients in ranks]), gradient)
+        torch.testing.assert_close(torch.cat([own[name] for _, own in ranks if name in own]), gradient)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -147,10 +167,11 @@ def test_gradients_that_clipping_leaves_alone(size: int, value: float) -> None:
         model = sharded(transport, module)
         with model.minibatch() as minibatch:
             model(torch.ones(1, WIDTH, dtype=torch.float64)).sum().mul(value).backward()
-        before = [p.grad.clone() for p in model.shard_parameters()]
+        owned = [p for p in model.shard_parameters() if p.numel()]
+        before = [p.grad.clone() for p in owned]
         norm = model.clip_grad_norm_(0.1)
         assert minibatch.finite is math.isfinite(value)
-        return norm, before, [p.grad for p in model.shard_parameters()]
+        return norm, before, [p.grad for p in owned]
 
     ranks = run_ranks(size, work)
     for norm, before, after in ranks:

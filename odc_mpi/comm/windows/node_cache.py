@@ -1,10 +1,13 @@
 """Cache of parameters in memory shared by the ranks on a node. A node fetches each array once per publication.
 
+Frozen arrays do not change after their first publication, so a node fetches them only once after it.
+
 Each array has a word in shared memory: the parameter version, the fetching rank, and whether its fetch is complete.
 
     claim    the first rank that needs an array sets its word by compare-and-swap and fetches the array
     ready    after the transfer, it sets the word again; the other ranks wait for this and read the array in place
-    sync     each publication increments the version on every rank; a word with an earlier version counts as unclaimed
+    publish  each publication increments the version on every rank; a word with an earlier version counts as unclaimed.
+             For frozen arrays, the version stays that of the first publication
 
 Ranks need no other coordination, because parameters do not change between publications.
 
@@ -71,8 +74,8 @@ class NodeCache(ShardStorage, ParameterStore):
         ]
 
     @override
-    def sync(self) -> None:
-        # No rank fetches between the two calls in a publication, so ranks need not make these calls at the same time.
+    def publish(self) -> None:
+        # Before the barrier of a publication, and no rank fetches until after it.
         self._version += 1
 
     @override
@@ -107,8 +110,8 @@ class NodeCache(ShardStorage, ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self._world.progress.run_tasks()
-        word, claim = int(self._state[index]), self._word(self._world.local_rank)
-        if word < self._word(0) and self._words.compare_and_swap(0, index, word, claim) == word:
+        word, claim = int(self._state[index]), self._word(index, self._world.local_rank)
+        if word < self._word(index, 0) and self._words.compare_and_swap(0, index, word, claim) == word:
             return Work(partial(self._finish, index, claim, self._inner.start_fetch(index, buffer)))
         self._shared_fetches.append(index)
         return Work(partial(self._wait, index))
@@ -118,13 +121,14 @@ class NodeCache(ShardStorage, ParameterStore):
         taken, self._shared_fetches = self._shared_fetches, []
         return taken
 
-    def _word(self, local_rank: int) -> int:
+    def _word(self, index: int, local_rank: int) -> int:
         """Return the word of an array claimed by a rank on the node. The word of a ready array is larger by 1."""
-        return 2 * (self._version * self._world.local_size + local_rank)
+        version = self._version if self.layouts[index].trainable else min(self._version, 1)
+        return 2 * (version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:
         word = int(self._state[index])
-        return word >= self._word(0) and word % 2 == 1
+        return word >= self._word(index, 0) and word % 2 == 1
 
     def _finish(self, index: int, claim: int, fetch: Work) -> None:
         fetch.wait()

@@ -3,8 +3,9 @@
 local_values   report which checkpoint file a background thread of this rank has written. The report is part of the
                all-gather that completes the gradients, so it adds no collective
 on_gathered    once all ranks have written their files, publish the checkpoint on rank 0
-on_step_end    if a checkpoint is due, copy this rank's shards and start a thread that writes them. If ranks may still
-               be writing the previous checkpoint, wait for it first (collective)
+on_step_end    if a checkpoint is due, gather which optimizer state each rank has (collective), copy this rank's shards
+               and start a thread that writes them. If ranks may still be writing the previous checkpoint, wait for it
+               first (collective)
 on_train_end   wait for the last checkpoint, for at most `comm.timeout_s` (collective)
 """
 
@@ -94,7 +95,7 @@ class CheckpointCallback(Callback):
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Start saving a checkpoint if one is due or a stop was requested. Collective if the previous is pending."""
+        """Start saving a checkpoint if one is due or a stop was requested, which is collective."""
         every, number = self._run.checkpoint_every, step.number
         is_due = number == self._run.steps or (every and number % every == 0)
         if is_due or self._stop.requested_on_any_rank:
@@ -168,11 +169,13 @@ class CheckpointCallback(Callback):
         # Otherwise a run with fast steps could be several checkpoints ahead of the newest complete one.
         self._wait_for_pending()
         waited = time.perf_counter()
+        records = self._world.gather_objects(self._state.state_records())
         entries = self._state.snapshot()
         manifest = None
         if self._world.rank == 0:
             # The cost is None unless `FitCostModel` is a callback.
-            manifest = self._state.make_manifest(step, {**self._metadata, "cost": None, **self._trainer.state_dict()})
+            metadata = {**self._metadata, "cost": None, **self._trainer.state_dict()}
+            manifest = self._state.make_manifest(step, metadata, records)
         self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._trainer.model.spans.add("save", waited)
@@ -223,7 +226,8 @@ def state_digest(world: World, state: TrainingState) -> str:
     Rank 0 receives all elements, one block at a time, and sends the digest to all ranks.
     """
     # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
-    digest = compute_digest(state.make_manifest(0, {}), partial(_send_blocks, world, state.local_ranges()))
+    manifest = state.make_manifest(0, {}, world.gather_objects(state.state_records()))
+    digest = compute_digest(manifest, partial(_send_blocks, world, state.local_ranges()))
     return world.gather_objects(digest)[0]
 
 

@@ -148,6 +148,14 @@ with model.minibatch():
     model(torch.randn(2, 8))
 """
 
+FETCHER_DIES = FETCHER_HANGS.replace("misbehave()", "os.kill(os.getpid(), 9)")
+#: The process that the launcher starts and watches.
+OUTLIVES_ITS_RANK = """
+import subprocess, sys, time
+subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False)
+time.sleep(60)
+"""
+
 PUSH_HANGS = """
 class Hanging(ShardStorage):
     def allocate(self):
@@ -205,10 +213,10 @@ def wait_until(condition, seconds=10.0):
 class Job:
     """Some ranks of a script."""
 
-    def __init__(self, tmp_path, text, ranks=3):
+    def __init__(self, tmp_path, text, *before, ranks=3):
         path = tmp_path / "script.py"
         path.write_text(PRELUDE + text)
-        self.process = start(ranks, path, tmp_path)
+        self.process = start(ranks, *before, path, tmp_path)
         files = [tmp_path / f"{rank}.pid" for rank in range(ranks)]
         assert wait_until(lambda: all(file.exists() for file in files) or self.process.poll() is not None, 60)
         assert self.process.poll() is None, finish(self.process)
@@ -222,8 +230,8 @@ class Job:
         return [line for line in done.err.splitlines() if line.startswith("odc_mpi: ")], done
 
 
-def the_line(tmp_path, text, ranks=3):
-    lines, done = Job(tmp_path, text, ranks).end()
+def the_line(tmp_path, text, *before, ranks=3):
+    lines, done = Job(tmp_path, text, *before, ranks=ranks).end()
     # One voice, but rather two than none.
     assert 1 <= len(lines) <= 2, done
     return lines[0]
@@ -249,6 +257,10 @@ FREEING = WAITED + "freeing the ticket counters: late is rank 1 on \\S+, "
 CHUNK = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
 OWNER = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
 OWNERS = f"it waits for {OWNER.replace(NUMBER, f'({NUMBER})')}; {OWNER}"
+FETCHED_FOR_NODE = (
+    f"{WAITED}fetching unit 2, which another rank fetches for this node: it waits for rank 1 on \\S+, {LAST_SEEN}in "
+    "microbatch 1, fetching unit 2"
+)
 LIBRARY = pytest.mark.library
 
 
@@ -274,13 +286,7 @@ LIBRARY = pytest.mark.library
         pytest.param(FREES_TICKETS, FREEING + LAST_SEEN + ".*", marks=LIBRARY, id="never frees its tickets"),
         # A fetch or a push that does not complete names the owners.
         pytest.param(FETCH_HANGS, f"{WAITED}fetching unit 2: {OWNERS}", marks=LIBRARY, id="fetch hangs"),
-        pytest.param(
-            FETCHER_HANGS,
-            f"{WAITED}fetching unit 2, which another rank fetches for this node: it waits for rank 1 on \\S+, "
-            f"{LAST_SEEN}in microbatch 1, fetching unit 2",
-            marks=LIBRARY,
-            id="fetcher of a node hangs",
-        ),
+        pytest.param(FETCHER_HANGS, FETCHED_FOR_NODE, marks=LIBRARY, id="fetcher of a node hangs"),
         pytest.param(
             PUSH_HANGS, f"{WAITED}accumulating the gradient of unit 2: {OWNERS}", marks=LIBRARY, id="push hangs"
         ),
@@ -331,6 +337,13 @@ def test_a_killed_rank(tmp_path):
     os.kill(job.pids[0], signal.SIGKILL)
     _, done = job.end()
     assert done.seconds < 15
+
+
+@pytest.mark.library
+def test_a_rank_killed_while_it_fetches_for_its_node(tmp_path):
+    """The launcher does not notice it here, so the rank that waits for the fetch must."""
+    line = the_line(tmp_path, FETCHER_DIES, "-c", OUTLIVES_ITS_RANK)
+    assert_line(f"{FETCHED_FOR_NODE}, and shows no sign of life{LIMIT}", line)
 
 
 @pytest.mark.library

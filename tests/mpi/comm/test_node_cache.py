@@ -15,6 +15,8 @@ from units import Block
 from odc_mpi import shard_model
 from odc_mpi.api import decide_for
 from odc_mpi.comm.factory import staged, window_transport
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -29,6 +31,11 @@ ROUNDS = 8
 @pytest.fixture(scope="module")
 def nodes(world):
     return on_pretended_nodes(world)
+
+
+def smallest_mailbox(world, dtype):
+    """With less room than the gradient of a unit needs."""
+    return MailboxGradientStore(world, dtype, 256 * (world.size - 1))
 
 
 def write_own_parameters(transport, number):
@@ -71,15 +78,36 @@ def test_a_slow_rank_reads_one_publication_until_gradients_are_complete(nodes, a
         transport.complete_gradients(np.zeros(1))
 
 
+def test_a_rank_that_waits_for_its_node_adds_gradients_meanwhile(nodes, allocate):
+    """Without a progress thread. The rank that fetches completes its fetch after a push, which needs the others."""
+    transport = allocate(window_transport(nodes, node_cache=True, reduction=smallest_mailbox), SIZES)
+    parameters, gradient = transport.parameters, torch.ones(1000)
+    if nodes.rank == 1:
+        fetch = parameters.fetch(3)
+    nodes.gather_objects(None)
+    if nodes.rank == 0:
+        assert not parameters.fetch(3).wait().any()
+        assert parameters.take_shared_fetches() == [3]
+    if nodes.rank == 1:
+        transport.gradients.push(3, gradient).wait()
+        assert not fetch.wait().any()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = parameters.layouts[3].owned(nodes.rank)
+    assert (transport.gradients.shard(3)[: stop - start] == 1).all()
+
+
 def test_there_is_no_cache_on_a_single_node(world, allocate):
     transport = allocate(window_transport(world, node_cache=True), SIZES)
     assert transport.parameters.access in (Access.VIEW, Access.KEEP)
     assert transport.parameters.node_cache_bytes == 0
 
 
-def train(nodes, module, node_cache, prefetch, device=None):
-    """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes."""
-    transport = window_transport(nodes, reduce_dtype=torch.int64, node_cache=node_cache, progress=True)
+def train(nodes, module, prefetch, device=None, **settings):
+    """Return the final state, outputs between minibatches, and the bytes that each rank fetched from other nodes.
+
+    Beside these, the bytes of the frozen arrays that ranks of other nodes own.
+    """
+    transport = window_transport(nodes, reduce_dtype=torch.int64, **settings)
     transport = transport if device is None else staged(transport, device)
     model = ShardedModel(copy.deepcopy(module), transport, units=[Block], prefetch=prefetch)
     model.cache_bytes = CacheBytes(1 << 30, 0)
@@ -102,8 +130,11 @@ def train(nodes, module, node_cache, prefetch, device=None):
                 assert torch.equal(model(torch.ones(1, 16)), outputs[-1])
     state = model.state_dict()
     nodes.gather_objects(None)
+    far = [rank for rank in range(nodes.size) if rank not in nodes.node_ranks]
+    frozen = [layout for layout in model.layouts if not layout.trainable]
+    kept = sum(4 * (stop - start) for layout in frozen for start, stop in map(layout.owned, far))
     model.close()
-    return state, outputs, moved
+    return state, outputs, moved, kept
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +149,40 @@ def module():
 
 @pytest.fixture(scope="module")
 def without_cache(nodes, module):
-    return train(nodes, module, node_cache=False, prefetch=1)
+    return train(nodes, module, prefetch=1, progress=True)
 
 
-@pytest.mark.parametrize(("prefetch", "device"), [(0, None), (2, None), (2, LateDevice())], ids=["0", "2", "device"])
-def test_training_gives_the_same_bits_and_moves_half_the_bytes(nodes, module, without_cache, prefetch, device):
-    """With ranks without a microbatch, and forwards between the minibatches."""
-    state, outputs, moved = train(nodes, module, node_cache=True, prefetch=prefetch, device=device)
-    wanted, wanted_outputs, each = without_cache
+@pytest.mark.parametrize("progress", [True, False], ids=["thread", "no thread"])
+@pytest.mark.parametrize(
+    ("prefetch", "device", "reduction"),
+    [
+        (0, None, AccumulateGradientStore),
+        (2, None, AccumulateGradientStore),
+        (2, LateDevice(), AccumulateGradientStore),
+        (0, None, smallest_mailbox),
+        (2, None, smallest_mailbox),
+    ],
+    ids=["0", "2", "device", "mailbox 0", "mailbox 2"],
+)
+def test_training_gives_the_same_bits_and_moves_each_byte_once(
+    nodes, module, without_cache, prefetch, device, reduction, progress
+):
+    """Frozen ones once in all. With ranks without a microbatch, and forwards between the minibatches."""
+    settings = {"node_cache": True, "reduction": reduction, "progress": progress}
+    state, outputs, moved, kept = train(nodes, module, prefetch, device, **settings)
+    wanted, wanted_outputs, each, _ = without_cache
     assert all(torch.equal(values, wanted[name]) for name, values in state.items())
     assert all(map(torch.equal, outputs, wanted_outputs))
-    everyone = nodes.gather_objects((nodes.node, moved, each))
+    everyone = nodes.gather_objects((nodes.node, moved, each, kept))
     for node in range(2):
         moved, each = (np.array([found[i] for found in everyone if found[0] == node]) for i in (1, 2))
         # Without a cache every rank that works in a step, or before it, fetches each unit.
-        assert (moved.sum(axis=0) == each.max(axis=0)).all() and (each.max(axis=0) == each[0].max()).all()
+        assert (each.max(axis=0) == each[0].max()).all()
+        if len(moved) == 2:
+            kept = next(kept for on, *_, kept in everyone if on == node)
+            assert kept and (moved.sum(axis=0) == each.max(axis=0) - np.array([0, kept, kept])).all()
+        else:
+            assert (moved == each).all()
 
 
 def test_the_setting_of_the_cache_is_checked_and_one_rank_can_turn_it_off(nodes):

@@ -64,7 +64,8 @@ def train(world, config):
             before = {name: value.clone() for name, value in model.state_dict().items()}
             metrics = trainer.step()
             of_ranks = world.gather_objects({name: value.numpy() for name, value in own.pop().items()})
-            gradient = {name: np.concatenate([each[name] for each in of_ranks]) for name in of_ranks[0]}
+            names = {name for each in of_ranks for name in each}
+            gradient = {name: np.concatenate([each[name] for each in of_ranks if name in each]) for name in names}
             steps.append((metrics, gradient, before))
     model.close()
     return steps

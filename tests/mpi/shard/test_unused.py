@@ -119,7 +119,8 @@ def test_parameters_that_no_rank_used_are_left_alone(world, make_transport, unit
     for step, minibatch in enumerate(minibatches()):
         run_minibatch(model, minibatch, step, transport.group)
         named = model.named_shard_parameters()
-        assert {name for name, p in named if p.grad is not None} == wanted[step], f"step {step}"
+        owned = {name for name, p in named if p.numel()}
+        assert {name for name, p in named if p.grad is not None} == wanted[step] & owned, f"step {step}"
         model.clip_grad_norm_(0.5)
         optimizer.step()
         model.publish()
