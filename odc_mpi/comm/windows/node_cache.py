@@ -37,6 +37,9 @@ from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.deadline import wait_until
 
+#: Version after the first publication. In version 1, the shards contain zeros.
+_FIRST_PUBLICATION = 2
+
 
 class NodeCache(ShardStorage, ParameterStore):
     """Parameter store that uses the store `inner` to fetch arrays into memory shared by the ranks on a node.
@@ -50,7 +53,7 @@ class NodeCache(ShardStorage, ParameterStore):
         super().__init__(inner.dtype)
         self._inner, self._world = inner, inner.world
         self._arrays: list[torch.Tensor] = []
-        self._rank_bytes = self._version = 0
+        self._rank_bytes, self._version = 0, 1
         self._shared_fetches: list[int] = []
 
     @override
@@ -123,7 +126,7 @@ class NodeCache(ShardStorage, ParameterStore):
 
     def _word(self, index: int, local_rank: int) -> int:
         """Return the word of an array claimed by a rank on the node. The word of a ready array is larger by 1."""
-        version = self._version if self.layouts[index].trainable else min(self._version, 1)
+        version = self._version if self.layouts[index].trainable else min(self._version, _FIRST_PUBLICATION)
         return 2 * (version * self._world.local_size + local_rank)
 
     def _is_ready(self, index: int) -> bool:

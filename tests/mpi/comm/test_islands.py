@@ -144,7 +144,8 @@ def test_units_that_are_used_several_times_give_the_sums_of_plain_torch(
             [each for each, _ in model.slices()], model.named_shard_parameters(), strict=True
         ):
             wanted = parameters[name].grad.flatten()[tensor_slice.start : tensor_slice.stop]
-            torch.testing.assert_close(own.grad, wanted, rtol=1e-10, atol=1e-10)
+            if own.numel():
+                torch.testing.assert_close(own.grad, wanted, rtol=1e-10, atol=1e-10)
         model.publish()
     model.close()
 
