@@ -49,15 +49,18 @@ Train = Callable[[int, Sequence[str]], int]
 def measure(
     train: Train, config: Path | None, ranks: Sequence[int], units: Sequence[int], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure one run on each number of ranks, with `config` or with the default model for each number of units.
+    """Measure how long training takes to start, in one run for each number of ranks.
 
-    `report` is called with a line of text before each run, which `train` starts. Returns the JSON object of the
-    benchmark. Each entry of its `starts` has the keys `ranks`, `units` (None with `config`), `start_s` (seconds by
-    phase), `host_bytes` (peak memory of the rank that uses the most) and `losses`. `predicted_s` contains the seconds
-    by phase predicted for `MANY_RANKS` ranks, with `config` or the last number of units, or is None if `ranks` has only
-    one element.
+    All runs use `config`. If it is None, each number of ranks is instead combined with each number of units, in the
+    default model. `train` starts the runs, and `report` is called with a line of text before each of them.
 
-    Raises `UserError` if a run fails, or if its losses differ from those on the first number of ranks.
+    Returns the JSON object of the benchmark. Each entry of `starts` in this object has the keys `ranks`, `units` (None
+    with `config`), `start_s` (seconds by phase), `host_bytes` (peak memory of the rank that uses the most) and
+    `losses`. `predicted_s` contains the predicted seconds by phase for `MANY_RANKS` ranks and `config`, or the last
+    number of units. It is None if `ranks` has only one element.
+
+    Raises `UserError` if a run fails, or if its losses differ by more than rounding from those on the first number of
+    ranks.
     """
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="odc_mpi-start-") as name:

@@ -34,10 +34,10 @@ from odc_mpi.runtime.world import World
 
 
 class IslandExchange(Exchange):
-    """Part of a transport that exchanges gradients and parameters between islands.
+    """Component of a transport that exchanges gradients and parameters between islands.
 
-    The stores hold this rank's shards of the island's arrays. This class divides each of these shards among its owners,
-    the ranks in the column.
+    `parameters` and `gradients` hold this rank's shards of the island's arrays. The ranks in this rank's column (see
+    `Islands`) hold the same shards, and each of them owns an equal part of every shard.
 
     Args:
         parameters: The island's parameter store, in host memory.

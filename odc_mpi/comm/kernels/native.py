@@ -165,7 +165,10 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return the directory of the CUDA sources: `src` in an installed package, or beside the package in a checkout."""
+    """Return the directory `src` of the CUDA sources, which an installed package contains; in a checkout it is beside.
+
+    Raises FileNotFoundError if there is neither.
+    """
     package = Path(odc_mpi.__file__).parent
     for directory in (package / "src", package.parent / "src"):
         if (directory / "segments.cuh").is_file():

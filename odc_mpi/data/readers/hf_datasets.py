@@ -34,7 +34,8 @@ def load(name: str, split: str | None) -> Any:
 
     Args:
         name: Directory written by `save_to_disk`, or name of a data set on the Hub.
-        split: Split to read, such as "train[:1%]" for the Hub; None for "train", or for the only split in a directory.
+        split: Name of the split to read. On the Hub, it may include a slice, as in "train[:1%]". None selects the only
+            split of a directory that has just one, and otherwise "train".
 
     Raises:
         UserError: The library is missing, or the data set or its split cannot be loaded.

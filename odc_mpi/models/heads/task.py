@@ -69,7 +69,7 @@ REWARD = Task(
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of a transformers model, given its class name. Unknown classes are causal language models."""
+    """Return the task of a transformers model, given its class name; that of an unknown class is `CAUSAL_LM`."""
     return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
 
 

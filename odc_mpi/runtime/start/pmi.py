@@ -27,10 +27,10 @@ _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
-    """Raise `UserError` if the launcher uses PMIx and the MPI library is an MPICH without PMIx support.
+    """Raise `UserError` if the launcher uses PMIx and the MPI library is MPICH without PMIx support.
 
     Such a library would end this process without an explanation. Under a PMIx launcher, this function initializes MPI
-    if the library is compatible. Under other launchers, it does nothing, and importing mpi4py initializes MPI.
+    unless it raises the error. Under other launchers, it does nothing, and importing `mpi4py.MPI` initializes MPI.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return

@@ -25,10 +25,10 @@ from odc_mpi.training.rundir.records import ANOMALY
 
 
 class NonFiniteReport(Callback):
-    """Reports where a non-finite gradient came from, after each skipped step: rank, sequences and unit, if known.
+    """Reports the origin of a non-finite gradient after each skipped step: rank, sequences and unit, if known.
 
-    With `detect_anomaly`, the report also ends the run. The origin and the inputs of the microbatches in question are
-    then written to anomaly.json in `run_dir`.
+    With `detect_anomaly`, the run also ends after the report. The origin, and the inputs of the microbatches in which
+    the value may have arisen, are then written to anomaly.json in `run_dir`.
     """
 
     def __init__(

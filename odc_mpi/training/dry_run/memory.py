@@ -35,7 +35,7 @@ _LOGITS_COPIES = 2
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory that a rank needs for one purpose: its name, its size in bytes, and True if it is on the GPU."""
+    """Memory that a rank needs for the purpose `name`, in bytes. `on_gpu` is False if it is on the host."""
 
     name: str
     num_bytes: int

@@ -34,7 +34,7 @@ class ExponentCallback(Callback):
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the exponents, if the checkpoint has any. Raises `UserError` if their number does not match."""
+        """Restore the exponents, if the checkpoint has any. Raises `UserError` unless each array has one."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

@@ -18,7 +18,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    """Settings for islands, which are groups of ranks that each hold all parameters (docs/islands.md)."""
+    """Settings for islands, which are groups of ranks that together hold a full copy of the parameters."""
 
     by: Annotated[
         Literal["off", "node"] | int, "node: one island per node; N: islands of N ranks; off: shard over all ranks", _BY

@@ -149,7 +149,7 @@ _ANSWERS = [
 
 
 def answer(name: str) -> str | None:
-    """Return advice on which setting to use instead of a name from another library, or None if the name is unknown."""
+    """Return advice on a setting of another library, such as the setting to use instead, or None if there is none."""
     return next((text for pattern, text in _ANSWERS if re.fullmatch(pattern, name)), None)
 
 
