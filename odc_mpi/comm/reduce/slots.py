@@ -52,7 +52,7 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return how many of the `ring_bytes` of a ring buffer are in host memory, that is, in the inbox."""
+        """Return the size in bytes of the part of a ring buffer of `ring_bytes` that is in host memory, in the inbox."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:

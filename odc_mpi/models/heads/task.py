@@ -69,7 +69,7 @@ REWARD = Task(
 
 
 def task_of(class_name: str) -> Task:
-    """Return the task of a transformers model, given its class name; that of an unknown class is `CAUSAL_LM`."""
+    """Return the task of a transformers model, given its class name; `CAUSAL_LM` for unknown classes."""
     return REWARD if class_name.endswith(REWARD.suffix) else CAUSAL_LM
 
 
