@@ -1,32 +1,26 @@
 """Shards and mailbox slots in host memory, and the addition of slots to shards.
 
-A slot is a part of a received gradient: a header and elements. In this module, header and elements are contiguous in
-the inbox of the owner. With `comm.reduce.device_slots`, the elements are in device memory. `comm.reduce.mailbox`
-determines when a rank may write to a slot.
+A slot is a part of a received gradient: elements in a ring in the inbox of the owner, or in device memory with
+`comm.reduce.device_slots`, and a header in the inbox. `comm.reduce.mailbox` determines when a rank may write to a slot.
 """
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import ALIGNMENT, Memory, Message, Window
+from odc_mpi.comm.windows.rma import Memory, Message, Window
 from odc_mpi.runtime.world import World
 
-#: Size of a header, half a cache line: four int64 (array, start, numel, position of the slot).
-HEADER_BYTES = 32
-#: An index, or an int64 array of indices.
-Index: TypeAlias = Any
 
-
-class Header(NamedTuple):
-    """Header of a received slot.
+class Slot(NamedTuple):
+    """Received slot.
 
     Attributes:
         start: Index of the first element in the shard of this rank.
-        offset: Offset of the slot in its ring, in bytes.
+        offset: Offset of the first element in the rings, in bytes.
     """
 
     array: int
@@ -36,12 +30,10 @@ class Header(NamedTuple):
 
 
 class HostSlots:
-    """Shards of this rank in private memory (`shards`, by array index), and slots in this rank's inbox."""
+    """Shards of this rank in private memory (`shards`, by array index), and rings in this rank's inbox."""
 
-    #: Slots begin at multiples of this number of bytes in a ring.
-    alignment = ALIGNMENT
-    #: Offset of the elements from the start of a slot in its ring, in bytes.
-    values_offset = HEADER_BYTES
+    #: True if the rings are in the inbox.
+    in_inbox = True
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self.world = world
@@ -51,52 +43,43 @@ class HostSlots:
         # Not `_drain_lock` of the mailbox, whose holder may wait for other ranks. An addition never waits.
         self._add_lock = threading.Lock()
 
-    def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the number of bytes of a ring of `ring_bytes` that are in the inbox."""
-        return ring_bytes
-
-    def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
-        """Allocate the shards, and the memory of slots outside of the inbox. Collective. Call it only once.
+    def allocate(self, inbox: Window, rings_start: int, rings_bytes: int, numels: Mapping[int, int]) -> None:
+        """Allocate the shards, and the rings if they are not in the inbox. Collective. Call it only once.
 
         Args:
-            inbox: Window that contains all rings, contiguously.
-            rings_start: Offset of the first ring in the inbox, in bytes.
+            inbox: Window that contains the headers, and the rings from byte `rings_start` on.
             numels: Number of elements of this rank's shard, by array index.
         """
-        self._inbox, self._rings_start, self.ring_bytes = inbox, rings_start, ring_bytes
-        self._memory = inbox.tensor.numpy()
-        self._make_shards(numels)
+        self._window, self._rings_start = inbox, rings_start
+        self._memory = inbox.tensor.numpy()[rings_start:]
+        self.shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in numels.items()}
+        self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
 
     def values(self, gradient: torch.Tensor) -> Memory:
         """Return the memory of a gradient as a buffer that can be passed to `put`."""
         return gradient.numpy()
 
-    def put(self, owners: np.ndarray, headers: np.ndarray, values: Memory, firsts: np.ndarray) -> None:
-        """Start to Put one slot into this rank's ring at each of `owners`. One-sided. `flush` completes the Puts.
+    def put(
+        self, owners: np.ndarray, offsets: np.ndarray, values: Memory, numels: np.ndarray, firsts: np.ndarray
+    ) -> None:
+        """Start to Put the elements of one slot into a ring of each of `owners`. One-sided. `flush` completes the Puts.
 
         Args:
-            headers: Headers of the slots, int64 `[n, 4]`. Do not modify them before the flush.
+            offsets: Offsets of the slots in the rings of their owners, in bytes, int64 `[n]`.
             values: Elements of the slots, as returned by the method `values`. Do not modify them before the flush.
             firsts: Index in `values` of the first element of each slot, int64 `[n]`.
         """
-        self._put_headers(owners, headers)
-        starts = self._header_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes) + HEADER_BYTES
-        self._inbox.put_messages(values, self._messages(owners, starts, headers[:, 2], firsts))
+        itemsize = self.dtype.itemsize
+        parts = to_messages(owners, self._rings_start + offsets, numels * itemsize, firsts * itemsize)
+        self._window.put_messages(values, parts)
 
     def flush(self) -> None:
-        """Complete the Puts of this rank at all owners. One-sided."""
-        self._inbox.flush()
+        """Complete the Puts of elements at all owners, except for Puts into the inbox. One-sided."""
 
-    def header(self, origin: int, offset: int) -> list[int]:
-        """Return the header of the slot at `offset` in the ring of rank `origin`: array, start, numel, position."""
-        at = self._header_start(origin, self.world.rank, offset)
-        return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
-
-    def add(self, origin: int, headers: Sequence[Header]) -> None:
-        """Add slots received from rank `origin` to the shards, in order. On return, the slots may be overwritten."""
-        for index, start, numel, offset in headers:
-            at = self._header_start(origin, self.world.rank, offset) + HEADER_BYTES
-            values = self._memory[at : at + numel * self.dtype.itemsize]
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Add received slots to the shards, in order. On return, the slots may be overwritten."""
+        for index, start, numel, offset in slots:
+            values = self._memory[offset : offset + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_own_shard(self, index: int, start: int, values: torch.Tensor) -> None:
@@ -108,35 +91,13 @@ class HostSlots:
         self.shards, self._sums = {}, {}
         del self._memory
 
-    def _make_shards(self, numels: Mapping[int, int]) -> None:
-        self.shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in numels.items()}
-        self._sums = {index: shard.numpy() for index, shard in self.shards.items()}
-
-    def _put_headers(self, owners: np.ndarray, headers: np.ndarray) -> None:
-        starts = self._header_start(self.world.rank, owners, headers[:, 3] % self.ring_bytes)
-        sizes = np.full_like(owners, HEADER_BYTES)
-        self._inbox.put_messages(headers, to_messages(owners, starts, sizes, np.cumsum(sizes) - HEADER_BYTES))
-
-    def _messages(
-        self, owners: np.ndarray, starts: np.ndarray, numels: np.ndarray, firsts: np.ndarray
-    ) -> Iterator[Message]:
-        return to_messages(owners, starts, numels * self.dtype.itemsize, firsts * self.dtype.itemsize)
-
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
         # Not torch: it would start a thread pool for every thread that adds. inf - inf needs no warning here.
         shard = self._sums[index][start : start + values.size]
         with self._add_lock, np.errstate(all="ignore"):
             np.add(shard, values, out=shard)
 
-    def _header_start(self, origin: Index, owner: Index, offset: Index) -> Index:
-        return self._rings_start + ring_index(origin, owner) * self.host_ring_bytes(self.ring_bytes) + offset
-
 
 def to_messages(owners: np.ndarray, starts: np.ndarray, sizes: np.ndarray, firsts: np.ndarray) -> Iterator[Message]:
     """Return one message in bytes per owner: start in the owner's window, size, and offset in the buffer."""
     return zip(owners.tolist(), starts.tolist(), zip(sizes.tolist(), firsts.tolist(), strict=True), strict=True)
-
-
-def ring_index(origin: Index, owner: Index) -> Index:
-    """Return the index of the ring of rank `origin` in the inbox of `owner`. A rank has no ring in its own inbox."""
-    return origin - (origin > owner)
