@@ -1,40 +1,43 @@
-"""Gradient store for networks without a fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
+"""Gradient store for networks without fast MPI_Accumulate. Owners add gradients that other ranks Put into rings.
 
-Every rank has an inbox with one ring buffer for each other rank, which is the origin of the ring's content. A ring
-contains slots of varying length, each of which is a header followed by gradient elements. An origin splits gradients
-that are larger than a quarter of a ring.
+Every rank has an inbox with ring buffers, one for each node or one for each other rank (`comm.reduce.rings`). A ring
+contains slots of varying length: gradient elements from one rank, the origin. An origin splits gradients larger than a
+quarter of a ring. The headers of slots are in the inbox as well: for each origin a table with those of its last slots.
 
-Each ring has two 64-bit byte counters, which never decrease:
+Two 64-bit counters never decrease:
 
-    head   in the owner's memory, written by the origin: slots before this position are complete
-    tail   in the origin's memory, written by the owner: slots before this position were added and may be overwritten
+    head   in the owner's memory, written by the origin: number of slots of the origin that are complete
+    tail   in the origins' memory, written by the owner: slots before this position of a ring were added and may be
+           overwritten, and so may their headers
 
-    push            the origin Puts headers and elements into all rings with room, flushes, and Puts their `head`
-    make_progress   the owner compares `head` with its previous value, adds the new slots, and Puts `tail`
-    flush           the origin reads `head` back from every owner until it equals the value sent, because on some
-                    networks, MPI_Win_flush does not ensure that `head` has arrived
+    push            the origin reserves room in all rings that have room, Puts headers and elements, flushes, and Puts
+                    each `head`
+    make_progress   the owner compares each `head` with its previous value, adds the new slots, and Puts `tail`
+    flush           the origin reads `head` back from every owner until it equals the value sent, since MPI_Win_flush
+                    does not ensure on all networks that `head` has arrived
     complete        the owner adds the last slots, as in `make_progress`; all heads arrived before the synchronization
 
 Except in `flush`, each side polls only its own memory. An origin that waits for room adds the slots in its own inbox,
-so two ranks that have filled each other's rings do not deadlock. Only the owner adds to its shard, so shards are in
-private memory. A pass over the inbox adds slots in rank order, and those from the same rank in the order of the pushes.
+so two ranks with full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private
+memory. One pass over the inbox adds slots in the order of rings and ranks, and slots of the same rank in the order of
+pushes.
 
 Note: torn counters
-    A value of `head` is sent only after all slots before it are complete. A reader may therefore use any value that
-    does not exceed the value sent. In shared memory, an aligned 8-byte store is atomic. If a network writes a counter
+    All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
+    is not larger than the value sent. In shared memory an aligned 8-byte store is atomic. If a network writes a counter
     byte by byte in ascending order, a little-endian reader sees the low bytes of the new value with the high bytes of
-    the old one. The result is at most the new value, and possibly less than the old one. Too small a `head` means no
-    new slots yet, and too small a `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with
-    MPI_REPLACE, on which the mailbox does not rely, because it is used where MPI_Accumulate is slow, waits for its
-    target, or fails (measurements: benchmarks/notes/one-sidedness.md).
+    the old value. The result is at most the new value, possibly less than the old value. A small `head` means no new
+    slots yet; a small `tail` means less room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The
+    mailbox is used where Accumulate is slow, waits for its target, or fails, so it does not rely on this (measurements:
+    benchmarks/notes/one-sidedness.md).
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,32 +45,33 @@ from typing_extensions import override
 
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import MAX_PLANS, WindowGradientStore
-from odc_mpi.comm.reduce.slots import Header, HostSlots, to_messages
+from odc_mpi.comm.reduce.rings import SLOTS_PER_RING, PendingPush, ReservedSlots, Rings
+from odc_mpi.comm.reduce.slots import HostSlots, Slot, to_messages
 from odc_mpi.comm.shard_storage import ranges_by_owner
-from odc_mpi.comm.windows.rma import MAX_MESSAGE_NUMEL, Memory, Message, Window, align_up
+from odc_mpi.comm.windows.rma import Message, Window, align_up
 from odc_mpi.comm.work import Work
-from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Function that creates the shards and slots of a mailbox for a world and an element dtype.
+#: Function that creates the shards and slots of a mailbox, for elements of a dtype.
 SlotsFactory = Callable[[World, torch.dtype], HostSlots]
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
-#: Minimum number of slots that fit into a ring, so that the owner can add one while the origin fills the next.
-SLOTS_PER_RING = 4
+#: Size of a header: four int64 (array, start, numel, position of the slot in its ring).
+HEADER_BYTES = 32
 COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """Gradient store that pushes gradients by MPI_Put into the memory of the owners, which add them to their shards.
+    """Gradient store that pushes gradients with MPI_Put into slots in the inboxes of the owners.
 
-    An owner adds received gradients when it calls `make_progress`, which is thread-safe, or `complete`. Only one thread
-    at a time may call `push`, `flush`, or the `wait` method of the `Work` that `push` returns.
+    An owner adds the gradients in its slots when it calls `make_progress`, which is thread-safe, or `complete`. Only
+    one thread at a time may call `push`, `flush`, or the method `wait` of the `Work` that `push` returns.
 
     Args:
-        mailbox_bytes: Maximum memory in bytes for gradients that this rank has received but not yet added.
-        slots: Function that creates the shards and the memory for received gradients, on the host or on a device.
+        mailbox_bytes: Maximum memory for gradients that this rank has received but not yet added, in bytes. Headers
+            take up to 4 KiB for each other rank in addition.
+        slots: Function that creates the shards and slots, in host memory or on a device (`comm.reduce.device_slots`).
     """
 
     def __init__(
@@ -80,50 +84,49 @@ class MailboxGradientStore(WindowGradientStore):
         super().__init__(world, dtype)
         self._mailbox_bytes = mailbox_bytes
         self._slots = slots(world, dtype)
-        # The inbox begins with the heads of all origins.
+        self._rings = Rings(world, dtype.itemsize)
         self._counters_bytes = align_up(world.size * COUNTER_BYTES)
         self._plan_of = lru_cache(MAX_PLANS)(self._plan_push)
-        # Pushes with elements that are not in the rings yet, oldest first.
-        self._queue: deque[_PendingPush] = deque()
-        # End of the slots written to this rank's ring in each owner's inbox.
-        self._ends = np.zeros(world.size, dtype=np.int64)
-        # Source of the last Put of each counter, not to be modified before the flush.
+        # Pushes with elements that are not in the rings yet, the oldest first.
+        self._queue: deque[PendingPush] = deque()
+        # Source of the last Put of each counter: not modified before the flush.
         self._outgoing_heads = np.zeros(world.size, dtype=np.int64)
-        # Heads read back from the owners.
+        # Heads that were read back from the owners.
         self._confirmed = np.zeros(world.size, dtype=np.int64)
         self._consumed = np.zeros(world.size, dtype=np.int64)
+        self._outgoing_tails = np.zeros(self._rings.count, dtype=np.int64)
+        self._tails = [0] * self._rings.count
+        # For each ring, number of slots between the outgoing tail and the tail.
+        self._num_withheld = [0] * self._rings.count
+        # For each ring, the slots behind its tail that were added: their end by their position.
+        self._added: list[dict[int, int]] = [{} for _ in self._tails]
         self._consumed_bytes = memoryview(self._consumed.view(np.uint8))  # type: ignore[arg-type]
         self._unflushed: list[int] = []
         self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[FlatLayout]) -> int:
-        """Return the size of the host windows in bytes. Raises `UserError` if `mailbox_bytes` is too small."""
+        """Divide `mailbox_bytes` among the rings. Raises `UserError` if `mailbox_bytes` is too small."""
         super().plan(layouts)
-        num_rings = self.world.size - 1
-        smallest = SLOTS_PER_RING * self._slots.alignment
-        if self._mailbox_bytes < max(1, num_rings * smallest):
-            raise UserError(
-                f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
-                f"{num_rings} other ranks), got {self._mailbox_bytes!r}"
-            )
-        # Room beyond the gradients of two backward passes would remain unused.
-        useful = 2 * sum(self._slot_bytes(numel) for numel in self.trainable_numels.values())
-        share = self._mailbox_bytes // max(1, num_rings)
-        self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
-        largest_slot = min(self._ring_bytes // SLOTS_PER_RING, MAX_MESSAGE_NUMEL)
-        self._max_numel = (largest_slot - self._slots.values_offset) // self.dtype.itemsize
-        self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
-        return self._inbox_bytes + self._counters_bytes
+        self._rings.plan(self._mailbox_bytes, self.trainable_numels.values())
+        # The inbox begins with the heads of all origins, and the headers of their slots.
+        self._table_bytes = self._rings.num_headers * HEADER_BYTES
+        self._rings_start = self._counters_bytes + align_up(self.world.size * self._table_bytes)
+        self._rings_bytes = self._rings.count * self._rings.ring_bytes
+        self._inbox_bytes = self._rings_start + self._slots.in_inbox * self._rings_bytes
+        return self._inbox_bytes + self._counters_bytes + self._rings.num_bytes
 
     @override
     def allocate(self) -> None:
-        # Two windows, so that the pushing thread and the adding thread never Put to or flush the same one.
+        # Two windows, so that the thread that pushes and the thread that adds never Put to or flush the same one.
         self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
         self._credit_window = Window(self.world, self._counters_bytes, torch.uint8)
         self._heads_bytes = memoryview(self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes])  # type: ignore[arg-type]
         self._heads = self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes].view(np.int64)
         self._credits = self._credit_window.tensor.numpy()[: self._outgoing_heads.nbytes].view(np.int64)
-        self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, self.trainable_numels)
+        headers = self._inbox.tensor.numpy()[self._counters_bytes :][: self.world.size * self._table_bytes]
+        self._headers = headers.view(np.int64).reshape(self.world.size, self._rings.num_headers, -1)
+        self._rings.allocate()
+        self._slots.allocate(self._inbox, self._rings_start, self._rings_bytes, self.trainable_numels)
         self.world.progress.add(self.make_progress)
 
     @override
@@ -135,7 +138,7 @@ class MailboxGradientStore(WindowGradientStore):
         assert gradient.dtype == self.dtype
         layout = self.layouts[index]
         plan = self._plan_of(layout.shard_numel, start, start + gradient.numel())
-        push = _PendingPush(layout.name, index, gradient, self._slots.values(gradient), *plan.parts.copy())
+        push = PendingPush(layout.name, index, gradient, self._slots.values(gradient), *plan.parts.copy())
         self._queue.append(push)
         with self.world.deadline(f"pushing the gradient of unit {layout.name}", plan.ranks):
             self._fill_rings()
@@ -149,19 +152,19 @@ class MailboxGradientStore(WindowGradientStore):
         while self._queue:
             self._wait(self._queue[-1])
         with self.world.deadline("flushing gradients"):
-            self._slots.flush()
+            self._flush_puts()
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add all received gradients to the shards and notify the senders of the freed memory. One-sided. Thread-safe.
+        """Add all received slots to the shards, and Put the new tails. One-sided. Thread-safe.
 
-        Returns False, after a few microseconds, if there is nothing to do or another thread is adding gradients.
+        Returns False, after a few microseconds, if there is nothing to do or if another thread is adding slots.
         """
         self._inbox.sync()
-        # Compared as bytes, which is cheapest. While a rank computes, a thread does this every other millisecond.
+        # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
         if not self._unflushed and self._heads_bytes == self._consumed_bytes:
             return False
-        if not self._drain_lock.acquire(blocking=False):  # another thread is adding right now
+        if not self._drain_lock.acquire(blocking=False):  # another thread adds at this moment
             return False
         try:
             self._drain()
@@ -184,113 +187,130 @@ class MailboxGradientStore(WindowGradientStore):
     @override
     def free(self) -> None:
         self.world.progress.remove(self.make_progress)
-        del self._heads, self._heads_bytes, self._credits
+        del self._heads, self._heads_bytes, self._headers, self._credits
         self._slots.free()
+        self._rings.free()
         self._credit_window.free()
         self._inbox.free()
 
-    def _wait(self, push: "_PendingPush") -> None:
-        """Wait until a push is in the rings of its owners, adding received slots in the meantime. One-sided."""
+    def _wait(self, push: PendingPush) -> None:
+        """Wait until a push is in the rings of its owners, and add received slots while waiting. One-sided."""
         while push.numels.any():
             owner = int(push.owners[push.numels > 0][0])
-            with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                wait_until(self._fill_rings, self._notify_owners)
+            what = f"waiting for room to push the gradient of unit {push.name}"
+            with self.world.deadline(what, [owner, *self._rings.sharers]):
+                wait_until(lambda: self._has_room() and self._fill_rings(), self._notify_owners)
 
     def _notify_owners(self) -> None:
         # The owner must receive the heads before it can make room.
-        self._slots.flush()
+        self._flush_puts()
         self.world.progress.poke()
 
-    def _fill_rings(self) -> bool:
-        """Put queued elements into rings that have room, and return True if there were any. One-sided."""
+    def _flush_puts(self) -> None:
+        self._slots.flush()
+        self._inbox.flush()
+
+    def _has_room(self) -> bool:
+        """Return True if a queued push may find room. Does not communicate, in contrast to `_fill_rings`."""
         self._credit_window.sync()
-        headers = []  # kept until the flush
+        return any(self._rings.has_room(push, self._credits) for push in self._queue)
+
+    def _fill_rings(self) -> bool:
+        """Put queued elements into rings that have room. Return True if any elements were put. One-sided."""
+        self._credit_window.sync()
         waiting = np.zeros(self.world.size, dtype=np.bool_)  # owners whose ring has no room for an earlier push
-        for push in self._queue:
-            while (added := self._put_slots(push, waiting)).size:
-                headers.append(added)
-            waiting[push.owners[push.numels > 0]] = True
+        reserved = []  # the headers are kept until the flush
+        with self._rings.lock():
+            for push in self._queue:
+                while slots := self._rings.reserve(push, self._credits, waiting):
+                    reserved.append(slots)
+                waiting[push.owners[push.numels > 0]] = True
+        for slots in reserved:
+            self._put(slots)
         while self._queue and not self._queue[0].numels.any():
             self._queue.popleft()
-        if not headers:
+        if not reserved:
             return False
-        # One flush for all slots, because it is a network round trip. It also completes the Puts of the previous heads.
-        self._slots.flush()
-        owners = np.flatnonzero(self._ends != self._outgoing_heads)
-        self._outgoing_heads[owners] = self._ends[owners]
+        # A round trip over a network, so one for all slots. It also completes the Puts of the previous heads.
+        self._flush_puts()
+        num_reserved = self._rings.num_reserved
+        owners = np.flatnonzero(num_reserved != self._outgoing_heads)
+        self._outgoing_heads[owners] = num_reserved[owners]
         self._inbox.put_messages(self._outgoing_heads, self._counters_of(owners))
         return True
 
     def _confirm_heads(self) -> None:
-        """Wait until every owner's memory contains the head that was sent. One-sided. Call this after a flush."""
+        """Wait until the memory of every owner contains the head that was sent. Call after a flush."""
         while (late := np.flatnonzero(self._confirmed != self._outgoing_heads)).size:
             self._inbox.get_messages(self._confirmed, self._counters_of(late))
             self._inbox.flush()
 
-    def _put_slots(self, push: "_PendingPush", waiting: np.ndarray) -> np.ndarray:
-        """Start Putting the next slot of a push into each ring that has room, unless its owner is `waiting`. One-sided.
-
-        Returns the slots' headers, which must be kept alive until the flush.
-        """
-        ends = self._ends[push.owners]
-        # A slot does not wrap around the end of the ring. At least one element fits after a header.
-        fitting = (self._ring_bytes - ends % self._ring_bytes - self._slots.values_offset) // self.dtype.itemsize
-        numels = np.minimum(np.minimum(push.numels, self._max_numel), fitting)
-        new_ends = ends + self._slot_bytes(numels)
-        has_room = new_ends <= self._credits[push.owners] + self._ring_bytes
-        chosen = has_room & (push.numels > 0) & ~waiting[push.owners]
-        if not chosen.any():
-            return np.empty(0)
-        owners = push.owners[chosen]
-        headers = np.stack([np.full_like(ends, push.index), push.starts, numels, ends], axis=1)[chosen]
-        self._slots.put(owners, headers, push.values, push.firsts[chosen])
-        self._ends[owners] = new_ends[chosen]
-        numels[~chosen] = 0
-        push.starts += numels
-        push.firsts += numels
-        push.numels -= numels
-        return headers
+    def _put(self, slots: ReservedSlots) -> None:
+        """Start to Put headers and elements of slots. One-sided."""
+        values, owners, places, headers, firsts = slots
+        starts = self._counters_bytes + self.world.rank * self._table_bytes + places * HEADER_BYTES
+        sizes = np.full_like(owners, HEADER_BYTES)
+        self._inbox.put_messages(headers, to_messages(owners, starts, sizes, np.cumsum(sizes) - HEADER_BYTES))
+        _, _, numels, positions = headers.T
+        offsets = self._rings.at_owner[owners] * self._rings.ring_bytes + positions % self._rings.ring_bytes
+        self._slots.put(owners, offsets, values, numels, firsts)
 
     def _counters_of(self, ranks: np.ndarray) -> Iterator[Message]:
         """Return messages between this rank's counter at each of `ranks` and a local array of counters by rank."""
-        starts, sizes = (np.full_like(ranks, number) for number in (self.world.rank * COUNTER_BYTES, COUNTER_BYTES))
-        return to_messages(ranks, starts, sizes, ranks * COUNTER_BYTES)
+        start = self.world.rank * COUNTER_BYTES
+        return ((rank, start, (COUNTER_BYTES, rank * COUNTER_BYTES)) for rank in ranks.tolist())
 
     def _drain(self) -> None:
-        """Add all received slots in rank order. The caller must hold `_drain_lock`. One-sided."""
+        """Add all received slots, in the order of rings and ranks. The caller holds `_drain_lock`."""
         what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
-            # Usually complete by now. A counter may be Put again only after this.
+            # Usually complete since the last call. A counter may be Put again only after this.
             if self._unflushed:
                 self._credit_window.flush()
                 self._unflushed.clear()
-        origins = np.flatnonzero(self._heads > self._consumed).tolist()
+        heads = self._heads.copy()
+        self._inbox.sync()  # no load of a header or slot may move before the load of the counters
+        origins, ring_of = np.flatnonzero(heads > self._consumed).tolist(), self._rings.of_origin.__getitem__
         with self.world.deadline(what, origins):
-            for origin in origins:
-                headers, end = self._headers(origin, int(self._consumed[origin]), int(self._heads[origin]))
-                self._slots.add(origin, headers)
-                self._consumed[origin] = end
-                self._inbox.sync()  # no load of a slot may move past the Put that lets the origin overwrite it
-                self._credit_window.put_messages(self._consumed, self._counters_of(np.array([origin])))
-                self._unflushed.append(origin)
+            for ring, senders in groupby(sorted(origins, key=ring_of), ring_of):
+                for origin in senders:
+                    self._slots.add(self._received(ring, origin, int(heads[origin])))
+                    self._consumed[origin] = heads[origin]
+                self._release_room(ring)
 
-    def _headers(self, origin: int, tail: int, head: int) -> tuple[list[Header], int]:
-        """Return the headers of an origin's slots from byte `tail` on, and the position after the last slot."""
-        self._inbox.sync()  # no load of a slot may move ahead of the load of the counter
-        headers = []
-        # The last slot may end after `head`, which may be a torn read.
-        while tail < head:
-            offset = tail % self._ring_bytes
-            array, start, numel, position = self._slots.header(origin, offset)
-            if position != tail:
-                raise RuntimeError(f"slot of rank {origin}: expected position {tail}, got {position}")
-            headers.append(Header(array, start, numel, offset))
-            tail += self._slot_bytes(numel)
-        return headers, tail
+    def _received(self, ring: int, origin: int, head: int) -> list[Slot]:
+        """Return the slots of an origin that were received, but not yet added. They are regarded as added then."""
+        slots = []
+        tail = self._tails[ring]
+        for number in range(self._consumed[origin], head):
+            array, start, numel, position = self._headers[origin, number % self._rings.num_headers].tolist()
+            if numel < 1 or not tail <= position < tail + self._rings.ring_bytes:
+                raise RuntimeError(
+                    f"slot {number} of rank {origin}: expected elements at a position from {tail} to "
+                    f"{tail + self._rings.ring_bytes}, got {numel} at {position}"
+                )
+            slots.append(Slot(array, start, numel, ring * self._rings.ring_bytes + position % self._rings.ring_bytes))
+            self._added[ring][position] = position + self._rings.slot_bytes(numel)
+        return slots
 
-    def _slot_bytes(self, numel: Any) -> Any:
-        """Return the size in bytes of a slot with `numel` elements, or of several slots if `numel` is an array."""
-        return align_up(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
+    def _release_room(self, ring: int) -> None:
+        """Move the tail of a ring behind added slots, and Put it to the senders if it has moved far enough."""
+        added, tail = self._added[ring], self._tails[ring]
+        while (end := added.pop(tail, None)) is not None:
+            tail = end
+            self._num_withheld[ring] += 1
+        self._tails[ring] = tail
+        # A Put for each slot would take much of the time of small pushes. In a ring without received slots, a sender
+        # has room for a slot of any size, and a header, even if a part less than the largest slot is withheld.
+        largest_slot, num_slots = (size // SLOTS_PER_RING for size in (self._rings.ring_bytes, self._rings.num_headers))
+        if tail - self._outgoing_tails[ring] >= largest_slot or self._num_withheld[ring] >= num_slots:
+            self._outgoing_tails[ring] = tail
+            self._num_withheld[ring] = 0
+            self._inbox.sync()  # no load of a slot may move after the Put that allows origins to overwrite it
+            origins = self._rings.origins[ring]
+            start, place = self.world.rank * COUNTER_BYTES, (COUNTER_BYTES, ring * COUNTER_BYTES)
+            self._credit_window.put_messages(self._outgoing_tails, ((origin, start, place) for origin in origins))
+            self._unflushed.extend(origins)
 
     def _plan_push(self, shard_numel: int, start: int, stop: int) -> "_PushPlan":
         rank = self.world.rank
@@ -301,35 +321,14 @@ class MailboxGradientStore(WindowGradientStore):
 
 
 class _PushPlan(NamedTuple):
-    """Division of a pushed range of elements among its owners.
+    """Parts of a pushed range of elements.
 
     Attributes:
-        ranks: Owners of the range other than this rank.
-        parts: Initial `owners`, `starts`, `firsts` and `numels` of a `_PendingPush`, int64 `[4, n]`.
-        own: Start in this rank's shard and the part of the range that this rank owns. Empty if it owns none.
+        ranks: Owners of the range, except for this rank.
+        parts: Initial `owners`, `starts`, `firsts` and `numels` of a `PendingPush`, int64 `[4, n]`.
+        own: Start in this rank's shard, and the part of the range that this rank owns. Empty if it owns no part.
     """
 
     ranks: tuple[int, ...]
     parts: np.ndarray
     own: list[tuple[int, slice]]
-
-
-@dataclass
-class _PendingPush:
-    """Gradient that is being pushed. The store references it until all its elements are in the owners' rings.
-
-    Attributes:
-        values: Memory of `gradient`, in a form that can be passed to MPI.
-        owners: Ranks to which the gradient is pushed, int64 `[n]`.
-        starts: For each owner, the index in its shard of the first element that is not yet in its ring.
-        firsts: For each owner, the index of the same element in the gradient.
-    """
-
-    name: str
-    index: int
-    gradient: torch.Tensor
-    values: Memory
-    owners: np.ndarray
-    starts: np.ndarray
-    firsts: np.ndarray
-    numels: np.ndarray

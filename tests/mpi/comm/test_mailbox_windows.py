@@ -7,14 +7,29 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.reduce.rings import Rings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 SMALLEST = 256  # bytes of a ring
+
+
+#: Also on two pretended nodes, where the ranks of a node share rings.
+on_nodes = pytest.mark.parametrize("world", ["node", "nodes"], indirect=True)
+
+
+@pytest.fixture
+def world(world, request):
+    if getattr(request, "param", "node") == "node":
+        return world
+    if world.size < 3:
+        pytest.skip("every rank has its own rings")
+    return on_pretended_nodes(world)
 
 
 @pytest.fixture
@@ -23,7 +38,7 @@ def make(world, allocate):
         reductions = []
 
         def reduction(*arguments):
-            mailbox_bytes = ring_bytes * max(1, world.size - 1)
+            mailbox_bytes = ring_bytes * max(1, Rings(world, 4).count)
             reductions.append(MailboxGradientStore(*arguments, mailbox_bytes=mailbox_bytes))
             return reductions[-1]
 
@@ -61,6 +76,7 @@ def complete_and_check(transport, wanted):
     transport.publish_parameters()
 
 
+@on_nodes
 @pytest.mark.parametrize(
     ("ring_bytes", "dtype"), [(SMALLEST, torch.float32), (7 * SMALLEST, torch.float64), (1 << 20, torch.float32)]
 )
@@ -78,6 +94,7 @@ def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes)
         transport.publish_parameters()
 
 
+@on_nodes
 def test_all_push_to_all_at_once_with_the_smallest_mailbox(make, world):
     """All ranks have several pushes in flight and no free slots: all wait, all make progress, all continue."""
     numel = 3000
@@ -120,6 +137,7 @@ def test_a_computing_owner_delays_no_push_while_its_mailbox_has_space(make, worl
     complete_and_check(transport, [(world.size - 1) * values])
 
 
+@on_nodes
 def test_a_thread_serves_while_the_main_thread_pushes(make, world):
     """Both add to the same shard: the thread what others push, the main thread its own part."""
     numel = 1_000_000 * world.size  # so that adding takes long enough to meet

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
+from pretended_nodes import on_pretended_nodes
 from units import assert_pushed, random_pushes
 
 from odc_mpi.comm.factory import gradient_store_factories, window_transport
@@ -79,12 +80,14 @@ def make(world, monkeypatch, request, allocate):
     def build(sizes=SIZES, **dtypes):
         device = LateDevice()
         reductions = gradient_store_factories(LITTLE_ROOM * max(1, world.size - 1), device)
+        with_thread = request.param.endswith("thread")
         transport = window_transport(
-            world,
+            # Ranks of a pretended node share rings.
+            on_pretended_nodes(world) if with_thread and world.size > 2 else world,
             **dtypes,
             device=device,
             reduction=reductions[request.param.split()[0]],
-            progress=request.param.endswith("thread"),
+            progress=with_thread,
         )
         return allocate(transport, sizes)
 
