@@ -105,13 +105,12 @@ def test_a_transport_has_one(world):
 def test_a_full_mailbox_of_a_rank_that_sleeps_or_generates_delays_no_push(world, base):
     """Rank 0 pushes more than its rings hold. Rank 1 sleeps and rank 2 generates without fetches until it is done."""
     module = torch.nn.Linear(64, 64)
-    decision = decide_for(world, reduction="mailbox")
+    decision = decide_for(world, reduction="mailbox", mailbox_bytes=4096)
     model = shard_model(
         module,
         world,
         decision=decision,
         prefetch=0,
-        mailbox_bytes=4096,
         parameter_cache_bytes=0,
         gradient_cache_bytes=0,
     )

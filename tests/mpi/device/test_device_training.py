@@ -77,7 +77,7 @@ def test_bf16_follows_the_fp32_run(world, dataset_path, device, window_device, r
 
 
 def transport_for(world, decision):
-    return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, 1 << 20, False)
+    return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, False, None)
 
 
 def keep_verdict(world, device, **operations):
