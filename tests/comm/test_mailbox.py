@@ -464,3 +464,10 @@ def test_memory_is_bounded_by_the_setting_and_by_the_need():
         headers = 9 * min(128, mailbox_bytes // 8 // 256 * 4) * 32
         assert 0.75 * mailbox_bytes < planned - counters - headers <= mailbox_bytes
     assert MailboxGradientStore(few, torch.float32).plan(layouts(2, [1000])) < 9000
+
+
+def test_the_size_of_a_ring_depends_on_the_number_of_nodes():
+    for node_size in (8, 32):
+        shared = rings.Rings(Group(1024, node_size).world(0), 4)
+        shared.plan(64 << 20, [10**9])
+        assert shared.ring_bytes * (1024 // node_size) == 64 << 20
