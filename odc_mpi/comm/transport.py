@@ -22,15 +22,15 @@ Within a minibatch, ranks communicate only through fetches and pushes. `comm.fac
 
 When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
 supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
-(`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE.
+(`comm.windows.node_cache`). Otherwise, it has COPY access. Threads require MPI_THREAD_MULTIPLE. With islands
+(`comm.islands`), ranks fetch from and push to their own island only, and an `Exchange` connects the islands.
 
 A `comm.shard_storage.ShardStorage` owns the memory of the shards. One class is often both a store and a storage. A
 store can also wrap another store and use its storage, as in `comm.device.staged`.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
@@ -39,7 +39,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool, empty_host
 from odc_mpi.comm.layout import FlatLayout
-from odc_mpi.comm.shard_storage import ShardStorage
+from odc_mpi.comm.shard_storage import Exchange, ShardStorage
 from odc_mpi.comm.work import FetchWork, Work
 
 #: Dtypes of parameters. Parameters are transferred as bytes, so MPI need not support their dtype.
@@ -238,38 +238,9 @@ class GradientStore(ABC):
         """
 
 
-class Exchange(ShardStorage, ABC):
-    """Exchange of gradients and parameters between islands, each of which stores a copy of all parameters.
-
-    Each rank owns a part of its shard, which it updates on behalf of all islands.
-    """
-
-    @abstractmethod
-    def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return the parameters of array `index` that this rank owns, without copying them."""
-
-    @abstractmethod
-    def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return the gradients of these parameters, summed over all islands, without copying them."""
-
-    @abstractmethod
-    def finish(self, indices: Iterable[int]) -> Work:
-        """Announce that this rank will push no more gradients of the given arrays in this minibatch. One-sided.
-
-        Also pushes the arrays that all ranks in the island have finished to their owners. `flush` finishes the others.
-        """
-
-    @abstractmethod
-    def bytes_per_minibatch(self) -> tuple[Counter[int], Counter[int]]:
-        """Return the bytes of parameters received from, and of gradients pushed to, each rank of other islands.
-
-        Both are totals of a minibatch.
-        """
-
-
 @dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store and a gradient store, with the synchronization points between minibatches.
+    """A group, a parameter store, a gradient store and, with islands, an exchange, with the synchronization points.
 
     Construction raises ValueError if the parameter dtype is not in `PARAMETER_DTYPES` or the gradient dtype is not in
     `REDUCE_DTYPES`.

@@ -25,7 +25,7 @@ from typing_extensions import override
 from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
-from odc_mpi.comm.transport import Exchange
+from odc_mpi.comm.shard_storage import Exchange
 from odc_mpi.comm.windows.parameters import WindowParameters
 from odc_mpi.comm.windows.rma import Message, Window, as_mpi_buffer, messages
 from odc_mpi.comm.work import Work
