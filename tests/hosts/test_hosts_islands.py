@@ -7,7 +7,7 @@ from mpi_launch import script
 from small_run import write_config
 from two_hosts import launch
 
-# Runs after each other. That of islands stops after half of its steps, and goes on as islands of one rank.
+# Runs after each other. The last one stops after half of its steps, and goes on with islands of one rank.
 TRAINS = """
 import sys
 from pathlib import Path
@@ -17,15 +17,16 @@ from odc_mpi.training.settings import load
 
 common = ["--run.exact=true", "--data.max_tokens_per_microbatch=32", "--data.minibatch_sequences=16"]
 common += ["--run.eval_every=1", f"--data.eval_path={sys.argv[2]}"]
-WAYS = {
-    "flat": ["--comm.node_cache=off"],
-    "cached": [],
-    "islands": ["--islands.by=node"],
-    "single": ["--islands.by=1"],
-}
+RUNS = [
+    ("flat", 4, "--comm.node_cache=off"),
+    ("cached", 4, "--comm.node_cache=auto"),
+    ("islands", 4, "--islands.by=node"),
+    ("moved", 2, "--islands.by=node"),
+    ("moved", 4, "--islands.by=1"),
+]
 with World(timeout_s=60) as world:
-    for name, steps in (("flat", 4), ("cached", 4), ("islands", 2), ("islands", 4), ("single", 4)):
-        words = [f"--run.dir={Path(sys.argv[1]).with_name(name)}", f"--run.steps={steps}", *WAYS[name], *common]
+    for name, steps, way in RUNS:
+        words = [f"--run.dir={Path(sys.argv[1]).with_name(name)}", f"--run.steps={steps}", way, *common]
         train(load(Path(sys.argv[1]), words), world)
 """
 
