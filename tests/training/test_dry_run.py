@@ -114,6 +114,8 @@ def test_islands_hold_all_parameters_each_and_share_the_optimizer_with_the_other
         assert islands["gradients"] == 3 * flat["gradients"]
         assert islands["of other ranks, in place"] == pytest.approx(3 * islands["parameters"], rel=0.05)
         assert "node cache" not in islands
+    uneven = sizes(MODEL, ranks=3, per_node=2)[0]
+    assert "of other ranks, in place" not in uneven  # on two nodes
     with pytest.raises(UserError, match=r"islands.by: expected node or a divisor of 8, .* got 3$"):
         sizes(MODEL, "--islands.by=3", ranks=8, per_node=4)
 

@@ -61,7 +61,7 @@ def estimate_memory(
     gpu = config.run.device == "cuda"
     shards_on_gpu = gpu and (config.comm.window_device == "cuda" or num_ranks == 1)
     optimizer_on_gpu = gpu and config.optim.device == "cuda"
-    nodes = {str(node): ranks_per_node for node in range(num_ranks // ranks_per_node)}
+    nodes = {str(first): min(ranks_per_node, num_ranks - first) for first in range(0, num_ranks, ranks_per_node)}
     island_size = ranks_per_island(config.islands.by, nodes)
     sizes = _Sizes.of(config, model, num_ranks, num_ranks // island_size)
     in_place = ranks_per_node >= island_size and config.comm.zero_copy != "off"
