@@ -68,9 +68,9 @@ class GradientPusher:
     ) -> None:
         self.cache = CacheBudget()
         self._store, self._exchange = transport.gradients, transport.exchange
-        # Arrays that this rank has finished (`Exchange.finish`), and the handle for the last call.
+        # Arrays that this rank has finished (`Exchange.finish`), and the handles for these calls.
         self._finished: set[int] = set()
-        self._finishing = Work()
+        self._finishing: list[Work] = []
         self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
@@ -91,6 +91,7 @@ class GradientPusher:
         self.gradient_format.start()
         self.parameters_with_gradient = set()
         self._finished.clear()
+        self._finishing.clear()
 
     def push(
         self,
@@ -133,14 +134,15 @@ class GradientPusher:
         if is_last_forward and self.is_last_backward and self._exchange and self._thread:
             complete = [index for index in unit.indices if index not in self._accumulated]
             self._finished.update(complete)
-            self._finishing = self._thread.start(self._exchange.finish, complete)
+            self._finishing.append(self._thread.start(self._exchange.finish, complete))
 
     def finish(self) -> None:
         """Push the local sums, wait until the buffers of all pushes may be reused, and end the minibatch. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
-        self._finishing.wait()
+        for finishing in self._finishing:
+            finishing.wait()
         self._open = False
 
     def close(self) -> None:

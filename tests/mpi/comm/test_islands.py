@@ -18,6 +18,7 @@ from odc_mpi.comm.islands.islands import Islands
 from odc_mpi.comm.layout import FlatLayout, ParameterSpec
 from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.work import Work
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.cache_budget import CacheBytes
@@ -160,6 +161,23 @@ def test_a_backward_after_the_last_one_is_refused(world, islands):
     world.gather_objects(None)
     with pytest.raises(RuntimeError):
         model.publish()
+
+
+def test_an_error_in_the_push_thread_is_raised_at_the_end_of_the_minibatch(world, islands, monkeypatch):
+    module = nn.Sequential(Block(), Block())
+    model = ShardedModel(module, window_transport(world, islands=islands), units=[Block], prefetch=1)
+    results = iter([ValueError("the first call")])
+
+    def finish(indices):
+        for error in results:
+            raise error
+        return Work()
+
+    monkeypatch.setattr(model._transport.exchange, "finish", finish)
+    with pytest.raises(ValueError, match="the first call"), model.minibatch():
+        model.set_is_last_backward()
+        model(torch.randn(2, 16)).sum().backward()
+    world.gather_objects(None)
 
 
 def test_islands_serve_one_model(world, islands):
