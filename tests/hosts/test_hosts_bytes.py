@@ -1,7 +1,4 @@
-"""Two hosts with two ranks each: caches on the hosts halve what is fetched over the network, and change no bit.
-
-Frozen parameters are fetched once in all.
-"""
+"""Two hosts with two ranks each: caches and islands on the hosts halve what crosses the network, and change no bit."""
 
 import json
 
@@ -38,7 +35,7 @@ for node_cache, trainable in (False, True), (True, True), (True, False):
     transport.close()
 world.close()
 """
-# Two runs after each other. That with caches stops after half of its steps, and goes on from its checkpoint.
+# Runs after each other. Two stop after half of their steps, and go on, one of them with other islands.
 TRAINS = """
 import sys
 from pathlib import Path
@@ -48,10 +45,17 @@ from odc_mpi.training.settings import load
 
 common = ["--run.exact=true", "--data.max_tokens_per_microbatch=32", "--data.minibatch_sequences=16"]
 common += ["--run.eval_every=1", f"--data.eval_path={sys.argv[2]}"]
+RUNS = [
+    ("off", 4, "--comm.node_cache=off"),
+    ("auto", 2, "--comm.node_cache=auto"),
+    ("auto", 4, "--comm.node_cache=auto"),
+    ("islands", 4, "--islands.by=node"),
+    ("moved", 2, "--islands.by=node"),
+    ("moved", 4, "--islands.by=1"),
+]
 with World(timeout_s=60) as world:
-    for name, steps in (("off", 4), ("auto", 2), ("auto", 4)):
-        place = Path(sys.argv[1]).with_name(name)
-        words = [f"--run.dir={place}", f"--run.steps={steps}", f"--comm.node_cache={name}", *common]
+    for name, steps, way in RUNS:
+        words = [f"--run.dir={Path(sys.argv[1]).with_name(name)}", f"--run.steps={steps}", way, *common]
         train(load(Path(sys.argv[1]), words), world)
 """
 
@@ -67,12 +71,18 @@ def test_a_host_receives_each_byte_once(tmp_path):
 
 @pytest.mark.library
 @pytest.mark.timeout(200)
-def test_a_run_fetches_half_as_much_and_gives_the_same_bits(data, tmp_path):
+def test_caches_and_islands_halve_the_bytes_and_change_no_bit(data, tmp_path):
     """With several microbatches of a rank in a step, and evaluations between the steps."""
     done = launch(2, script(tmp_path, TRAINS), write_config(data, tmp_path), data, timeout_s=180)
     assert done.code == 0, done.err
     assert done.out.count("once per node") == 2, done.out
-    off, auto = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("off", "auto"))
-    assert auto["parameters_digest"] == off["parameters_digest"]
-    assert 0 < auto["bytes_fetched_other_nodes"] <= 0.55 * off["bytes_fetched_other_nodes"]
-    assert auto["bytes_pushed_other_nodes"] == off["bytes_pushed_other_nodes"]
+    assert done.out.count("islands 2, each with all parameters: ranks 0-1, 2-3") == 2, done.out
+    runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")}
+    assert len(runs) == 4 and len({run["parameters_digest"] for run in runs.values()}) == 1
+    fetched, pushed = (
+        {name: run[f"bytes_{did}_other_nodes"] for name, run in runs.items()} for did in ("fetched", "pushed")
+    )
+    assert 0 < fetched["auto"] <= 0.55 * fetched["off"] and pushed["auto"] == pushed["off"]
+    crossing = {name: fetched[name] + pushed[name] for name in runs}
+    assert 0 < crossing["islands"] <= 0.51 * crossing["off"] and crossing["islands"] <= 0.68 * crossing["auto"]
+    assert runs["islands"]["bytes_between_islands"] == pytest.approx(crossing["islands"], rel=1e-6)
