@@ -1,4 +1,4 @@
-"""Probe of this MPI stack by trials, since MPI does not report which operations are one-sided (MPI Forum issue 635).
+"""Probe of the MPI library by trials, since MPI does not report which operations are one-sided (MPI Forum issue 635).
 
 First, the ranks on each node try shared memory. Then, for each kind of peer (same or other node), one pair of ranks
 tries the operations one by one (`probe.trial`). All ranks always have the same report.

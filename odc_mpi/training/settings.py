@@ -18,6 +18,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models.attention_names import unsupported_reason
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.probe.decision import (
+    CommSettings,
     NodeCacheSetting,
     ProgressSetting,
     ReductionSetting,
@@ -104,7 +105,9 @@ class CommConfig:
     """Settings for the communication of parameters and gradients."""
 
     reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
-    mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
+    mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = (
+        CommSettings.mailbox_bytes
+    )
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
     node_cache: Annotated[NodeCacheSetting, "fetch from other nodes once for all ranks of a node"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
