@@ -9,21 +9,19 @@ mask restricts each token to the attention chunk that contains it. Such a mask i
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from odc_mpi.models.packed import per_sequence, varlen
 
 #: Names under which packed attention is registered with transformers, keyed by `attn_implementation`. "sdpa" calls
 #: `scaled_dot_product_attention`; "eager" computes the scores explicitly. Soft caps always use eager attention.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
-#: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
-#: call outweighs its overhead, and eager attention would need too much memory for the scores.
-_MAX_TOKENS = 4096
 _PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
 #: Attention arguments of some models that change the result and are not supported.
 _UNSUPPORTED = ("position_bias",)
@@ -123,24 +121,19 @@ def packed_attention(
         }
         _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
         output = chunk.attend(query, key, value, scaling, _layer_index(module))
-    else:
-        lengths = _differences(cu_seq_lens_q)
-        num_keys = lengths if cu_seq_lens_k is None else _differences(cu_seq_lens_k)
-        prompts = [keys - length for keys, length in zip(num_keys, lengths, strict=True)]
-        query = _restart_temperatures(module, query, lengths, prompts)
-        if any(prompts):
-            query, key, value = (_with_prompts(states, lengths, prompts) for states in (query, key, value))
-        lengths = num_keys
-        if chunk_size is not None:
-            lengths = [min(chunk_size, n - begin) for n in lengths for begin in range(0, n, chunk_size)]
-        kernel = partial(_eager, softcap) if eager else _causal
-        attend: Callable[..., torch.Tensor] = partial(kernel, dropout=dropout, scaling=scaling, window=window)
-        if s_aux is not None:
-            attend = partial(_with_sinks, attend, s_aux, scaling)
-        output = _attend_per_sequence(attend, lengths, query, key, value)
-        if any(prompts):
-            sequences = zip(output.split(num_keys, 2), prompts, strict=True)
-            output = torch.cat([sequence[:, :, prompt:] for sequence, prompt in sequences], 2)
+        return output.transpose(1, 2).contiguous(), None
+    lengths = _differences(cu_seq_lens_q)
+    num_keys = lengths if cu_seq_lens_k is None else _differences(cu_seq_lens_k)
+    prompts = [keys - length for keys, length in zip(num_keys, lengths, strict=True)]
+    query = _restart_temperatures(module, query, lengths, prompts)
+    is_plain = not eager and dropout == 0 and chunk_size is None and s_aux is None
+    if is_plain and varlen.is_faster(lengths) and varlen.is_supported(query, key, value):
+        return varlen.attend(query, key, value, lengths, prompts, scaling, window), None
+    kernel = partial(per_sequence.eager, softcap) if eager else per_sequence.causal
+    attend: Callable[..., torch.Tensor] = partial(kernel, dropout=dropout, scaling=scaling, window=window)
+    if s_aux is not None:
+        attend = partial(per_sequence.with_sinks, attend, s_aux, scaling)
+    output = per_sequence.attend(attend, query, key, value, lengths, prompts, chunk_size)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -156,15 +149,6 @@ def _find_boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def _differences(bounds: torch.Tensor) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
-
-
-def _with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
-    """Insert a copy of the shared prompt before each sequence that shares one."""
-    parts, owner = [], states
-    for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
-        owner = owner if prompt else sequence
-        parts += [owner[:, :, :prompt], sequence]
-    return torch.cat(parts, 2)
 
 
 def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
@@ -186,57 +170,6 @@ def _restart_temperatures(module: Any, query: torch.Tensor, lengths: list[int], 
     return (query * (correct / applied)[:, None]).to(query.dtype)
 
 
-def _with_sinks(
-    attend: Callable[..., torch.Tensor],
-    sinks: torch.Tensor,
-    scaling: float | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> torch.Tensor:
-    """Attend with one sink per head: an additional first key with the value 0, which is visible to all tokens.
-
-    The sink is the score of this key. An additional dimension of queries and keys holds it, so that any kernel works.
-    """
-    scaling = q.shape[3] ** -0.5 if scaling is None else scaling
-    scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
-    q = F.pad(torch.cat([q, scores], 3), (0, 0, 1, 0))
-    sink_key = F.pad(torch.ones_like(k[:, :, :1, :1]), (k.shape[3], 0))
-    k, v = torch.cat([sink_key, F.pad(k, (0, 1))], 2), F.pad(v, (0, 1, 1, 0))
-    return attend(q, k, v, scaling=scaling, sink=True)[:, :, 1:, :-1]
-
-
-def _attend_per_sequence(
-    attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor
-) -> torch.Tensor:
-    """Attend within each sequence. `states` are the queries, keys and values, each `[1, heads, tokens, head_dim]`."""
-    split = [state.split(lengths, 2) for state in states]
-    outputs = list(split[0])
-    for positions in _group_by_length(lengths):
-        rows = attend(*(_rows([sequences[i] for i in positions]) for sequences in split))
-        for i, output in zip(positions, rows.split(1), strict=True):
-            outputs[i] = output
-    return torch.cat(outputs, 2)
-
-
-def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(sequences) if len(sequences) > 1 else sequences[0]
-
-
-def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Group sequences of equal length, and yield the indices of the sequences to batch into each call.
-
-    The overhead of a call exceeds the work for a short sequence, and packed completions include many short sequences.
-    """
-    positions_by_length: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        positions_by_length.setdefault(length, []).append(i)
-    for length, positions in positions_by_length.items():
-        max_sequences = max(1, _MAX_TOKENS // length)
-        for begin in range(0, len(positions), max_sequences):
-            yield positions[begin : begin + max_sequences]
-
-
 def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:
     if unsupported := [feature for feature, is_used in refused.items() if is_used]:
         raise kind(f"{supported}, got {', '.join(unsupported)}")
@@ -249,53 +182,6 @@ def _layer_index(module: torch.nn.Module) -> int:
             f"attention of a chunk needs the layer index: {type(module).__name__} has no layer_idx"
         )
     return layer
-
-
-def _causal(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-    sink: bool = False,
-) -> torch.Tensor:
-    num_tokens = q.shape[2]
-    mask = None if window is None or num_tokens - sink <= window else _causal_mask(num_tokens, window, q.device, sink)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=grouped)
-
-
-def _eager(
-    softcap: float | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-    sink: bool = False,
-) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_causal_mask(q.shape[2], window, q.device, sink), -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
-    return F.dropout(weights, dropout) @ v
-
-
-def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
-    """Return a bool mask `[num_tokens, num_tokens]` whose element `[i, j]` is True if token i attends to token j.
-
-    If `sink` is True, the first token is a sink, which is visible to all tokens.
-    """
-    tokens = torch.arange(num_tokens, device=device)
-    distance = tokens[:, None] - tokens[None, :]
-    mask = (distance >= 0) & (distance < (num_tokens if window is None else window))
-    if sink:
-        mask[:, 0] = True
-    return mask
 
 
 def register() -> None:

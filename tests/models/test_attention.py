@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from odc_mpi.models import attention
 from odc_mpi.models.attention import (
     ContextParallelUnsupportedError,
     PackingUnsupportedError,
     _local_pattern,
     packed_attention,
 )
+from odc_mpi.models.packed import per_sequence, varlen
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -55,7 +55,7 @@ def test_values_and_gradients(boundaries, window, eager):
     ("most", "calls"), [(4096, [(1, 1), (2, 3), (3, 2)]), (5, [(1, 1), (1, 2), (1, 3), (1, 3), (2, 2)])]
 )
 def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
-    monkeypatch.setattr(attention, "_MAX_TOKENS", most)
+    monkeypatch.setattr(per_sequence, "_MAX_TOKENS", most)
     seen = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -147,3 +147,77 @@ def test_a_chunk_of_a_split_sequence_refuses_other_attention(given, words):
         mask = given.get("attention_mask")
         given = {name: value for name, value in given.items() if name != "attention_mask"}
         packed_attention(None, *draw(4), mask, cu_seq_lens_q=torch.tensor([0, 4]), chunk=chunk, **given)
+
+
+class StandIn:
+    """Computes what the kernel for variable lengths computes; keeps the boundaries that it was given."""
+
+    def __init__(self):
+        self.bounds = []
+
+    def __call__(self, query, key, value, bounds_q, bounds_k, max_q, max_k, dropout, causal, debug, **options):
+        assert (dropout, causal, debug, options["window_size_right"]) == (0.0, True, False, 0)
+        assert (bounds_q.diff().max(), bounds_k.diff().max(), bounds_q.dtype) == (max_q, max_k, torch.int32)
+        self.bounds.append((bounds_q, bounds_k))
+        key, value = (states.repeat_interleave(HEADS // GROUPS, 1) for states in (key, value))
+        tokens, keys = torch.arange(len(query)), torch.arange(len(key))
+        sequence = torch.bucketize(tokens, bounds_q[1:], right=True)
+        at = tokens + (bounds_k - bounds_q)[sequence + 1]  # the key of each token
+        seen = (keys <= at[:, None]) & (keys >= bounds_k[sequence][:, None])
+        if (left := options["window_size_left"]) is not None:
+            seen &= at[:, None] - keys <= left
+        scores = torch.einsum("qhd,khd->hqk", query, key) * (options["scale"] or SIZE**-0.5)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value), None
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(varlen, "_forward", kernel := StandIn())
+    monkeypatch.setattr(varlen, "is_supported", lambda *states: True)
+    return kernel
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scaling", [None, 0.5])
+@pytest.mark.parametrize("prompts", [[0, 0, 0], [0, 4, 0], [0, 2, 5]])
+def test_one_call_for_all_lengths(monkeypatch, stand_in, window, scaling, prompts):
+    inputs, bounds = draw(12), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    given = {"cu_seq_lens_k": bounds + torch.tensor([0, *prompts]).cumsum(0), "sliding_window": window}
+    given |= {"cu_seq_lens_q": bounds, "scaling": scaling}
+    actual, again = (packed_attention(None, *inputs, None, **given)[0] for _ in range(2))
+    assert torch.equal(actual, again)
+    assert len({id(part) for call in stand_in.bounds for part in call}) == 1 + any(prompts), "copied once"
+    monkeypatch.undo()
+    wanted, _ = packed_attention(None, *inputs, None, **given)
+    torch.testing.assert_close(actual, wanted)
+    upstream = torch.randn_like(wanted)
+    got, expected = (torch.autograd.grad(x, inputs, upstream) for x in (actual, wanted))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dropout": 0.1},
+        {"softcap": 30.0},
+        {"eager": True},
+        {"s_aux": torch.ones(HEADS)},
+        {"attention_mask": torch.tensor([0, 4])},
+        {"cu_seq_lens_q": torch.tensor([0, 12])},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_other_features_are_calls_per_sequence(stand_in, given):
+    packed_attention(None, *draw(12), **{"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 5, 12]), **given})
+    assert stand_in.bounds == []
+
+
+def test_the_kernel_of_this_torch_has_the_arguments_and_gradients():
+    inputs = [states.detach().to("meta", torch.bfloat16).requires_grad_() for states in draw(12)]
+    output = varlen.attend(*inputs, [5, 1, 6], [0, 4, 0], 0.5, 3)
+    assert (output.shape, output.dtype) == ((1, 12, HEADS, SIZE), torch.bfloat16)
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    assert [gradient.shape for gradient in gradients] == [states.shape for states in inputs]
+    assert not varlen.is_supported(*inputs)

@@ -1,0 +1,154 @@
+"""Attention of packed sequences with all features. Each group of sequences of equal length is one kernel call."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+#: Maximum number of tokens when sequences of equal length are batched into one call. With more tokens, the work of a
+#: call outweighs its overhead, and eager attention would need too much memory for the scores.
+_MAX_TOKENS = 4096
+
+
+def with_prompts(states: torch.Tensor, lengths: list[int], prompts: list[int]) -> torch.Tensor:
+    """Insert a copy of the shared prompt, of `prompts[i]` tokens, before each sequence i that shares one.
+
+    `states` are queries, keys or values, `[1, heads, tokens, head_dim]`. Sequence i has `lengths[i]` tokens.
+    """
+    parts, owner = [], states
+    for sequence, prompt in zip(states.split(lengths, 2), prompts, strict=True):
+        owner = owner if prompt else sequence
+        parts += [owner[:, :, :prompt], sequence]
+    return torch.cat(parts, 2)
+
+
+def with_sinks(
+    kernel: Callable[..., torch.Tensor],
+    sinks: torch.Tensor,
+    scaling: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with one sink per head: an additional first key with the value 0, which is visible to all tokens.
+
+    The sink is the score of this key. An additional dimension of queries and keys holds it, so that any kernel works.
+    """
+    scaling = q.shape[3] ** -0.5 if scaling is None else scaling
+    scores = (sinks / scaling).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, scores], 3), (0, 0, 1, 0))
+    sink_key = F.pad(torch.ones_like(k[:, :, :1, :1]), (k.shape[3], 0))
+    k, v = torch.cat([sink_key, F.pad(k, (0, 1))], 2), F.pad(v, (0, 1, 1, 0))
+    return kernel(q, k, v, scaling=scaling, sink=True)[:, :, 1:, :-1]
+
+
+def attend(
+    kernel: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    prompts: list[int],
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """Attend within each sequence, and to the prompt that it shares.
+
+    Args:
+        kernel: Function that computes the causal attention of `[sequences, heads, tokens, head_dim]` queries, keys and
+            values, such as `causal`.
+        query, key, value: Packed states, `[1, heads, tokens, head_dim]`.
+        lengths: Number of tokens of each sequence.
+        prompts: Number of tokens of the prompt that each sequence shares with an earlier one, or 0.
+        chunk_size: Number of tokens of attention chunks, which start with each sequence. None means one chunk.
+
+    Returns:
+        Output, shaped like `query`.
+    """
+    num_keys = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
+    if any(prompts):
+        query, key, value = (with_prompts(states, lengths, prompts) for states in (query, key, value))
+    chunks = num_keys
+    if chunk_size is not None:
+        chunks = [min(chunk_size, n - begin) for n in num_keys for begin in range(0, n, chunk_size)]
+    output = _attend_packed(kernel, chunks, query, key, value)
+    if any(prompts):
+        sequences = zip(output.split(num_keys, 2), prompts, strict=True)
+        output = torch.cat([sequence[:, :, prompt:] for sequence, prompt in sequences], 2)
+    return output
+
+
+def _attend_packed(kernel: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor) -> torch.Tensor:
+    split = [state.split(lengths, 2) for state in states]
+    outputs = list(split[0])
+    for positions in _group_by_length(lengths):
+        rows = kernel(*(_rows([sequences[i] for i in positions]) for sequences in split))
+        for i, output in zip(positions, rows.split(1), strict=True):
+            outputs[i] = output
+    return torch.cat(outputs, 2)
+
+
+def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(sequences) if len(sequences) > 1 else sequences[0]
+
+
+def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Group sequences of equal length, and yield the indices of the sequences to batch into each call.
+
+    The overhead of a call exceeds the work for a short sequence, and packed completions include many short sequences.
+    """
+    positions_by_length: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        positions_by_length.setdefault(length, []).append(i)
+    for length, positions in positions_by_length.items():
+        max_sequences = max(1, _MAX_TOKENS // length)
+        for begin in range(0, len(positions), max_sequences):
+            yield positions[begin : begin + max_sequences]
+
+
+def causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    sink: bool = False,
+) -> torch.Tensor:
+    """Compute causal attention with a kernel of PyTorch. `sink` is True if the first token is visible to all tokens."""
+    num_tokens = q.shape[2]
+    mask = None if window is None or num_tokens - sink <= window else _causal_mask(num_tokens, window, q.device, sink)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling, enable_gqa=grouped)
+
+
+def eager(
+    softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    sink: bool = False,
+) -> torch.Tensor:
+    """Compute causal attention from explicit scores, which have a soft cap unless it is None."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_causal_mask(q.shape[2], window, q.device, sink), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
+    return F.dropout(weights, dropout) @ v
+
+
+def _causal_mask(num_tokens: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
+    """Return a bool mask `[num_tokens, num_tokens]` whose element `[i, j]` is True if token i attends to token j.
+
+    If `sink` is True, the first token is a sink, which is visible to all tokens.
+    """
+    tokens = torch.arange(num_tokens, device=device)
+    distance = tokens[:, None] - tokens[None, :]
+    mask = (distance >= 0) & (distance < (num_tokens if window is None else window))
+    if sink:
+        mask[:, 0] = True
+    return mask
