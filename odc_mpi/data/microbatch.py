@@ -47,12 +47,12 @@ class Microbatch:
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
         moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
+            name: value.to(device, non_blocking=True)  # otherwise the host waits for all kernels launched before
             for name, value in self.inputs.items()
+            if isinstance(value, torch.Tensor) and name not in bounds
         }
-        return replace(
-            self, inputs=moved, logit_positions=self.logit_positions.to(device), targets=self.targets.to(device)
-        )
+        positions, targets = (each.to(device, non_blocking=True) for each in (self.logit_positions, self.targets))
+        return replace(self, inputs=self.inputs | moved, logit_positions=positions, targets=targets)
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:

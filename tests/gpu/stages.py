@@ -85,9 +85,9 @@ class Job:
         return self.call(*self.mpiexec, "-n", ranks, *words, **environment)
 
 
-def kernels(job: Job) -> int | Skipped:
-    """Compare the kernels with torch's operators."""
-    return job.call(*PYTEST, "tests/comm/kernels")[0]
+def serial(job: Job, *tests: str) -> int | Skipped:
+    """Run tests of one process."""
+    return job.call(*PYTEST, *tests)[0]
 
 
 def sanitizer(job: Job, tool: str) -> int | Skipped:
@@ -150,7 +150,8 @@ def _keep_object(job: Job, output: str) -> bool:
 
 
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
-    "kernels": kernels,
+    "kernels": lambda job: serial(job, "tests/comm/kernels"),
+    "attention": lambda job: serial(job, "tests/models/test_attention_gpu.py", "tests/training/test_losses_gpu.py"),
     "memcheck": partial(sanitizer, tool="memcheck"),
     "racecheck": partial(sanitizer, tool="racecheck"),
     **{f"doctor-{n}": partial(doctor, ranks=n) for n in RANKS},

@@ -28,7 +28,7 @@ class PairMicrobatch(Microbatch):
         """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
         moved = super().to(device)
         assert isinstance(moved, PairMicrobatch)
-        return replace(moved, answers=self.answers.to(device))
+        return replace(moved, answers=self.answers.to(device, non_blocking=True))
 
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
@@ -66,10 +66,10 @@ def as_padded_rows(microbatch: PairMicrobatch) -> PairMicrobatch:
     `inputs` contains only `input_ids`, int64 `[2, length]`, and `use_cache`. `logit_positions` are indices into the
     flattened rows. Padding is at the end and needs no mask, because in a causal model no token depends on later tokens.
     """
-    tokens, bounds = microbatch.inputs["input_ids"][0], microbatch.inputs["cu_seq_lens_q"].tolist()
+    tokens = microbatch.inputs["input_ids"][0]
+    bounds, key_bounds = (microbatch.inputs[f"cu_seq_lens_{name}"].tolist() for name in "qk")
     assert len(bounds) == 3, f"expected one pair, got {len(bounds) // 2}"
-    split = bounds[1]
-    num_prompt = int(microbatch.inputs["position_ids"][0, split])
+    split, num_prompt = bounds[1], key_bounds[2] - bounds[2]
     rows = [tokens[:split], torch.cat([tokens[:num_prompt], tokens[split:]])]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     positions = microbatch.logit_positions
@@ -91,7 +91,9 @@ def select_last_tokens(microbatch: PairMicrobatch, padding: int) -> PairMicrobat
     computes its output. `num_tokens` does not change.
     """
     tokens = microbatch.inputs["input_ids"][0]
-    bounds, bounds_k = (microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64) for name in "qk")
+    bounds, bounds_k = (
+        microbatch.inputs[f"cu_seq_lens_{name}"].to(tokens.device, torch.int64, non_blocking=True) for name in "qk"
+    )
     starts = bounds[:-1]
     pair_starts = starts[::2].repeat_interleave(2)
     # The last tokens of the prompts of rejected answers. Chosen answers include their prompts.

@@ -52,7 +52,8 @@ class AnswerLogps:
         # In float64, since the loss depends on small differences of these sums.
         sums = torch.zeros(num_answers, dtype=torch.float64, device=scores.logps.device)
         logps = sums.index_add(0, pairs.answers, scores.logps.double()).reshape(-1, 2)
-        lengths = torch.bincount(pairs.answers, minlength=num_answers).reshape(-1, 2)
+        ones = torch.ones_like(pairs.answers)  # unlike `bincount`, the sum does not wait for a GPU
+        lengths = torch.zeros_like(sums, dtype=torch.int64).index_add(0, pairs.answers, ones).reshape(-1, 2)
         return AnswerScores(logps, lengths, scores.entropy.sum(), scores.router_loss)
 
 
@@ -74,7 +75,7 @@ class PreferenceScorer(PairScorer):
         scores = self._answer_logps(microbatch)
         counts = minibatch.dataset.pair_counts
         assert counts is not None
-        reference = self._reference[microbatch.indices].to(scores.logps.device)
+        reference = self._reference[microbatch.indices].to(scores.logps.device, non_blocking=True)
         mean_chosen_length = float(counts[minibatch.indices, 2].mean())
         pairs = PairLogps(scores.logps, reference, scores.lengths, mean_chosen_length)
         statistics = pair_statistics(self._dpo, pairs)

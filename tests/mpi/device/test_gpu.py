@@ -70,6 +70,22 @@ def test_prefetching_and_recomputing_change_nothing(world, dataset_path, exact_f
     assert_close(repeated, state)
 
 
+@pytest.mark.sizes(1)
+@pytest.mark.timeout(300)  # it compiles
+@pytest.mark.filterwarnings("ignore")  # of peft, Dynamo and inductor
+def test_compiling_layers_with_adapters_changes_nothing_on_a_gpu(world, dataset_path):
+    changes = {"run.device": "cuda", "model.param_dtype": "bfloat16", "model.gradient_checkpointing": "true"}
+    changes |= {"lora.r": 4, "lora.alpha": 16, "optim.warmup_steps": None}
+    losses = [[step["loss"] for step in run(configure(dataset_path, **changes), world)[1]]]
+    torch._dynamo.reset()
+    changes["model.compile"] = "true"
+    losses.append([step["loss"] for step in run(configure(dataset_path, **changes), world)[1]])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCES["bfloat16"])
+    assert losses[0][-1] != losses[0][0]
+
+
 @pytest.fixture
 def window_memory(world):
     """A device that can have windows; CuPy is there where device windows are to be tested."""

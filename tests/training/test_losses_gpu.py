@@ -1,0 +1,70 @@
+"""No objective makes the host wait for the GPU before the backward pass; skipped, unless ODC_MPI_REQUIRE_GPU=1."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from packed_models import packed_model
+from pair_files import write_pairs
+from tiny_qwen2 import SIZES
+from transformers import AutoModelForSequenceClassification
+
+from odc_mpi.data.dataset.reader import Dataset
+from odc_mpi.data.pairs.microbatch import read_pairs
+from odc_mpi.rollout.groups import PromptGroup, pack_microbatches
+from odc_mpi.training.objectives.dpo import AnswerLogps, DPOObjective, PreferenceScorer
+from odc_mpi.training.objectives.grpo import GRPOObjective
+from odc_mpi.training.objectives.reward import AnswerRewards, RewardObjective, RewardScorer
+from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.pairs.settings import DPOConfig, RewardConfig
+from odc_mpi.training.rl.settings import GRPOConfig
+
+
+@pytest.fixture(autouse=True)
+def needs_gpu():
+    if not torch.cuda.is_available():
+        required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
+        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+
+
+def objective_for(name, module):
+    if name == "sft":
+        return SFTObjective(module)
+    if name == "dpo":
+        scorer = PreferenceScorer(AnswerLogps(module, True), DPOConfig(), torch.zeros(2, 2, dtype=torch.float64))
+        return DPOObjective(scorer)
+    if name == "reward":
+        return RewardObjective(RewardScorer(AnswerRewards(module, True), RewardConfig()))
+    rl = GRPOConfig(loss_type="grpo", beta=0.1)
+    return GRPOObjective(module, rl, 1, lambda microbatch: torch.zeros(9, device="cuda"))
+
+
+def group():
+    logps = [np.zeros(4, np.float32), np.zeros(5, np.float32)]
+    completions, excluded = [[1, 2, 3, 4], [5, 6, 7, 8, 9]], np.zeros(2, bool)
+    return PromptGroup(0, 0, [4, 5, 6], completions, logps, np.array([1.0, -1.0]), excluded)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+def test_the_host_does_not_wait_for_a_loss(tmp_path, name):
+    kind = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1} if name == "reward" else {}
+    heads = {"hidden_size": 8 * SIZES["num_attention_heads"], "attention_dropout": 0.0}
+    module = packed_model(**kind, **heads, pad_token_id=0).to("cuda", torch.bfloat16)
+    objective, model = objective_for(name, module), SimpleNamespace(device=torch.device("cuda"))
+    write_pairs(tmp_path / "pairs.h5", [(5, 4, 7), (3, 9, 1)], vocab_size=61)
+    with Dataset(tmp_path / "pairs.h5") as dataset:
+        minibatch = SimpleNamespace(dataset=dataset, indices=np.arange(2), num_tokens=21)
+        objective.on_step_begin(SimpleNamespace(minibatch=minibatch))
+        (rollouts,) = pack_microbatches([group()], 100, with_all=True)
+        microbatch = rollouts if name == "grpo" else read_pairs(dataset, minibatch.indices)
+        for mode in ("default", "error"):  # the first call compiles kernels and takes memory
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                loss = objective.loss(model, minibatch, microbatch.to(model.device))
+                loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    objective.on_microbatch_end(SimpleNamespace(microbatch=microbatch, loss=loss.item()))
+    assert all(np.isfinite(objective.local_values()))
