@@ -217,7 +217,7 @@ def loss(options: argparse.Namespace) -> None:
         if elements is None:
             value = F.cross_entropy(F.linear(hidden, weight).float(), targets)
         else:
-            token_logps.MAX_ELEMENTS = elements
+            token_logps.MAX_ELEMENTS[DEVICE] = elements
             value = -token_logps.ChunkedLogps.apply(hidden, weight, None, targets, LogitTransform())[0].mean()
         return value, *torch.autograd.grad(value, (hidden, weight))
 

@@ -33,7 +33,7 @@ def transformed(logits, transform):
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("num_blocks", [1, 4])
 def test_they_are_the_formula(monkeypatch, transform, with_bias, num_blocks):
-    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 13 * (10 if num_blocks == 1 else 3))
+    monkeypatch.setitem(token_logps.MAX_ELEMENTS, "cpu", 13 * (10 if num_blocks == 1 else 3))
     transform = TRANSFORMS[transform]
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape).double().requires_grad_() for shape in ((10, 4), (13, 4), (13,)))
@@ -60,7 +60,7 @@ def test_no_tokens_have_gradients_of_zero():
 
 def test_the_gradient_of_a_16_bit_head_is_summed_in_32_bits(monkeypatch):
     """512 blocks of one position each. A sum of 16 bits would stop growing at 256."""
-    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 2)
+    monkeypatch.setitem(token_logps.MAX_ELEMENTS, "cpu", 2)
     hidden, weight = torch.ones(512, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     found = ChunkedLogps.apply(hidden, weight, None, torch.zeros(512, dtype=torch.int64), LogitTransform())
     (gradient,) = torch.autograd.grad(found[0], weight, torch.full((512,), 2.0))

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, computed without storing the logits of all positions.
 
-Logits are computed only at the given positions, in blocks of at most 2**24 logits, and only one block is in memory at a
-time. `TokenLogps` describes the exceptions.
+Logits are computed only at the given positions, in blocks, and only one block is in memory at a time. `TokenLogps`
+describes the exceptions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,9 @@ from torch import nn
 
 from odc_mpi.models.logps.logit_transform import LogitTransform, replaced_forwards
 
-#: Maximum number of logits per block: 64 MiB in float32.
-MAX_ELEMENTS = 1 << 24
+#: Maximum number of logits per block, by type of device: 64 and 256 MiB in float32. Each block reads the head, and
+#: reads and writes its gradient, which takes longer than small matrix products on a GPU (benchmarks/gpu_attention.py).
+MAX_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 26}
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -103,7 +104,7 @@ class ChunkedLogps(torch.autograd.Function):
         `hidden` is `[K, hidden_size]`. The head has the parameters `weight`, `[vocab_size, hidden_size]`, and `bias`,
         `[vocab_size]` or None. `targets` are token ids, int64 `[K]`. `transform` is applied to head outputs.
         """
-        blocks = list(_blocks(len(targets), len(weight)))
+        blocks = list(_blocks(len(targets), weight))
         parts = []
         probabilities = None
         for block in blocks:
@@ -126,7 +127,7 @@ class ChunkedLogps(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         weight_grad = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = _zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for block in _blocks(len(targets), len(weight)):
+        for block in _blocks(len(targets), weight):
             logits = None
             if saved is None:
                 logits = transform(nn.functional.linear(hidden[block], weight, bias))
@@ -169,8 +170,8 @@ def _complete_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: f
     return TokenScores(logps, entropy, is_top)
 
 
-def _blocks(count: int, vocab_size: int) -> Iterator[slice]:
-    step = max(1, MAX_ELEMENTS // vocab_size)
+def _blocks(count: int, head: torch.Tensor) -> Iterator[slice]:
+    step = max(1, MAX_ELEMENTS[head.device.type] // len(head))
     return (slice(begin, begin + step) for begin in range(0, max(1, count), step))
 
 

@@ -164,7 +164,8 @@ def _activation_bytes(config: Config, model: MetaModel, dtype: torch.dtype, leng
     """Return the bytes that autograd saves in the forward pass of a microbatch, and the bytes of its logits."""
     num_tokens, text = sum(lengths), model.module.config.get_text_config()
     narrow = dtype.itemsize < 4
-    logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS) * (4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0))
+    logits = min(num_tokens * model.vocab_size, MAX_ELEMENTS[config.run.device])
+    logits *= 4 * _LOGITS_COPIES + (dtype.itemsize if narrow else 0)
     if model.module.get_output_embeddings() is None:
         logits = 0  # a reward model
     elif narrow and not model.adapter:

@@ -81,7 +81,7 @@ def plain_losses(config, dataset, module):
 )
 def test_losses_and_parameters_are_those_of_a_plain_loop(world, pairs_path, base, monkeypatch, balance, packs):
     """Log-probabilities are computed in blocks of three, of which ranks need different numbers."""
-    monkeypatch.setattr(token_logps, "MAX_ELEMENTS", 3 * QWEN2["vocab_size"])
+    monkeypatch.setitem(token_logps.MAX_ELEMENTS, "cpu", 3 * QWEN2["vocab_size"])
     if not packs:
         monkeypatch.setattr(families, "_unpacked_reason", lambda module: "a test")
     config = settings(pairs_path, base, **{"data.balance": balance})
