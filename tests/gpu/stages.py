@@ -151,7 +151,7 @@ def _keep_object(job: Job, output: str) -> bool:
 
 STAGES: dict[str, Callable[[Job], int | Skipped]] = {
     "kernels": lambda job: serial(job, "tests/comm/kernels"),
-    "attention": lambda job: serial(job, "tests/models/test_attention_gpu.py", "tests/training/test_losses_gpu.py"),
+    "attention": lambda job: serial(job, "tests/models/packed/test_varlen_gpu.py", "tests/training/test_losses_gpu.py"),
     "memcheck": partial(sanitizer, tool="memcheck"),
     "racecheck": partial(sanitizer, tool="racecheck"),
     **{f"doctor-{n}": partial(doctor, ranks=n) for n in RANKS},

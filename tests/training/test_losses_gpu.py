@@ -66,5 +66,6 @@ def test_the_host_does_not_wait_for_a_loss(tmp_path, name):
                 loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    objective.on_microbatch_end(SimpleNamespace(microbatch=microbatch, loss=loss.item()))
+    values = objective.statistics.tolist()
+    objective.on_microbatch_end(SimpleNamespace(microbatch=microbatch, loss=loss.item(), statistics=values))
     assert all(np.isfinite(objective.local_values()))

@@ -24,12 +24,6 @@ class PairMicrobatch(Microbatch):
 
     answers: torch.Tensor
 
-    def to(self, device: torch.device) -> "PairMicrobatch":
-        """Return the microbatch with its tensors on `device`. The sequence bounds `cu_seq_lens_*` stay on the host."""
-        moved = super().to(device)
-        assert isinstance(moved, PairMicrobatch)
-        return replace(moved, answers=self.answers.to(device, non_blocking=True))
-
 
 def read_pairs(dataset: Dataset, indices: npt.NDArray[np.int64]) -> PairMicrobatch:
     """Read the pairs with the given indices, int64 [num_pairs], as a microbatch. At least one index is required."""

@@ -62,30 +62,29 @@ class GRPOObjective(Objective):
         logps = self._token_logps(
             microbatch.inputs, microbatch.logit_positions, microbatch.targets, self._rl.temperature
         ).logps
-
-        def to_device(values: torch.Tensor) -> torch.Tensor:
-            return values.to(model.device, non_blocking=True)  # otherwise the copy waits for the forward pass
-
         # The log-probabilities from sampling are those of the same policy.
-        differences = (logps.detach() - to_device(microbatch.logps)).abs()
-        # Read after the backward pass, since a GPU has not computed them yet.
-        self._last_values = {"logp_difference": differences.sum(), "largest": differences.max()}
+        differences = (logps.detach() - microbatch.logps).abs()
+        statistics = [differences.sum(), differences.max()]
         sequence = microbatch.sequence
-        per_token = policy_loss(logps, to_device(microbatch.advantages.to(torch.float32)[sequence]))
+        per_token = policy_loss(logps, microbatch.advantages.float()[sequence])
         if self._reference_logps is not None:
             kl = kl_k3(logps, self._reference_logps(microbatch))
-            self._last_values["grpo_kl"] = kl.detach().sum()
+            statistics.append(kl.detach().sum())
             per_token = per_token + self._rl.beta * kl
         if self._rl.loss_type == "grpo":
-            per_token = per_token / to_device(torch.bincount(sequence).to(torch.float32)[sequence])
+            ones = torch.ones_like(sequence, dtype=torch.float32)  # unlike `bincount`, the sum does not wait for a GPU
+            counts = ones.new_zeros(len(microbatch.advantages)).index_add(0, sequence, ones)
+            per_token = per_token / counts[sequence]
+        self.statistics = torch.stack(statistics)
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add the loss of a microbatch and its other values to those of this step."""
-        values = {name: value.item() for name, value in self._last_values.items()}
-        self._largest_difference = max(self._largest_difference, values.pop("largest"))
+        """Add the loss and the statistics of a microbatch to those of this step."""
+        difference, largest_difference, *kl = result.statistics
         self._num_tokens += result.microbatch.num_tokens
-        for name, value in {"grpo_loss": result.loss, **values}.items():
+        self._largest_difference = max(self._largest_difference, largest_difference)
+        values = {"grpo_loss": result.loss, "logp_difference": difference} | dict(zip(["grpo_kl"], kl, strict=False))
+        for name, value in values.items():
             self._add(name, result.microbatch, value)
 
     def local_values(self) -> tuple[float, ...]:
