@@ -77,9 +77,9 @@ def mapped_device_windows(device: Device) -> WindowFactory:
 
 
 def mapping_error(world: World, device: Device) -> str | None:
-    """Return the reason that ranks cannot map each other's device memory, or None if they can. Collective. Same on all ranks.
+    """Return the reason that ranks cannot map each other's device memory, or None if they can. Collective.
 
-    Every rank writes to the memory of every other rank, and reads from it, and checks the data.
+    The result is the same on all ranks. Every rank writes to the memory of all ranks, reads it, and checks the data.
     """
     if world.num_nodes > 1:
         return "ranks are on several nodes"
