@@ -193,13 +193,11 @@ class Plain(UnshardedBaseline):
             self._optimizer = make_optimizer(
                 config.optim, named_parameters, {name: tuple(p.shape) for name, p in named_parameters}
             )
+            self._optimizer.register_step_post_hook(self._cast)
 
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch, and cast the masters into the model."""
-        done = super().step()
-        with torch.no_grad():
-            torch._foreach_copy_(self._narrow, self._masters)
-        return done
+    @torch.no_grad()
+    def _cast(self, *_: object) -> None:
+        torch._foreach_copy_(self._narrow, self._masters)
 
     def _keep_masters(self, dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
         """Convert the model to a narrower type; return fp32 masters, to which each backward adds its gradients."""

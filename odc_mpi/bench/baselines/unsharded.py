@@ -56,12 +56,12 @@ class UnshardedBaseline(Contender):
             nn.utils.clip_grad_norm_(optimized, self._max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss, minibatch.num_input_tokens
+        return loss.item(), minibatch.num_input_tokens
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _run(self, minibatch: Minibatch) -> float:
+    def _run(self, minibatch: Minibatch) -> torch.Tensor:
         return run_microbatches(self._token_logps, minibatch, minibatch, device=self._device)
 
 
@@ -71,15 +71,16 @@ def run_microbatches(
     microbatches: Iterable[Microbatch],
     factor: float = 1.0,
     device: torch.device = HOST,
-) -> float:
+) -> torch.Tensor:
     """Run the forward and backward passes of microbatches, and return their contribution to the minibatch's loss.
 
-    Gradients, but not the returned loss, are multiplied by `factor`. If the model is sharded, both passes communicate.
+    The result is a float64 scalar on `device`, which a GPU may not have computed yet. Gradients, but not the result,
+    are multiplied by `factor`. If the model is sharded, both passes communicate.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for microbatch in microbatches:
         moved = microbatch.to(device)
         loss = -token_logps(moved.inputs, moved.logit_positions, moved.targets).logps.sum() / minibatch.num_tokens
         (loss * factor).backward()
-        total += loss.item()
+        total += loss.detach()
     return total
