@@ -34,13 +34,18 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline(Contender):
-    """Contender that trains without communication on all microbatches of `loader`, which no other contender may use."""
+    """Contender that trains without communication on all microbatches of `loader`, which no other contender may use.
 
-    def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
+    `module` is the model to train on `device`, by default that of `build_unsharded_model`.
+    """
+
+    def __init__(
+        self, config: Config, loader: Loader, device: torch.device = HOST, module: nn.Module | None = None
+    ) -> None:
         self._max_norm = config.optim.max_grad_norm
         self._loader = loader
         self._device = device
-        module = build_unsharded_model(config, device)
+        module = module or build_unsharded_model(config, device)
         self._token_logps = TokenLogps(module)
         self._model = self._prepare(module)
         trainable = [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
