@@ -12,7 +12,8 @@
 Operations on GPU windows may crash or hang even if a doctor has proved them. So all of the above is measured without
 them first; then, if they are to be used, bandwidths and steps are measured again with them and with all other variants
 in the same run. Rank 0 prints the object as a line of JSON after each part: the last line has all results. A part that
-fails is in `left_out`, with a reason that begins with `failed`; the exit code is then 1.
+fails is in `left_out`, as a contender is in that of its part, with a reason that begins with `failed`, and different
+losses as `agreement`; the exit code is then 1.
 
     library, ranks, nodes, repeats, devices, torch, load_average ([before, after], the node's over a minute)
     left_out     {what: reason}: variants, parts, and `step_device_windows`, `ranks_device_windows`
@@ -63,8 +64,6 @@ from odc_mpi.training.settings import Config
 PARTS = ("bandwidths", "kernels", "step", "ranks")
 #: Contenders of `step` and `ranks` that can be measured separately.
 CONTENDERS = (gpu_step.PLAIN, *gpu_step.COMM)
-#: Beginning of the reason for a part that was to be measured.
-FAILED = "failed"
 #: Called with the result so far and a line about the next measurement.
 ReportFunction = Callable[[dict[str, Any], str], None]
 
@@ -116,17 +115,15 @@ def main() -> int:
         if doing:
             make_progress_printer(world.rank)(doing)
 
-    failed = False
+    result: dict[str, Any] = {}
 
     def work() -> None:
-        nonlocal failed
         device = world.run_on_all(lambda: _find(world.host_rank))
         options = Options(**{**vars(given), "sizes": parse_sizes(given.sizes)})
-        result = measure(world, device, options, report)
+        result.update(measure(world, device, options, report))
         report(result)
-        failed = any(reason.startswith(FAILED) for reason in result["left_out"].values())
 
-    return run_on_all_ranks(world, work) or int(failed)
+    return run_on_all_ranks(world, work) or int(gpu_step.failed(result))
 
 
 def _find(host_rank: int) -> Device:
@@ -263,7 +260,7 @@ class _Parts:
                     self._world, config, self._device, names, options.steps, options.repeats, self._say
                 )
             except AllRanksUserError as error:
-                failure = f"{FAILED}: {error}"
+                failure = f"failed: {error}"
         if names:
             self._keep("ranks", measured, failure, on_device)
 
@@ -320,7 +317,7 @@ class _Parts:
             except OmittedError as error:
                 failure = str(error)
             except Exception as error:  # other parts are measured all the same
-                failure = f"{FAILED}: {type(error).__name__}: {one_line_message(error)}"
+                failure = f"failed: {type(error).__name__}: {one_line_message(error)}"
         self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for measurements of rank 0")
         done, failure = self._world.gather_objects((done, failure))[0]
         return done, failure

@@ -27,7 +27,7 @@ from gpu_memory import MeasuredContender, Memory
 from torch import nn
 
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
-from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, deviation, run_rounds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset.writer import DatasetWriter
 from odc_mpi.data.loader import Loader
@@ -36,6 +36,7 @@ from odc_mpi.observe.throughput import peak_flops
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 from odc_mpi.training.inputs import open_inputs, training_flops
+from odc_mpi.training.loop import Trainer
 from odc_mpi.training.resolved_settings import with_device
 from odc_mpi.training.run import build_trainer, decide
 from odc_mpi.training.run_info import numel
@@ -143,7 +144,7 @@ def measure(
         Entry `step` of the object of `gpu.py`.
 
     Raises:
-        UserError: Settings, data and model do not match, memory is insufficient, or losses differ.
+        UserError: Settings, data and model do not match, or memory is insufficient for plain torch.
     """
     assert alone.size == 1
     torch.set_num_threads(config.run.threads or alone.cores_per_rank())
@@ -157,32 +158,44 @@ def measure(
 def run(contenders: "Contenders", config: Config, steps: int, repeats: int) -> dict[str, Any]:
     """Measure and close contenders, and return their entry of the result. Collective.
 
-    Raises:
-        AllRanksUserError: There is no plain torch to compare with, or losses differ.
+    If losses differ, `left_out` has the entry `agreement`. Raises `AllRanksUserError` if the reference failed.
     """
+    reference = contenders.reference
     rounds = contenders.run(steps, repeats)
     fields = contenders.figures(rounds)
     contenders.close()
     tolerance = TOLERANCE[config.model.param_dtype]
-    apart = agreement(rounds, PLAIN, tolerance)
+    try:
+        agreement(rounds, reference, tolerance)
+    except AllRanksUserError as error:
+        fields["left_out"]["agreement"] = f"failed: {error}"
     return {
         "steps": steps,
         "param_dtype": config.model.param_dtype,
         **fields,
-        "loss_deviation": {name: value for name, value in apart.items() if name != PLAIN},
+        "loss_deviation": {
+            name: deviation(own, rounds[reference]) for name, own in rounds.items() if name != reference
+        },
         "tolerance": tolerance,
-        "losses": [loss for done in rounds[PLAIN] for loss in done.losses],
+        "losses": [loss for done in rounds[reference] for loss in done.losses],
     }
 
 
-def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+def failed(result: Mapping[str, Any]) -> bool:
+    """Return True if a part of a result, or a contender in a part, is missing because of an error."""
+    entries = [result, *(entry for entry in result.values() if isinstance(entry, dict))]
+    reasons = [reason for entry in entries for reason in entry.get("left_out", {}).values()]
+    return any(reason.startswith("failed") for reason in reasons)
+
+
+def figures(rounds: Mapping[str, Sequence[Round]], reference: str = PLAIN) -> dict[str, Any]:
     """Return times of a minibatch, speeds and overheads, without the first round, which warms up."""
     step_s = {name: [done.seconds / len(done.losses) for done in some[1:]] for name, some in rounds.items()}
     speeds = {name: [done.num_tokens / done.seconds for done in some[1:]] for name, some in rounds.items()}
     overheads = {
-        name: [own / plain - 1 for own, plain in zip(times, step_s[PLAIN], strict=True)]
+        name: [own / plain - 1 for own, plain in zip(times, step_s[reference], strict=True)]
         for name, times in step_s.items()
-        if name != PLAIN
+        if name != reference
     }
     return {
         "seconds": {name: quartiles(times) for name, times in step_s.items()},
@@ -238,6 +251,7 @@ class Contenders:
     Args:
         world: Ranks that measure; a contender that fails on one of them is left out on all.
         report: Called with a line about the next measurement.
+        reference: Contender that the others are compared with.
 
     Attributes:
         by_name: Contenders by name.
@@ -248,8 +262,8 @@ class Contenders:
         flops_per_token: FLOPs of a training step per token, a mean over the data set.
     """
 
-    def __init__(self, world: World, device: Device, report: Callable[[str], None]) -> None:
-        self._world, self._device, self._report = world, device, report
+    def __init__(self, world: World, device: Device, report: Callable[[str], None], reference: str = PLAIN) -> None:
+        self._world, self._device, self._report, self.reference = world, device, report, reference
         self.by_name: dict[str, Contender] = {}
         self.left_out: dict[str, str] = {}
         self.reductions: dict[str, str] = {}
@@ -280,6 +294,11 @@ class Contenders:
         return Plain(config, inputs.sequence_loader, self._device.torch_device)
 
     def trainer(self, name: str, config: Config, world: World, **comm: Any) -> Contender:
+        """Build a contender with the trainer of `build_trainer`. Collective in `world`."""
+        # Without ranks to add to, each reports the loss of its share.
+        return OdcContender(self.build_trainer(name, config, world, **comm), self._world.rank if world.size > 1 else 0)
+
+    def build_trainer(self, name: str, config: Config, world: World, **comm: Any) -> Trainer:
         """Build the trainer of `odc-mpi train` on the ranks of `world`. Collective in `world`.
 
         It trains on this rank's share among all ranks, of which `world` may have this one only. `comm` are settings.
@@ -294,13 +313,12 @@ class Contenders:
         lengths = inputs.dataset.lengths
         flops = training_flops(inputs.model, numel(trainer.model, True) / self.model_numel)
         self.flops_per_token = float(flops.sequence(lengths).sum() / lengths.sum())
-        # Without ranks to add to, each reports the loss of its share.
-        return OdcContender(trainer, self._world.rank if world.size > 1 else 0)
+        return trainer
 
     def run(self, steps: int, repeats: int) -> dict[str, list[Round]]:
         """Train in turns, and return the rounds of each contender; see `run_rounds`. Collective."""
-        if PLAIN in self.left_out:
-            raise AllRanksUserError(f"{PLAIN}: {self.left_out[PLAIN]}")
+        if self.reference in self.left_out:
+            raise AllRanksUserError(f"{self.reference}: {self.left_out[self.reference]}")
 
         def finish() -> None:
             self._device.record_event().synchronize()
@@ -309,7 +327,7 @@ class Contenders:
 
     def figures(self, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
         """Return sizes, times, speeds, utilization of the GPU, and peak memory, a sum over the ranks. Collective."""
-        found = figures(rounds)
+        found = figures(rounds, self.reference)
         peak = peak_flops(self._device.name)
         peaks = self._world.gather_objects(self.memory.peaks)
         return {

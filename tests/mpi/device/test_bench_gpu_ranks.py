@@ -66,7 +66,7 @@ def test_what_fails_is_left_out(world, device, options, monkeypatch):
     result = gpu.measure(world, device, options)
     assert result["left_out"]["kernels"] == "failed: RuntimeError: out of order"
     assert result["step"]["left_out"] == {"device_copies": "failed: RuntimeError: out of order"}
-    assert set(result["step"]["overhead"]) == {"device_windows"}
+    assert set(result["step"]["overhead"]) == {"device_windows"} and gpu_step.failed(result)
 
 
 def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsys):
@@ -74,6 +74,7 @@ def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsy
     monkeypatch.setattr(gpu, "World", lambda **_: world)
     monkeypatch.setattr(gpu, "run_on_all_ranks", lambda world, work: work() or 0)
     monkeypatch.setattr(gpu_step, "MODEL", QWEN2)
+    monkeypatch.setattr(gpu_step, "peak_flops", lambda name: 1e9)
     for name, value in {"LENGTH": 32, "VOCAB_SIZE": 64, "SEQUENCES": 8}.items():
         monkeypatch.setattr(gpu_step, name, value)
     words = "--parts step ranks --contenders plain host_windows device_copies --steps 1 --repeats 1"
@@ -84,6 +85,12 @@ def test_the_default_model_on_the_command_line(world, device, monkeypatch, capsy
     if lines:
         assert set(lines[-1]["step"]["overhead"]) == {"host_windows", "device_copies"}
         assert set(lines[-1]["ranks"]["overhead"]) == {"host_windows", "apart"}
+        step, layers, hidden, vocab = (
+            lines[-1]["step"],
+            *(QWEN2[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size")),
+        )
+        flops = 6 * (step["model_numel"] - vocab * hidden) + 6 * layers * hidden * 32
+        assert step["mfu"]["plain"] == pytest.approx(step["tokens_per_s"]["plain"] * flops / 1e9, rel=0.02)
         assert "ranks_device_windows" in lines[-1]["left_out"], "the doctor has proved nothing"
 
 
