@@ -144,11 +144,14 @@ class DeviceUnits:
         for i in range(self.num_units):
             transport.parameters.shard(i)[: self._owned].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
-        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
+        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units, finish=self._finish))
         push = f"push_{place}_{reduction}"
         self.variants[push] = self._push(transport)
         if place == "host":
             self.links |= {fetch: _TO_DEVICE, push: _TO_HOST}
+
+    def _finish(self) -> None:
+        self._device.record_event().synchronize()
 
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
@@ -160,7 +163,7 @@ class DeviceUnits:
             gradient.fill_(1.0)
 
         def push(i: int) -> None:
-            transport.gradients.record_event(gradients[i])
+            transport.gradients.prepare_push(gradients[i])
             transport.gradients.push(i, gradients[i]).wait()
 
         return pushes(transport, self.num_units, push, self._owned)

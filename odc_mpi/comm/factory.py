@@ -133,6 +133,7 @@ def staged(inner: Transport, device: Device) -> Transport:
     Parameters and gradients are copied through pinned host memory. `inner` must be one-sided and not yet allocated. Do
     not use it directly afterwards.
     """
+    assert isinstance(inner.parameters, WindowParameters | NodeCache)
     pinned = PinnedMemory(inner.storages, device)
     return replace(
         inner,

@@ -165,8 +165,7 @@ class GradientPusher:
         return self._accumulated[index]
 
     def _push_accumulated(self, index: int) -> None:
-        if self._thread is None:
-            self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
+        self._wait(self._max_in_flight)  # a push in flight may take up additional memory, such as pinned memory
         accumulated = self._accumulated.pop(index)
         flat = accumulated.flat[accumulated.start : accumulated.stop]
         self.gradient_format.note_push(index, flat)
@@ -181,7 +180,7 @@ class GradientPusher:
     def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
         push = self._store.push
         with self._spans.span("accumulate"):
-            self._store.record_event(flat)
+            self._store.prepare_push(flat)
             pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._in_flight.append((pending, flat, index))
         self._traffic.add_push(index, start, start + flat.numel())

@@ -4,6 +4,7 @@ import threading
 import time
 
 import torch
+from mpi4py import MPI
 
 from odc_mpi.comm.kernels.native import add_segments_
 
@@ -30,7 +31,8 @@ class LateDevice:
         self.copy_s = copy_s
         self.device_memory = set()
         self._kernels = []
-        self._lock = threading.Lock()
+        self._in_flight = {"to device": [], "to host": []}
+        self._lock = threading.RLock()
 
     def set_current(self):
         pass
@@ -70,9 +72,23 @@ class LateDevice:
         assert isinstance(wait_for, LateEvent)
         assert destination.shape == source.shape and destination.dtype == source.dtype
         wait_for.synchronize()
+        to_device = destination.untyped_storage().data_ptr() in self.device_memory
         with self._lock:
             self.copies += 1
-        return LateCopy(self, destination, source)
+            stream = self._in_flight["to device" if to_device else "to host"]
+            for earlier in [copy for copy in stream if copy.fills(destination)]:
+                self.complete(stream, earlier)  # copies of a stream are in order
+            stream.append(LateCopy(self, stream, destination, source))
+            return stream[-1]
+
+    def finish_fetches(self):
+        self.complete(self._in_flight["to device"])
+
+    def complete(self, stream, last=None):
+        """Complete the copies of a stream in order, up to `last`."""
+        with self._lock:
+            while stream and (last is None or last in stream):
+                stream.pop(0).complete()
 
     def add_segments(self, shard, slots):
         assert all(values.dtype == shard.dtype for _, values in slots)
@@ -102,17 +118,30 @@ class LateEvent:
 class LateCopy:
     """A copy that is on its way until it is waited for: by then neither side may have been touched."""
 
-    def __init__(self, device, destination, source):
-        self._device, self._destination, self._source = device, destination, source
-        self._before = source.clone()
+    def __init__(self, device, stream, destination, source):
+        self._device, self._stream, self._destination = device, stream, destination
+        # By address, because a copy on a GPU keeps no memory alive either.
+        memory = MPI.memory.fromaddress(source.data_ptr(), max(1, source.nbytes))
+        self._source = torch.frombuffer(memory, dtype=torch.uint8, count=source.nbytes)
+        self._before = self._source.clone()
         destination.view(torch.uint8).fill_(255)
+
+    def fills(self, memory):
+        return self._destination.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
     def synchronize(self):
         time.sleep(self._device.copy_s)
-        same = torch.equal(self._source.view(torch.uint8), self._before.view(torch.uint8))
+        self._device.complete(self._stream, self)
+
+    #: A stream that waits uses the target at once, since kernels on the host do not run later.
+    wait = synchronize
+
+    def complete(self):
+        same = torch.equal(self._source, self._before)
         assert same, "the source of a copy was written to before it was done"
         assert bool((self._destination.view(torch.uint8) == 255).all()), "the target of a copy was touched meanwhile"
-        self._destination.copy_(self._source)
+        with torch.inference_mode():  # a thread's views are inference tensors
+            self._destination.view(torch.uint8).copy_(self._source)
 
 
 class LateAddition:

@@ -15,12 +15,14 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_
 from odc_mpi.errors import UserError, one_line_message
+
+T = TypeVar("T")
 
 
 class Device:
@@ -34,9 +36,10 @@ class Device:
         self.torch_device = torch.device("cuda", index)
         num_visible = torch.cuda.device_count()
         self.name = f"{torch.cuda.get_device_name(index)} ({num_visible} visible), CUDA {torch.version.cuda}"
-        self._h2d_stream = torch.cuda.Stream(self.torch_device)
-        self._d2h_stream = torch.cuda.Stream(self.torch_device)
-        self._add_stream = torch.cuda.Stream(self.torch_device)
+        # Of high priority, because the next kernels of the computation wait for their copies and additions.
+        self._fetch_stream, self._push_stream, self._add_stream = (
+            torch.cuda.Stream(self.torch_device, priority=-1) for _ in range(3)
+        )
 
     def set_current(self) -> None:
         """Make this device the calling thread's current CUDA device, which MPI uses, too."""
@@ -131,11 +134,15 @@ class Device:
         The copy waits for the event `wait_for`. The tensors must have the same shape and dtype. Do not access
         `destination` or modify `source` before the returned event has completed.
         """
-        stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
+        stream = self._fetch_stream if destination.is_cuda else self._push_stream
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(wait_for)
             destination.copy_(source, non_blocking=True)
         return _record(stream)
+
+    def finish_fetches(self) -> None:
+        """Wait until all copies to the device that were started by `copy` are complete."""
+        _record(self._fetch_stream).synchronize()
 
     def add_segments(self, shard: torch.Tensor, slots: Sequence[Segment]) -> torch.cuda.Event:
         """Start adding tensors to a shard, in order. Thread-safe.
@@ -153,22 +160,22 @@ class Device:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class BufferEvents:
-    """Map from buffers, by their memory, to the CUDA events that their next users must wait for. Thread-safe."""
+class BufferDict(Generic[T]):
+    """Map from buffers, by their memory, to values, such as events that their next users wait for. Thread-safe."""
 
     def __init__(self) -> None:
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._values: dict[int, T] = {}
 
-    def set(self, memory: torch.Tensor, event: torch.cuda.Event) -> None:
-        """Store the event that the next user of `memory` must wait for."""
-        self._events[memory.untyped_storage().data_ptr()] = event
+    def set(self, memory: torch.Tensor, value: T) -> None:
+        """Store the value for `memory`."""
+        self._values[memory.untyped_storage().data_ptr()] = value
 
-    def pop(self, memory: torch.Tensor) -> torch.cuda.Event:
-        """Remove and return the event for `memory`. Raises KeyError if there is none."""
-        return self._events.pop(memory.untyped_storage().data_ptr())
+    def pop(self, memory: torch.Tensor) -> T:
+        """Remove and return the value for `memory`. Raises KeyError if there is none."""
+        return self._values.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._values)
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:

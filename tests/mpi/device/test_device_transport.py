@@ -138,7 +138,7 @@ def test_a_push_adds_what_was_computed_before_its_event(make, world):
         for index, start, values in random_pushes(SIZES, world.rank, minibatch):
             flat = transport.gradients.empty(4 * len(values)).view(torch.float32)
             transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
-            transport.gradients.record_event(flat)
+            transport.gradients.prepare_push(flat)
             transport.gradients.push(index, flat, start).wait()
             flat.fill_(float("nan"))  # it belongs to the computation again
         transport.complete_gradients(np.zeros(1))
@@ -153,7 +153,7 @@ def test_several_pushes_on_the_way(make, world):
     values = [torch.arange(5000.0) + i for i in range(4)]
     pushes = []
     for gradient in values:
-        transport.gradients.record_event(gradient)
+        transport.gradients.prepare_push(gradient)
         pushes.append(transport.gradients.push(0, gradient))
     for push in reversed(pushes):
         push.wait()
