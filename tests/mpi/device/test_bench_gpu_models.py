@@ -1,11 +1,13 @@
-"""`benchmarks/gpu_models.py` with a tiny model on the host: every part is measured, and agrees with transformers."""
+"""`benchmarks/gpu_models.py` with a tiny model, and host memory in a GPU's place: parts agree with transformers."""
 
 import json
 
 import gpu_models
+import gpu_setup
 import pytest
 from gpu_setup import prepare
 from gpu_step import failed
+from test_device_training import pose_as_device
 
 pytestmark = [
     pytest.mark.mpi,
@@ -16,8 +18,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def setup(world):
-    with prepare(world, None, "cpu", 4, 2, lambda line: None, tiny=True) as made:
+def setup(world, monkeypatch, tmp_path):
+    device = pose_as_device(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu_setup, "find_device", lambda kind, host_rank: device)
+    with prepare(world, None, "cuda", 4, 2, lambda line: None, tiny=True) as made:
         yield made
 
 
