@@ -8,6 +8,8 @@
     push_host_NAME         the unit's gradient to its owners' hosts, for each reduction
     fetch_device, push_device_NAME
                            the same with windows on the GPUs
+    fetch_mapped, push_mapped_mailbox
+                           the same with windows on the GPUs that the ranks of a node map
 
 Operations run one after another, as in training, through the same transports. A fetch ends when the unit is on the GPU,
 a sequence of pushes when the gradients are complete, a sequence of copies with the event after the last: no operation
@@ -29,6 +31,7 @@ from odc_mpi.bench.transport import REDUCTIONS, Variant, check, fetches, pushes,
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.factory import gradient_store_factories, staged, window_transport
 from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.windows.mapped_device_window import mapping_error
 from odc_mpi.errors import UserError
 from odc_mpi.probe.device_decision import summarize
 from odc_mpi.probe.device_probe import allocation_error, load_device_report
@@ -92,6 +95,10 @@ class DeviceUnits:
             host = window_transport(world, zero_copy=in_place, reduction=reduction)
             self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
         on_device = gradient_store_factories(device=device)
+        if mapping_error(world, device) is None:
+            mapped = gradient_store_factories(device=device, mapped=True)["mailbox"]
+            transport = window_transport(world, device=device, mapped=True, reduction=mapped)
+            self._add(transport, "fetch_mapped", "mapped", "mailbox")
         for name in reductions:
             self._add(window_transport(world, device=device, reduction=on_device[name]), "fetch_device", "device", name)
 

@@ -13,12 +13,12 @@ synchronization points:
 
 Within a minibatch, ranks communicate only through fetches and pushes. `comm.factory` builds these transports:
 
-    transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
-    window       windows on the host       host          any            yes               yes       yes
-    staged       windows on the host       device        COPY           yes               yes       yes
-    device       windows on the device     device        COPY           yes               yes       yes
-    single_rank  memory of the device      device        KEEP           no                no        yes
-    collective   private memory            host          COPY           yes               no        no
+    transport    shards are in             model is on   access         is_local   threads   one_sided
+    window       windows on the host       host          any            no         yes       yes
+    staged       windows on the host       device        COPY           no         yes       yes
+    device       windows on the device     device        COPY           no         yes       yes
+    single_rank  memory of the device      device        KEEP           yes        no        yes
+    collective   private memory            host          COPY           no         no        no
 
 When zero-copy is on and all ranks are on one node, the `window` transport has VIEW access, or KEEP access if torch
 supports it. On several nodes, it has NODE access for ranks that share a cache with other ranks on their node
@@ -212,8 +212,8 @@ class ParameterStore(ABC):
 class GradientStore(ABC):
     """Store that holds this rank's gradient shards and pushes gradients to the shards of all ranks."""
 
-    #: False if a push only adds locally (one rank on a GPU), so that accumulating gradients beforehand saves nothing.
-    pushes_to_peers: bool = True
+    #: True if this rank owns all elements (one rank on a GPU), so that gradients can be added to `shard` directly.
+    is_local: bool = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

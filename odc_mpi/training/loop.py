@@ -161,7 +161,8 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._results.begin()
         loss = self.objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
         loss.backward()
-        values = torch.cat([loss.detach().double()[None], self.objective.statistics.detach().double()])
+        statistics = self.objective.statistics.detach().to(loss.device, torch.float64)
+        values = torch.cat([loss.detach().double()[None], statistics])
         self._report(self._results.end(microbatch, values))
 
     def _report(self, results: Iterable[MicrobatchResult]) -> None:

@@ -1,7 +1,11 @@
 """A device that is host memory on both sides: everything happens at the very end of the wait, and haste is noticed."""
 
+import mmap
+import os
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import torch
 from mpi4py import MPI
@@ -31,7 +35,9 @@ class LateDevice:
         self.copy_s = copy_s
         self.device_memory = set()
         self._kernels = []
-        self._in_flight = {"to device": [], "to host": []}
+        self._in_flight = {"to device": [], "to host": [], "to peers": []}
+        self._files = {}
+        self._mapped = set()
         self._lock = threading.RLock()
 
     def set_current(self):
@@ -46,7 +52,26 @@ class LateDevice:
         return memory
 
     def empty_for_windows(self, num_bytes):
-        return self.empty(num_bytes)
+        """Memory that other processes can map: a file without a name."""
+        file = os.memfd_create("late device")
+        os.ftruncate(file, max(1, num_bytes))
+        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)[:num_bytes].fill_(255)
+        self.device_memory.add(memory.data_ptr())
+        self._files[memory.data_ptr()] = file
+        weakref.finalize(memory.untyped_storage(), os.close, file)
+        return memory
+
+    def export(self, memory):
+        return f"/proc/{os.getpid()}/fd/{self._files[memory.data_ptr()]}".encode()
+
+    def map(self, handle, num_bytes):
+        with Path(handle.decode()).open("r+b") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)[:num_bytes]
+        self._mapped.add(memory.data_ptr())
+        return memory
+
+    def unmap(self, memory):
+        self._mapped.remove(memory.data_ptr())
 
     def empty_pinned(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -73,9 +98,16 @@ class LateDevice:
         assert destination.shape == source.shape and destination.dtype == source.dtype
         wait_for.synchronize()
         to_device = destination.untyped_storage().data_ptr() in self.device_memory
+        return self._start_copy("to device" if to_device else "to host", destination, source)
+
+    def copy_to_peer(self, destination, source):
+        assert destination.untyped_storage().data_ptr() in self._mapped
+        return self._start_copy("to peers", destination, source)
+
+    def _start_copy(self, stream, destination, source):
         with self._lock:
             self.copies += 1
-            stream = self._in_flight["to device" if to_device else "to host"]
+            stream = self._in_flight[stream]
             for earlier in [copy for copy in stream if copy.fills(destination)]:
                 self.complete(stream, earlier)  # copies of a stream are in order
             stream.append(LateCopy(self, stream, destination, source))

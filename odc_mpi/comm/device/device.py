@@ -87,6 +87,38 @@ class Device:
             torch.cuda.empty_cache()  # the torch allocator may have cached the missing bytes
             return cupy.cuda.Memory(num_bytes)
 
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Return a handle with which other processes on this node can `map` memory from `empty_for_windows`.
+
+        Raises `UserError` if the driver refuses.
+        """
+        cupy = _cupy()
+        try:
+            handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(memory.data_ptr())
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UserError(f"windows on {self.torch_device}: CUDA cannot export their memory ({error})") from None
+        return handle
+
+    def map(self, handle: bytes, num_bytes: int) -> torch.Tensor:
+        """Map memory of another process on this node, which `export` returned, as `[num_bytes]` uint8.
+
+        The memory may be on another GPU that this one can access. Kernels and copies of this device can use it. Call
+        `unmap` before its owner frees it. Raises `UserError` if the driver refuses.
+        """
+        cupy = _cupy()
+        self.set_current()
+        try:
+            address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UserError(f"windows on {self.torch_device}: CUDA cannot map memory of a peer ({error})") from None
+        memory = cupy.cuda.UnownedMemory(address, num_bytes, None, self.torch_device.index)
+        return torch.from_dlpack(cupy.ndarray((num_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
+
+    def unmap(self, memory: torch.Tensor) -> None:
+        """Undo `map`. All copies and kernels that use the memory must have completed."""
+        self.set_current()
+        _cupy().cuda.runtime.ipcCloseMemHandle(memory.data_ptr())
+
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies, `[num_bytes]` uint8.
 
@@ -139,6 +171,15 @@ class Device:
             stream.wait_event(wait_for)
             destination.copy_(source, non_blocking=True)
         return _record(stream)
+
+    def copy_to_peer(self, destination: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        """Start an asynchronous copy to mapped memory of another rank. Thread-safe.
+
+        As `copy`, but kernels that compute `source` must have completed, and later fetches do not wait for this copy.
+        """
+        with torch.cuda.stream(self._push_stream), torch.no_grad():
+            destination.copy_(source, non_blocking=True)
+        return _record(self._push_stream)
 
     def finish_fetches(self) -> None:
         """Wait until all copies to the device that were started by `copy` are complete."""

@@ -1,5 +1,8 @@
 """Stores for models on a GPU whose shards are in device memory and are transferred through device windows.
 
+The windows are those of MPI (`comm.windows.device_window`), or memory that the ranks of a node map, which is copied
+without MPI (`comm.windows.mapped_device_window`).
+
 This package copies no parameters or gradients through the host. A fetch reads from the owners' devices into a buffer on
 this rank's device, and a push sends from such a buffer. MPI and CUDA do not synchronize with each other, so the stores
 synchronize them:
@@ -24,17 +27,17 @@ from typing_extensions import override
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferDict, Device
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import WindowParameters
+from odc_mpi.comm.windows.rma import WindowFactory
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
 
 class DeviceParameters(WindowParameters):
-    """Parameter store with its shards in device memory. Fetches fill buffers on this rank's device."""
+    """Parameter store with its shards in device windows of `kind`. Fetches fill buffers on this rank's device."""
 
-    def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
-        super().__init__(world, dtype, device_windows(device))
+    def __init__(self, world: World, dtype: torch.dtype, device: Device, kind: WindowFactory) -> None:
+        super().__init__(world, dtype, kind)
         # Not from the torch allocator, because MPI may have to export it to another process or to a network card.
         self.buffers = BufferPool(device.empty_for_windows)
         self._device = device
